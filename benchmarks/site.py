@@ -26,7 +26,7 @@ from lab_hosts import Lab, run_playbook
 TOP = Path(__file__).resolve().parents[1]
 LIMIT = 1.5
 # Actions that run on the controller.
-LOCAL = ("assert", "debug", "fail", "set_fact", "validate_argument_spec", "python_env_plan")
+LOCAL = ("assert", "debug", "fail", "set_fact", "validate_argument_spec", "trainyard")
 NONE = ("include_role", "include_tasks", "import_role", "import_tasks", "meta")
 
 

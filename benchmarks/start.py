@@ -109,14 +109,14 @@ def skew(lab: Lab, inventory: Path, folder: Path, run: str) -> float:
         return {"host": host.name, "node_rank": rank, "ranks": [rank], "run_dir": run_dir, "command": command}
 
     plan = [entry(rank, host) for rank, host in enumerate(lab.hosts)]
-    launch = {"step": "launch", "session": {"plan": plan}}
+    launch = {"command": "train", "step": "launch", "session": {"plan": plan}}
     tasks = [
         {"name": "Folder", "ansible.builtin.file": {"path": run_dir, "state": "directory", "mode": "0755"}},
         {
             "name": "Trainer",
             "ansible.builtin.copy": {"src": str(folder / "trainer.zip"), "dest": f"{run_dir}/", "mode": "0644"},
         },
-        {"name": "Start", "trainyard_run": launch, "run_once": True},
+        {"name": "Start", "trainyard": launch, "run_once": True},
     ]
     book = folder / "skew.yml"
     book.write_text(yaml.safe_dump([{"name": "Skew", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))

@@ -15,9 +15,9 @@ from trainer import config
 from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED
 from trainer.config.conversions import CONVERSIONS
 from trainer.strategy import summaries
-from trainyard.cli.commands import COMMANDS
-from trainyard.cli.flags import COMMON
-from trainyard.cli.options import SHORT, DataOptions, LogsOptions, PreflightOptions, StatusOptions, StopOptions
+from trainyard.commands.groups import COMMON
+from trainyard.commands.options import SHORT
+from trainyard.commands.table import COMMANDS
 from trainyard.dashboard.options import DashboardOptions
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
@@ -296,14 +296,8 @@ def command_line(text: str) -> str:
         rows.append(f"| `{name}{word}` | `{command.playbook}` | {command.summary} |")
     rows.append("| `completion [SHELL]` | | print the script that completes commands and flags in bash or zsh |")
     short = "\n".join(f"| `-{letter}` | `--{name.replace('_', '-')}` |" for letter, name in SHORT.items())
-    single = {
-        "status": StatusOptions,
-        "data": DataOptions,
-        "stop": StopOptions,
-        "logs": LogsOptions,
-        "preflight": PreflightOptions,
-    }
-    tables = [f"`trainyard {name}`:\n\n{option_table(options.model_fields)}" for name, options in single.items()]
+    single = ("status", "data", "stop", "logs", "preflight")
+    tables = [f"`trainyard {name}`:\n\n{option_table(COMMANDS[name].groups[0].fields)}" for name in single]
     verbs = "`trainyard queue list`, `history`, `cancel`, `hold`, `release` and `priority`"
     tables.append(f"{verbs}:\n\n{option_table(CHANGE_OPTIONS)}")
     text = with_block(text, "commands", "\n".join(rows))

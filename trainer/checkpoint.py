@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 Files = dict[str, dict[str, Any]]  # file name -> its `bytes` and `sha256`
 _NAME = re.compile(r"step-(\d{8})")
+_MANIFEST_LIMIT = 4 << 20  # bytes
 _NOT_FINITE = "has weights that are not finite"
 _CHUNK = 64 << 20  # bytes per broadcast when a host receives a checkpoint
 
@@ -182,8 +183,11 @@ class Saver:
 
 def find_defect(path: Path, *, verify: bool = True) -> str:
     """Return the defect of a checkpoint folder, or an empty string. `verify`: compare digests, not only sizes."""
+    if not (path / MANIFEST).is_file():
+        return f"{MANIFEST} is missing"
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        with (path / MANIFEST).open("rb") as content:
+            manifest = json.loads(content.read(_MANIFEST_LIMIT))
         for name, expected in manifest["files"].items():
             file = path / name
             if not file.exists():
@@ -192,9 +196,7 @@ def find_defect(path: Path, *, verify: bool = True) -> str:
                 return f"{name} has {size} of {expected['bytes']} bytes"
             if verify and sha256_file(file) != expected["sha256"]:
                 return f"the contents of {name} are damaged"
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is unreadable ({type(error).__name__})"
     return ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import shlex
 import signal
 import threading
@@ -21,6 +22,7 @@ from ansible.parsing.plugin_docs import read_docstring
 from ansible.plugins.action import ActionBase
 from ansible.plugins.loader import connection_loader
 from ansible.utils.display import Display
+from ansible.utils.vars import load_extra_vars
 
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import MAX_MESSAGE, memory_failure
@@ -42,19 +44,15 @@ from trainyard.connection import (
 from trainyard.extra_vars import plain_data
 from trainyard.host_variables import make_host
 from trainyard.openssh import LocalTransport, OpenSSHTransport
-from trainyard.run.options import ALIASES, LaunchOptions, options_from_variables
-from trainyard.service_records import ServiceRecords, service_records
+from trainyard.run.options import ALIASES, options_from_variables
 
 __all__ = [
     "AnsibleTransport",
     "ClusterAction",
     "HostVariables",
     "Inventory",
-    "cluster_connections",
     "failure",
     "inventory_hosts",
-    "play_cluster",
-    "play_hosts",
 ]
 
 # Keys of a documented option that an argument spec also has.
@@ -109,9 +107,39 @@ class ClusterAction(ActionBase):
         """Return a value of a variable as plain data, with its templates resolved."""
         return plain_data(self._templar.template(value))
 
-    def launch_options(self, variables: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> LaunchOptions:
-        """Return the launch options of the play, with these values on top. Raises UserError for a bad value."""
-        return options_from_variables(variables, self.resolve, values)
+    def extra_vars(self) -> dict[str, Any]:
+        """Return the values of `-e`. Raises UserError."""
+        found: dict[str, Any] = plain_data(load_extra_vars(self._loader))
+        return found
+
+    def cluster(self, variables: Mapping[str, Any], launch: Mapping[str, Any]) -> Cluster:
+        """Return the cluster of the play, with the hosts that failed before, and these launch options on top of its variables.
+
+        Raises InventoryError.
+        """
+        hostvars = variables["hostvars"]
+        launch_of = lambda values: options_from_variables(variables, self.resolve, {**launch, **values})  # noqa: E731
+        hosts = [make_host(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
+        return Cluster(hosts, variables["groups"], hostvars, self._connections(hostvars), launch_of)
+
+    def lasting_cluster(self, variables: Mapping[str, Any]) -> Cluster:
+        """Return the cluster of the play with connections that stay open. Raises InventoryError."""
+        limit = ",".join(variables["ansible_play_hosts"])
+        return Inventory(variables["ansible_inventory_sources"], limit, [json.dumps(self.extra_vars())]).cluster({})
+
+    def _connections(self, hostvars: Mapping[str, Any]) -> Callable[[Host | str], HostConnection]:
+        """Return a function that makes the connection to a host of the inventory, given its name or the host.
+
+        Call that function in the main thread only (it resolves templates); use a connection in one thread at a time.
+        """
+
+        def connect(host: Host | str) -> HostConnection:
+            name = host if isinstance(host, str) else host.name
+            variables, context = hostvars[name], self._play_context.copy()
+            transport = _transport(name, variables, context, self._templar, self._task.connection, self._task)
+            return HostConnection(make_host(name, variables) if isinstance(host, str) else host, transport)
+
+        return connect
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the task, validated against the DOCUMENTATION of the module of this name.
@@ -121,7 +149,7 @@ class ClusterAction(ActionBase):
         path = self._shared_loader_obj.module_loader.find_plugin(self._task.action)
         options = read_docstring(path)["doc"]["options"]
         spec = {name: {key: option[key] for key in SPEC_KEYS if key in option} for name, option in options.items()}
-        arguments: dict[str, Any] = self.validate_argument_spec(spec)[1]
+        arguments: dict[str, Any] = plain_data(self.validate_argument_spec(spec)[1])
         return arguments
 
 
@@ -195,48 +223,6 @@ class AnsibleTransport:
             raise RemoteError(f"cannot fetch {source}: {last_line(str(error))}") from None
 
 
-def play_hosts(task_vars: dict[str, Any]) -> list[Host]:
-    """Return all hosts of the play, in inventory order, including hosts that failed before. Raises InventoryError."""
-    hostvars = task_vars["hostvars"]
-    return [make_host(name, hostvars[name]) for name in task_vars["ansible_play_hosts_all"]]
-
-
-def cluster_connections(action: ActionBase, task_vars: dict[str, Any]) -> Callable[[Host | str], HostConnection]:
-    """Return a function that makes the connection to a host of the inventory, given its name or the host.
-
-    Call that function in the main thread only (it resolves templates); use a connection in one thread at a time.
-    """
-    hostvars = task_vars["hostvars"]
-
-    def connect(host: Host | str) -> HostConnection:
-        name = host if isinstance(host, str) else host.name
-        variables = hostvars[name]
-        context = action._play_context.copy()
-        transport = _transport(name, variables, context, action._templar, action._task.connection, action._task)
-        return HostConnection(make_host(name, variables) if isinstance(host, str) else host, transport)
-
-    return connect
-
-
-def play_cluster(action: ClusterAction, task_vars: dict[str, Any]) -> Cluster:
-    """Return the cluster of a play. Raises InventoryError."""
-    hostvars = task_vars["hostvars"]
-    return Cluster(
-        hosts=play_hosts(task_vars),
-        groups=task_vars["groups"],
-        variable=lambda host, name: hostvars[host].get(name),
-        connect=cluster_connections(action, task_vars),
-        launch_of=lambda values: action.launch_options(task_vars, values),
-    )
-
-
-def play_records(action: ClusterAction, task_vars: dict[str, Any]) -> ServiceRecords | None:
-    """Return what sends records to the service of the dashboard; None without it, and in check mode."""
-    hostvars, connect = task_vars["hostvars"], cluster_connections(action, task_vars)
-    groups, variable = task_vars["groups"], lambda host, name: hostvars[host].get(name)
-    return service_records(groups, variable, connect, Display().display, action._task.check_mode)
-
-
 def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tuple[Host, AnsibleTransport]]:
     """Return the hosts of an inventory that match a pattern, each with its transport, outside of any play.
 
@@ -271,7 +257,6 @@ def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> t
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
     from ansible.utils.context_objects import CLIArgs
-    from ansible.utils.vars import load_extra_vars
     from ansible.vars.manager import VariableManager
 
     loader = DataLoader()
@@ -355,21 +340,21 @@ class Inventory:
             "another inventory with -i"
         )
 
-    def variable(self, host: str, name: str) -> Any:
-        """Return a variable of a host, or None."""
-        return self.variables[host].get(name)
+    def cluster(self, launch: Mapping[str, Any]) -> Cluster:
+        """Return the cluster, with these launch options on top of the inventory's."""
+        first = self.variables[self.hosts[0].name]
+        launch_of = lambda values: options_from_variables(first, lambda value: value, {**launch, **values})  # noqa: E731
+        return Cluster(self.hosts, self.groups, self.variables, self.connect, launch_of)
 
-    def connect_name(self, name: str) -> HostConnection:
-        """Make the connection to any host of the inventory by its name, regardless of the limit. As `connect`."""
-        return self.connect(make_host(name, self.variables[name]))
-
-    def connect(self, host: Host) -> HostConnection:
+    def connect(self, host: Host | str) -> HostConnection:
         """Make the connection to a host: a local process, OpenSSH, or Ansible's plugin where its features are needed.
 
-        Call it in the main thread only (it resolves templates); use a connection in one thread at a time.
+        Its name finds any host of the inventory, regardless of the limit. Call it in the main thread only (it resolves templates); use a connection in one thread at a time.
         """
         from ansible.playbook.play_context import PlayContext
 
+        if isinstance(host, str):
+            host = make_host(host, self.variables[host])
         if not host.login.address:
             return HostConnection(host, LocalTransport())
         if login := self._logins.get(host.name):

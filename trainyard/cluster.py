@@ -25,13 +25,17 @@ class Cluster:
     Attributes:
         hosts: those of the group `cluster`, or those of them that `--limit` selects.
         groups: names of the hosts of every group.
-        variable: returns a variable of a host, or None.
-        connect: makes the connection to a host by its name; called in the main thread.
+        variables: the variables of every host by name, templates resolved.
+        connect: makes the connection to a host of the inventory, given the host or its name; called in the main thread.
         launch_of: returns the launch options with these values on top of the inventory's.
     """
 
-    hosts: Sequence[Host]
+    hosts: list[Host]
     groups: Mapping[str, Sequence[str]]
-    variable: Callable[[str, str], Any]
-    connect: Callable[[str], HostConnection]
+    variables: Mapping[str, Mapping[str, Any]]
+    connect: Callable[[Host | str], HostConnection]
     launch_of: Callable[[Mapping[str, Any]], LaunchOptions]
+
+    def variable(self, host: str, name: str) -> Any:
+        """Return a variable of a host, or None."""
+        return self.variables[host].get(name)

@@ -67,20 +67,6 @@ def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of
         raise UserError("; ".join(lines + and_more(strange)))
 
 
-def check_given(extra_vars: Mapping[str, Any], top: Path, more: Iterable[str]) -> None:
-    """Check the pairs and names given with ``-e`` to a playbook that starts no run; those that start one may stand beside them.
-
-    Args:
-        top: the project's folder.
-        more: the playbook's own names.
-
-    Raises:
-        UserError: a pair without a name, or unknown names.
-    """
-    check_pairs(extra_vars)
-    check_names(resolve_aliases(extra_vars, source="-e")[0], top, more)
-
-
 def read_run_spec(
     file: str,
     extra_vars: Mapping[str, Any],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainyard import front_end
 from trainyard.cluster import service_host
 from trainyard.connection import HostConnection, InventoryError, RemoteError
 from trainyard.progress_record import SUFFIX
@@ -104,7 +105,7 @@ class ServiceRecords:
             raise RemoteError(f"{name} is larger than {LIMIT >> 20} MiB")
         request = {"folder": f"{connection.host.data_dir}/dashboard", "name": name, "content": content}
         if not in_time(connection, lambda: connection.call("keep_record", request), ANSWER_LIMIT)["kept"]:
-            raise RemoteError("it is not installed: run site.yml")
+            raise RemoteError(f"it is not installed: run {front_end.playbook('site')}")
 
     def _fail(self, error: Exception) -> None:
         if not self._failed:

@@ -15,8 +15,7 @@ description:
   - An unreachable host is printed as one line, C(error. host does not answer. last line of ssh).
   - The strings in the C(lines) of a result are printed unchanged, instead of C(ok) or after the error.
   - Before the recap of C(site.yml), one line names the roles that changed something, and the hosts.
-  - The banner of a task that prints while it runs (M(trainyard_run), M(trainyard_runs), M(trainyard_distill),
-    M(trainyard_merge), M(trainyard_dashboard)) is printed before its output.
+  - The banner of a task M(trainyard) that prints while it runs is printed before its output.
 extends_documentation_fragment:
   - default_callback
   - result_format_callback
@@ -43,14 +42,7 @@ except ModuleNotFoundError as error:
 
 MESSAGE_ONLY = ("fail", "assert", "validate_argument_spec")  # their message is for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
-LIVE = (
-    "trainyard_run",
-    "trainyard_runs",
-    "check_training",
-    "trainyard_distill",
-    "trainyard_merge",
-    "trainyard_dashboard",
-)
+SILENT = ("preflight", "deploy", "undeploy", "queue", "plan-python", "find-teacher", "copy-teacher")
 
 
 class CallbackModule(Default):
@@ -75,7 +67,7 @@ class CallbackModule(Default):
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
         super().v2_playbook_on_task_start(task, is_conditional)
-        if action_name(task) in LIVE and self._last_task_banner != task._uuid:
+        if is_live(task) and self._last_task_banner != task._uuid:
             self._print_task_banner(task)
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
@@ -128,7 +120,7 @@ class CallbackModule(Default):
         elif action_name(result.task) in MESSAGE_ONLY:
             message, _, table = message.partition("\n\n")
         task = result.task
-        host = "" if task.run_once or action_name(task) in LIVE else f"{self.host_label(result)}: "
+        host = "" if task.run_once or is_live(task) else f"{self.host_label(result)}: "
         stderr = self.get_option("display_failed_stderr")
         text = shown(" ".join(message.split()))
         self._display.display(f"error: {host}{text}", color=C.COLOR_ERROR, stderr=stderr)
@@ -139,6 +131,11 @@ class CallbackModule(Default):
 def action_name(task: Any) -> str:
     """Return the name of the task's module, without its collection."""
     return str(task.action).rpartition(".")[2]
+
+
+def is_live(task: Any) -> bool:
+    """Return whether a task prints while it runs."""
+    return action_name(task) == "trainyard" and task.args.get("command") not in SILENT
 
 
 def is_plain(task: Any, result: dict[str, Any]) -> bool:

@@ -31,15 +31,3 @@ attributes:
     support: full
     description: Returns the differences between the old and the new content.
 """
-
-    # For action plugins that run on the controller, for all hosts of the play at once.
-    CONTROLLER = r"""
-options: {}
-attributes:
-  action:
-    support: full
-    description: Runs on the controller, for all hosts of the play at once.
-  check_mode:
-    support: full
-    description: Behaves as without check mode.
-"""

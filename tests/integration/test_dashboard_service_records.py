@@ -18,6 +18,7 @@ import yaml
 from dashboard_site import start_training
 from run_hosts import TOP, Bed, until
 
+from trainer.supervise.link_free import LinkFreePath
 from trainyard.connection import Host, HostConnection, Login, RemoteError
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.progress_watch import ProgressWatch
@@ -166,7 +167,9 @@ class QueueHost:
     async def ask(self, query: str, **request: Any) -> dict[str, Any]:
         if not self.answers:
             raise RemoteError("node1 does not answer")
-        return checked_reply(f"query {query}", untrusted_json(json.dumps(QUERIES[query](self.runs, request))))
+        return checked_reply(
+            f"query {query}", untrusted_json(json.dumps(QUERIES[query](LinkFreePath(self.runs), request)))
+        )
 
 
 def test_the_service_shows_the_progress_that_a_controller_sends(bed: Bed, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from run_hosts import FAKE_RANK, Bed, bed, parent_of, until
 from standby_bed import LAUNCHER, WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
 
 from trainer.supervise.files import SupervisorError, is_alive
+from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import RUN_VARIABLE, descendants, environ, held_gpus, is_running
 from trainer.supervise.stop import stop
 from trainer.supervise.waiting import REQUEST, STATE, take_request
@@ -44,7 +45,7 @@ def test_a_restart_forks_from_the_standby_process(bed: Bed) -> None:
     rank = bed.at_step(0, 1)["pid"]
     assert parent_of(parent_of(rank)) == supervisor and bed.node(0)["attempt"] == 2
     assert standby in descendants(supervisor) and log(bed).count("imported") == 1
-    assert is_alive(bed.run_dir(0)) and not (bed.run_dir(0) / STATE).exists()
+    assert is_alive(link_free(bed.run_dir(0))) and not (bed.run_dir(0) / STATE).exists()
     assert ask(bed, "stop", now=True)["status"] == "stopped"
     assert not bed.live_processes(), "a stop ends the standby process, too"
 
@@ -323,7 +324,7 @@ def test_another_user_cannot_hand_over_a_request(bed: Bed) -> None:
     until(lambda: not is_running(supervisor), 5, what="the end of the supervisor")
     assert "is not from the user of the run" in log(bed) and not bed.live_processes()
     with pytest.raises(SupervisorError):
-        take_request(run_dir)
+        take_request(link_free(run_dir))
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from safetensors.numpy import load_file
 
 from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
+from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import run_processes
 from trainyard.connection import Host, HostConnection
 from trainyard.extra_vars import read_run_spec
@@ -202,7 +203,7 @@ def test_a_run_from_one_command(inventory: Path, dataset: Path) -> None:
     assert {path.name for path in (head / "logs").iterdir()} >= {"rank0.log", "rank1.log"}
     assert list((head / "tensorboard").glob("events.*"))
     assert (head / "env").stat().st_mode & 0o777 == 0o600
-    assert run_environment(head)["NOTE"] == "one\u2028line"
+    assert run_environment(link_free(head))["NOTE"] == "one\u2028line"
     private = [path for name in ("datasets", "cache") for path in (head.parents[1] / "store" / name).iterdir()]
     assert len(private) == 2 and {path.stat().st_mode & 0o777 for path in private} == {0o600}
     assert [json.loads(line)["step"] for line in (head / "metrics.jsonl").read_text().splitlines()] == list(
@@ -265,7 +266,7 @@ def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, datase
     assert played.rc != 0
     assert playing.ended - killed < 5.0 + 1.0  # the runner's own end is in it
     assert "rank 1 on node2 was killed by SIGKILL" in error_line(played)
-    assert not [pid for folder in folders for pid in run_processes(folder)]
+    assert not [pid for folder in folders for pid in run_processes(link_free(folder))]
 
     # A possible result of a crash: an incomplete checkpoint folder. It is named, and an older one is taken.
     newest = sorted((folders[0] / "checkpoints").glob("step-*"))[-1]

@@ -199,7 +199,7 @@ def test_only_the_host_before_it_is_accepted(tmp_path: Path) -> None:
     plain.sendall(content)
     assert refused(plain)
     certificate, key = make_transfer_key()
-    file = {"target": str(tmp_path / "sent"), "temporary": "", "size": 100_000, "sha256": digest}
+    file = {"target": str(tmp_path / "sent"), "temporary": str(tmp_path / "in/none"), "size": 100_000, "sha256": digest}
     sender = {
         "files": [file | {"mode": 0o644, "source": "here", "wanted": True}], "address": "127.0.0.2", "port": 0,
         "previous": "", "next": "127.0.0.1", "next_port": receiver.port, "connect": 5.0, "idle": 5.0, "cache": str(tmp_path / "c"),

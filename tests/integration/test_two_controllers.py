@@ -18,6 +18,7 @@ from ssh_server import control_folder, server
 from trainer.config import make_spec
 from trainer.supervise.claim import CLAIM_LIMIT, claimed_by_another, consume_claim, write_claim
 from trainer.supervise.files import SupervisorError
+from trainer.supervise.link_free import link_free
 from trainyard.connection import Host, HostConnection, Login
 from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote.commit import commit
@@ -174,8 +175,9 @@ def packed(content: bytes) -> str:
 
 
 def request_of(folder: Path, token: str, **more: Any) -> dict[str, Any]:
-    (folder / "trainer").write_bytes(b"zip")
-    base = {"run_dir": str(folder / "runs/r"), "token": token, "trainer": str(folder / "trainer")}
+    (folder / "store").mkdir(exist_ok=True)
+    (folder / "store/trainer").write_bytes(b"zip")
+    base = {"run_dir": str(folder / "runs/r"), "token": token, "trainer": str(folder / "store/trainer")}
     return (
         base
         | {"contents": {"spec.yml": [0o644, packed(b"a")]}, "previous": None, "stop_wanted": False, "stale": False}
@@ -190,20 +192,20 @@ def test_a_claim_lasts_until_the_start_or_its_limit(tmp_path: Path, monkeypatch:
     assert commit(request_of(tmp_path, "a")) == {"changed": []}
     for token in ("b", ""):
         with pytest.raises(SupervisorError, match="another controller stages run r at the same time"):
-            consume_claim(run_dir, token)
+            consume_claim(link_free(run_dir), token)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + CLAIM_LIMIT + 1)
-    consume_claim(run_dir, "")
-    write_claim(run_dir, "a")
+    consume_claim(link_free(run_dir), "")
+    write_claim(link_free(run_dir), "a")
     monkeypatch.setattr(time, "time", lambda: now)
-    assert not claimed_by_another(run_dir, "b"), "the clock was set back"
+    assert not claimed_by_another(link_free(run_dir), "b"), "the clock was set back"
     assert commit(request_of(tmp_path, "b", contents={"spec.yml": [0o644, packed(b"b")]}))["changed"]
     with pytest.raises(SupervisorError, match="another controller"):
-        consume_claim(run_dir, "a")
+        consume_claim(link_free(run_dir), "a")
     commit({"run_dir": str(run_dir), "token": "a", "release": True})
-    assert claimed_by_another(run_dir, "a"), "only its own"
+    assert claimed_by_another(link_free(run_dir), "a"), "only its own"
     commit({"run_dir": str(run_dir), "token": "b", "release": True})
-    assert not claimed_by_another(run_dir, "a")
+    assert not claimed_by_another(link_free(run_dir), "a")
 
 
 def test_a_start_since_the_plan_is_not_overwritten(tmp_path: Path) -> None:

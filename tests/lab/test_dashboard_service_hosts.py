@@ -24,12 +24,13 @@ pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
 PORT, PASSWORD = 5443, "correct horse battery"
 FOLDER = f"{DATA_DIR}/dashboard"
+LIB = "/usr/local/lib/trainyard/dashboard"
 CERTIFICATE = f"{FOLDER}/.trainyard/dashboard/tls.pem"
 ROLES = "ssh,firewall,storage,queue,dashboard"
 # reset.yml removes the role completely.
 LEFT = rf"""
 ls -d {FOLDER} /etc/systemd/system/trainyard-dashboard.service /etc/systemd/system/*.wants/trainyard-dashboard.service \
-    /var/lib/trainyard /home/*/.ssh/trainyard_dashboard* /run/trainyard-dashboard 2>/dev/null || :
+    /usr/local/lib/trainyard /var/lib/trainyard /home/*/.ssh/trainyard_dashboard* /run/trainyard-dashboard 2>/dev/null || :
 grep -s "(dashboard)" /home/*/.ssh/authorized_keys || :
 ps -e -o args= | grep '[t]rainyard[.]dashboard[.]' || :
 """
@@ -209,6 +210,81 @@ def test_the_service_adds_a_run_to_the_queue_again(cluster: tuple[Lab, Path], si
         lab.wait(lambda: "resuming from step" in logs(), "the run does not resume", 150)
         press(lab, "/queue/queued/cancel")
         lab.wait(lambda: button in shown(lab, "/queue"), "the run has not ended again", 120)
+
+
+def test_only_the_program_that_was_added_drives_a_queued_run(cluster: tuple[Lab, Path], site: Played) -> None:
+    """The run of the test before it: an unpacked program that was edited is replaced, and an edited archive is refused."""
+    lab, _ = cluster
+    head, folder, button = lab.hosts[0], f"{DATA_DIR}/queue/queued", "/queue/queued/again"
+    plant = f"open('{DATA_DIR}/planted', 'w')"
+    state = lambda: json.loads(lab.inside(head, f"cat {folder}/state.json"))  # noqa: E731
+    (package,) = lab.inside(head, "ls /run/trainyard-queue/*/trainyard/queue/__init__.py").split()
+    assert lab.inside(head, f"stat -c %a {package}").strip() == "444"
+    lab.inside(head, f'echo "{plant}" >{package}')
+    with open_page(lab, "queue"):
+        lab.wait(lambda: button in shown(lab, "/queue"), "the run has not ended", 120)
+        press(lab, button)
+        lab.wait(lambda: state()["phase"] == "running", "the run does not start", 150)
+        assert "planted" not in lab.inside(head, f"cat {package}")
+        press(lab, "/queue/queued/cancel")
+        lab.wait(lambda: state()["phase"] == "cancelled", "the run has not ended", 120)
+        ended = f"squeue -h; pgrep -f 'queue[.]driver {folder}' || :"
+        lab.wait(lambda: lab.inside(head, ended) == "", "its driver or its job has not ended", 120)
+        lab.wait(lambda: button in shown(lab, "/queue"), "the page does not show that the run has ended", 120)
+        add = f"import zipfile; zipfile.ZipFile('{folder}/program.zip', 'a').writestr('sitecustomize.py', \"{plant}\")"
+        lab.inside(head, f"runuser -u {USER} -- python3 - <<'P'\n{add}\nP")
+        press(lab, button)
+        lab.wait(lambda: state()["phase"] == "failed", "the run is not refused", 150)
+    line = f"run queued: {folder}/program.zip was changed after the run was added: add the run again on the controller"
+    assert state()["exit"]["reason"] in line
+    journal = lab.inside(head, "journalctl --no-pager -o cat -u trainyard-queue").splitlines()
+    assert journal.count(f"error: {line}") == 1
+    assert lab.inside(head, f"ls {DATA_DIR}/planted 2>/dev/null || :; squeue -h") == ""
+
+
+def test_a_program_that_was_edited_does_not_start(cluster: tuple[Lab, Path], site: Played) -> None:
+    lab, inventory = cluster
+    head = lab.hosts[0]
+    (program,) = lab.inside(head, f"ls {LIB}/program-*/trainyard/dashboard/__init__.py").split()
+    as_user = f"cd /; runuser -u {USER} -- sh -c 'echo >>{program}; mv {LIB} {LIB}2; find /usr/local/lib/trainyard -writable' 2>&1 || :"
+    assert "denied" in (said := lab.inside(head, as_user)) and len(said.splitlines()) == 2, said
+    lab.inside(
+        head, f"""echo "open('{FOLDER}/planted', 'w')" >>{program}; systemctl kill -s KILL trainyard-dashboard"""
+    )
+    failed = lambda: lab.inside(head, "systemctl show -P SubState trainyard-dashboard").strip() == "failed"  # noqa: E731
+    lab.wait(failed, "the service is not refused", 30)
+    journal = lab.inside(head, "journalctl --no-pager -o cat -u trainyard-dashboard").splitlines()
+    assert journal.count(f"error: {program} was changed after the program was installed: run site.yml") == 1
+    assert lab.inside(head, f"ls {FOLDER}/planted 2>/dev/null || :") == ""
+    repaired = run_playbook("site.yml", inventory, {}, "--tags", "dashboard")
+    assert repaired.rc == 0 and repaired.count("changed") == 2, repaired.stdout  # the tree, the start
+    assert lab.inside(head, f"cat {program}").count("planted") == 0
+    lab.wait(lambda: 1 in hosts_up(lab, PASSWORD).values(), "no host is up", 60)
+
+
+def test_a_cluster_of_the_version_before_is_converted(cluster: tuple[Lab, Path], site: Played) -> None:
+    """Programs in the data folder, and queued runs without a record of their programs."""
+    lab, inventory = cluster
+    head = lab.hosts[0]
+    kept = f"cd {FOLDER} && sha256sum password config.json .trainyard/dashboard/tls.pem; find . -path '*/received/*' -type f | sort | xargs -r sha256sum"
+    before = lab.inside(head, kept)
+    old = f"{FOLDER}/program-1 {FOLDER}/packages-2-cpython-311 {DATA_DIR}/queue/.programs/3"
+    files = f"{FOLDER}/program-1.zip {FOLDER}/requirements.txt {FOLDER}/constraints.txt"
+    make = f"mkdir -p {old} && touch {files} {DATA_DIR}/queue/.programs/3/x.py"
+    lab.inside(head, f"rm -r {LIB} /var/lib/trainyard/queue/programs; runuser -u {USER} -- sh -c '{make}'")
+    checked = run_playbook("site.yml", inventory, {}, "--tags", "queue,dashboard", "--check")
+    assert checked.rc == 0, checked.stdout
+    assert lab.inside(head, f"ls -d {LIB} /var/lib/trainyard/queue/programs 2>/dev/null || :") == ""
+    assert len(lab.inside(head, f"ls -d {old} {files}").split()) == 6
+    converted = run_playbook("site.yml", inventory, {}, "--tags", "queue,dashboard")
+    assert converted.rc == 0, converted.stdout
+    assert lab.inside(head, f"ls -d {old} {files} {DATA_DIR}/queue/.programs 2>/dev/null || :") == ""
+    assert lab.inside(head, kept) == before
+    recorded = (
+        f"sha256sum <{DATA_DIR}/queue/queued/program.zip | cut -c -64 | diff - /var/lib/trainyard/queue/programs/queued"
+    )
+    lab.inside(head, recorded)
+    lab.wait(lambda: 1 in hosts_up(lab, PASSWORD).values(), "no host is up", 60)
 
 
 def test_the_second_run_changes_nothing_and_another_password_only_the_hash(

@@ -49,7 +49,9 @@ def mount(lab: Lab, host: Host, folders: tuple[str, str]) -> None:
         lab.inside(
             each,
             f"""mknod /dev/shared b 7 {device.removeprefix("/dev/loop")}
-            runuser -u tester mkdir -p {DATA}; mkdir -p {folder}; mount /dev/shared {folder}""",
+            [ -d {DATA} ] || runuser -u tester mkdir {DATA}
+            [ -d {folder} ] || mkdir {folder}
+            mount /dev/shared {folder}""",
         )
     lab.inside(host, f"touch -d '1 day ago' {folders[1]}/.trainyard-preflight-killed")
 

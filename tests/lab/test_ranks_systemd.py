@@ -16,7 +16,7 @@ import pytest
 import yaml
 from lab_hosts import NEEDS_LAB, Host, Lab
 from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
-from run_hosts import RUN_VARIABLE, until
+from run_hosts import until
 from testbed import faults
 
 __all__ = ["site"]
@@ -178,8 +178,7 @@ def test_no_process_leaves_the_unit(lab: Lab, site: Site) -> None:
     lab.inside(host, f"rm {RUN_DIR}/hidden")
     assert "pid" in ask(lab, host, "start", command=command, properties=["KillMode=process"])
     until(lambda: ask(lab, host, "status")["status"] == "lost", 20, what="the end of the supervisor")
-    marked = as_user(lab, host, f"grep -lsaz {RUN_VARIABLE}={RUN_DIR} /proc/[0-9]*/environ || :")
-    assert alive() == 3 and not marked, "the login user sees no mark of the run"
+    assert alive() == 3, "the unit outlives its supervisor"
     assert [run["left"] for run in ask(lab, host, "list", data_dir=DATA)["runs"]] == [True]
     assert "still running" in ask(lab, host, "start", command=command)["error"]
     assert ask(lab, host, "stop", wanted=True)["killed"] == 3

@@ -48,6 +48,7 @@ from fuzz_inputs import (
     text,
     value,
 )
+from fuzz_runs import fuzz_runs, fuzz_verbs
 
 from trainer import __main__ as command_line
 from trainer.config import FIELDS, RunSpec, make_spec, read_spec
@@ -59,11 +60,14 @@ from trainer.errors import UserError
 from trainer.planner.model_shape import layer_class, read_shape, shape_of
 from trainer.strategy import STRATEGIES
 from trainer.supervise.environment import run_environment
+from trainer.supervise.files import SupervisorError
+from trainer.supervise.link_free import link_free
 from trainyard import extra_vars
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.discovery import replies
 from trainyard.discovery.http import BadReply, get
 from trainyard.provision.addresses import address_errors
+from trainyard.replies import ReplyError
 from trainyard.run.errors import RunError
 from trainyard.run.options import OPTIONS, make_options, options_from_variables
 from trainyard.run.plan import Node, environment
@@ -74,7 +78,7 @@ TOP = Path(__file__).resolve().parents[2]
 LIMIT = 20.0  # seconds for one input, which takes milliseconds on an idle machine
 MAX_MESSAGE = 2000  # characters of an error message
 MEMORY = 1 << 30  # bytes that all inputs of a target may add to the process
-EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply)
+EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply, ReplyError, SupervisorError)
 SEED = 14
 
 
@@ -96,6 +100,7 @@ class Outcome:
     accepted: int = 0
     refused: int = 0
     seconds: float = 0.0
+    slowest: float = 0.0
     hangs: list[str] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
 
@@ -103,7 +108,7 @@ class Outcome:
         """Return the counts as one line."""
         return (
             f"{self.target:<9} seed {self.seed}: {self.inputs} inputs, {self.accepted} accepted, {self.refused} refused, "
-            f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {self.seconds:.1f} s"
+            f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {self.seconds:.1f} s, slowest {self.slowest:.2f} s"
         )
 
 
@@ -320,7 +325,7 @@ def fuzz_settings(rng: random.Random, folder: Path) -> None:
         file = folder / "env"
         file.touch(mode=0o600)
         file.write_bytes(environment(NODE, given).encode())
-        found = run_environment(folder)
+        found = run_environment(link_free(folder))
         if any(found[name] != content for name, content in given.items()):
             raise Broken("the ranks would get another value of run_env")
     elif kind == 2:
@@ -371,6 +376,11 @@ class Canned:
     def fetch(self, source: str, target: str) -> None: ...
 
 
+def connection(out: bytes) -> HostConnection:
+    """Return a connection to a host that answers with this output."""
+    return HostConnection(HOST, Canned(out))
+
+
 TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "spec": fuzz_spec,
     "flags": fuzz_flags,
@@ -379,10 +389,16 @@ TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "template": fuzz_template,
     "replies": fuzz_replies,
     "settings": fuzz_settings,
+    "runs": lambda rng, folder: fuzz_runs(rng, folder, special_file, connection),
+    "verbs": lambda rng, folder: fuzz_verbs(rng, folder, special_file, connection),
 }
 
 
-SLOW = {"table": 20, "template": 8}  # a process for each input: they get this part of the inputs
+SLOW = {
+    "table": 20,
+    "template": 8,
+    "runs": 5,
+}  # a process for each input, or a look at all processes: they get this part of the inputs
 
 
 # Runner ---------------------------------------------------------------------------------------------------------------
@@ -410,6 +426,18 @@ def alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let this process grow by MEMORY at most: an input that needs more gets a MemoryError, and not the memory of the machine."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 def run_target(target: str, count: int, seed: int = SEED) -> Outcome:
     """Give `count` inputs to a target; input i depends on the seed, the target and i alone."""
     outcome = Outcome(target, seed)
@@ -430,8 +458,9 @@ def run_target(target: str, count: int, seed: int = SEED) -> Outcome:
 def run_input(outcome: Outcome, label: str, folder: Path) -> None:
     """Give one input to its target, and count what happens."""
     outcome.inputs += 1
+    start = time.perf_counter()
     try:
-        with alarm(LIMIT):
+        with alarm(LIMIT), limited_memory():
             TARGETS[outcome.target](random.Random(label), folder)
         outcome.accepted += 1
     except EXPECTED as error:
@@ -446,6 +475,7 @@ def run_input(outcome: Outcome, label: str, folder: Path) -> None:
         if isinstance(error, KeyboardInterrupt):
             raise
         outcome.tracebacks.append(f"{label}: {''.join(traceback.format_exc().splitlines(keepends=True)[-8:])}"[:3000])
+    outcome.slowest = max(outcome.slowest, time.perf_counter() - start)
 
 
 def main(count: int, seed: int) -> int:
@@ -460,7 +490,10 @@ def main(count: int, seed: int) -> int:
     for failure in failures[:3]:
         print(failure)
     total = sum(outcome.inputs for outcome in outcomes)
-    print(f"{total} inputs, {len(failures)} tracebacks or hangs, {sum(o.seconds for o in outcomes):.1f} s")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(
+        f"{total} inputs, {len(failures)} tracebacks or hangs, {sum(o.seconds for o in outcomes):.1f} s, peak {peak} MiB"
+    )
     return 1 if failures else 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.connection import Host, HostConnection
+from trainyard.remote.exchange import FOLDER
 
 NOW = 1763690000.0
 RUN = "r"
@@ -35,10 +36,11 @@ class LyingTransport:
     def __init__(self, host: Host, number: int, lie: Lie | None = None) -> None:
         self.host, self.number, self.lie = host, number, lie
         self.content = FILES | {"model.gguf": GGUF} | CHECKPOINT
+        self.lent: dict[str, str] = {}  # the name of every file that can be fetched, by its path on the host
         self.asked: list[tuple[str, dict[str, Any]]] = []  # every verb with its request
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
-        verb = "begin" if command.startswith(": >") else shlex.split(command)[-1]
+        verb = "begin" if command.startswith("set -C") else shlex.split(command)[-1]
         request: dict[str, Any] = {}
         if stdin:
             size, _, rest = stdin.partition(b"\n")
@@ -48,6 +50,9 @@ class LyingTransport:
         if verb == "ollama":  # one verb with several steps, each with its own reply
             verb = f"ollama_{request['step']}"
         self.asked.append((verb, request))
+        if verb == "exchange":
+            folder = f"{request['root']}/{FOLDER}/{request['token']}"
+            self.lent |= {f"{folder}/{number}": name for number, name in enumerate(request.get("lend", []))}
         answer = honest(verb, request, self.host, self.number)
         if self.lie:
             answer = self.lie(verb, request, answer)
@@ -57,6 +62,7 @@ class LyingTransport:
         """Accept a file."""
 
     def fetch(self, source: str, target: str) -> None:
+        source = self.lent[source]
         Path(target).write_bytes(next((data for name, data in self.content.items() if source.endswith(name)), b""))
 
     def abort(self) -> None:
@@ -248,7 +254,7 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "checkpoints": lambda: {"steps": {STEP: {name: len(data) for name, data in CHECKPOINT.items()}}, "shards": {}},
         "lease": lambda: {"held": True, "restart": 0, "gpus": ["0"], "ending": False, "time": NOW, "alive": False},
         "slurm_check": lambda: {"refused": "", "partitions": ["gpu"], "nodes": [["n0", True, "torch"]], "unseen": ""},
-        "{}": dict,  # a command that answers with an empty object
+        "exchange": dict,
         "run_start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},
         "begin": lambda: {"now": NOW},
     }

@@ -87,11 +87,14 @@ class Site:
         if "backend" in arguments:
             backend = arguments.pop("backend")
             plan = [entry | {"backend": backend} for entry in plan]
-        steps = {name: {"step": name, "session": {"plan": plan}, "options": arguments} for name in ("launch", "follow")}
+        steps = {
+            name: {"command": "train", "step": name, "session": {"plan": plan}, "options": arguments}
+            for name in ("launch", "follow")
+        }
         tasks = [
-            {"name": "Launch", "trainyard_run": steps["launch"], "run_once": True, "register": "up"},
+            {"name": "Launch", "trainyard": steps["launch"], "run_once": True, "register": "up"},
             {"name": "Skew", "ansible.builtin.debug": {"msg": "skew {{ up.skew_seconds }} s"}, "run_once": True},
-            {"name": "Follow", "trainyard_run": steps["follow"], "run_once": True},
+            {"name": "Follow", "trainyard": steps["follow"], "run_once": True},
         ]
         file = self.folder / f"play-{len(self.playbooks)}.yml"
         file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))

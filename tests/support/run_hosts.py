@@ -143,7 +143,9 @@ class Bed:
             {"step": "launch", "session": {"plan": plan}},
             {"step": "follow", "session": {"plan": plan}, "options": follow},
         ]
-        tasks = [{"name": step["step"].title(), "trainyard_run": step, "run_once": True} for step in steps]
+        tasks = [
+            {"name": step["step"].title(), "trainyard": {"command": "train"} | step, "run_once": True} for step in steps
+        ]
         file = self.folder / f"play-{len(self.started)}.yml"
         file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
         return self.playbook(file, max(int(entry["host"].removeprefix("node")) for entry in plan), *arguments)

@@ -13,6 +13,7 @@ from typing import Any
 
 from run_hosts import FAKE_RANK, Bed, free_port, until
 
+from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import waiting_processes
 from trainyard.run.trainer_archive import zip_packages
 
@@ -87,7 +88,7 @@ def log(bed: Bed, run: str = "r") -> str:
 
 
 def waiting(bed: Bed, run: str = "r") -> list[int]:
-    return waiting_processes(bed.run_dir(0, run))
+    return waiting_processes(link_free(bed.run_dir(0, run)))
 
 
 def fail(bed: Bed, run: str = "r") -> tuple[int, int]:

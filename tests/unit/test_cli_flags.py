@@ -15,10 +15,10 @@ import yaml
 
 from trainer.errors import UserError
 from trainyard.cli import __main__ as program
-from trainyard.cli.commands import COMMANDS
-from trainyard.cli.flags import COMMON, LAUNCH, SPEC, Arguments, Group, parse
-from trainyard.cli.options import LogsOptions, RunOptions, StatusOptions, StopOptions
-from trainyard.playbook_options import PlaybookOptions
+from trainyard.cli.flags import Arguments, parse
+from trainyard.commands.groups import COMMON, LAUNCH, SPEC, Group
+from trainyard.commands.options import LogsOptions, RunOptions
+from trainyard.commands.table import COMMANDS
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -170,14 +170,7 @@ def test_outside_of_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert program.project_folder() == TOP
 
 
-@pytest.mark.parametrize("options", [StatusOptions, StopOptions])
-def test_options_are_those_of_the_module(options: type[PlaybookOptions]) -> None:
-    """The module behind playbooks/status.yml and stop.yml has the same names and defaults."""
-    source = (TOP / "plugins/modules/trainyard_runs.py").read_text()
-    documented = yaml.safe_load(re.search(r'DOCUMENTATION = r"""\n(.*?)"""', source, re.DOTALL)[1])["options"]  # type: ignore[index]
-    for name, option in options.model_fields.items():
-        if name != "hardware":  # status.yml sets it
-            assert documented[name]["default"] == option.default, name
+def test_defaults_of_the_playbook_of_logs() -> None:
     logs = yaml.safe_load((TOP / "playbooks/logs.yml").read_text())[0]["vars"]
     assert set(LogsOptions.model_fields) - set(RunOptions.model_fields) == set(logs)
     assert logs["logs_max_mib"] == LogsOptions.model_fields["logs_max_mib"].default

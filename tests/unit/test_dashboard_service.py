@@ -71,7 +71,7 @@ def test_the_packed_program_runs_without_the_project(tmp_path: Path) -> None:
 
 def test_the_server_does_not_load_numpy() -> None:
     """It would take 12 MB of its memory."""
-    modules = "trainyard.cli.commands, trainyard.dashboard.server, trainyard.dashboard.service"
+    modules = "trainyard.commands.table, trainyard.dashboard.server, trainyard.dashboard.service"
     check = f"import sys, {modules}; print([name for name in ('numpy', 'torch', 'tensorboard') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], cwd=TOP, capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr

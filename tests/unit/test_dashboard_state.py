@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from trainer.supervise.link_free import link_free
 from trainyard.connection import Host, Login, RemoteError
 from trainyard.dashboard import state as state_module
 from trainyard.dashboard import streams
@@ -214,7 +215,7 @@ class OneHost:
         self.runs = runs
 
     async def ask(self, query: str, **request: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(json.dumps(run_queries.QUERIES[query](self.runs, request)))
+        answer: dict[str, Any] = json.loads(json.dumps(run_queries.QUERIES[query](link_free(self.runs), request)))
         return answer
 
 
@@ -269,15 +270,15 @@ def test_queries_stay_in_the_folder_of_runs(tmp_path: Path, name: str) -> None:
     for query in ("log", "search", "describe", "records"):
         request = {"run": name, "file": "metrics.jsonl", "since": 0, "text": "secret", "offset": 0, "inode": 0}
         with pytest.raises((ValueError, OSError)):
-            run_queries.QUERIES[query](tmp_path / "runs", request)
-    with pytest.raises(OSError):
-        run_queries.log(tmp_path / "runs", {"run": "r", "file": "../../../secret.log", "since": 0})
+            run_queries.QUERIES[query](link_free(tmp_path / "runs"), request)
+    with pytest.raises((ValueError, OSError)):
+        run_queries.log(link_free(tmp_path / "runs"), {"run": "r", "file": "../../../secret.log", "since": 0})
 
 
 def test_a_search_returns_the_lines_with_the_text(tmp_path: Path) -> None:
     (tmp_path / "r/logs").mkdir(parents=True)
     (tmp_path / "r/logs/rank0.log").write_text("step 1\nERROR here\nstep 2\n")
-    found = run_queries.search(tmp_path, {"run": "r", "file": "rank0.log", "text": "error"})
+    found = run_queries.search(link_free(tmp_path), {"run": "r", "file": "rank0.log", "text": "error"})
     assert found == {"lines": ["ERROR here"], "found": 1, "skipped": 0}
 
 

@@ -1,4 +1,4 @@
-"""Hostile inputs of seven kinds: none causes a traceback, a hang, or a message of more than one printable line."""
+"""Hostile inputs of nine kinds: none causes a traceback, a hang, or a message of more than one printable line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from fuzz import SLOW, TARGETS, run_target
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", TARGETS)
 def test_hostile_inputs_are_accepted_or_refused_with_one_line(target: str, count: int) -> None:
     count //= SLOW.get(target, 1)
@@ -17,4 +17,5 @@ def test_hostile_inputs_are_accepted_or_refused_with_one_line(target: str, count
         outcome.tracebacks[:3]
     )
     assert outcome.inputs == count
-    assert outcome.accepted > count // 50 and outcome.refused >= count // 5, "the inputs reach past the first check"
+    assert outcome.accepted > count // 50, "the inputs reach past the first check"
+    assert outcome.refused >= count // 5 or target == "runs", "a record that cannot be read counts as none"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.supervise.files import SupervisorError, hold_lock, write_json
+from trainer.supervise.link_free import link_free
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.start import check_idle
 from trainyard.connection import Host, InventoryError
@@ -132,14 +133,14 @@ def test_a_host_starts_several_runs_on_different_gpus_only(tmp_path: Any) -> Non
         (folder / "state").mkdir(parents=True)
     write_json(other / "state/node.json", {"devices": ["GPU-1"]})
     with hold_lock(other / "lock"):
-        check_idle(run, ["GPU-0"])
+        check_idle(link_free(run), ["GPU-0"])
         with pytest.raises(SupervisorError, match=r"^busy: run other is running here and uses GPU-1$"):
-            check_idle(run, ["GPU-0", "GPU-1"])
+            check_idle(link_free(run), ["GPU-0", "GPU-1"])
         with pytest.raises(SupervisorError, match=r"^busy: run other is running here$"):
-            check_idle(run)
+            check_idle(link_free(run))
         write_json(other / "state/node.json", {"devices": {"bad": 1}})
         with pytest.raises(SupervisorError, match=r"^busy: run other is running here$"):
-            check_idle(run, ["GPU-0"])
+            check_idle(link_free(run), ["GPU-0"])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fake_nvidia_smi import write_nvidia_smi
 from fake_target import serve_target
 
 from trainyard.connection import HostConnection, InventoryError
-from trainyard.extra_vars import check_given
+from trainyard.extra_vars import check_names
 from trainyard.host_variables import make_host
 from trainyard.ollama.servers import host_urls
 from trainyard.openssh import LocalTransport
@@ -115,4 +115,4 @@ def test_the_dashboard_asks_the_server_of_the_host(tmp_path: Path) -> None:
 
 
 def test_ollama_url_is_a_name_for_every_playbook() -> None:
-    check_given({"ollama_url": "http://127.0.0.1:1"}, TOP, [])
+    check_names(["ollama_url"], TOP)

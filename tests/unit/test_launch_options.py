@@ -12,6 +12,7 @@ from hostile import HOSTILE_STRINGS, UNENCODABLE_STRINGS
 from trainer.config import FIELDS
 from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
+from trainer.supervise.link_free import link_free
 from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec
 from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables, table
 from trainyard.run.plan import Node, environment
@@ -87,7 +88,7 @@ def test_any_text_in_run_env_reaches_the_ranks_unchanged_or_is_refused(tmp_path:
             continue
         (tmp_path / "env").touch(mode=0o600)
         (tmp_path / "env").write_bytes(environment(node, given).encode())
-        found = run_environment(tmp_path)
+        found = run_environment(link_free(tmp_path))
         assert (found["TOKEN"], found["AFTER"]) == (text, "x"), number
     assert refused == {
         text for text in [*HOSTILE_STRINGS, *UNENCODABLE_STRINGS] if set(text) & set("\n\0\ud800\udfff\udc80")

@@ -1,6 +1,6 @@
 """Python 3.10, which Ubuntu 22.04 has: the code that runs with the Python of a host's distribution needs nothing newer.
 
-These are Ansible modules, their utilities, and the remote programs of preflight. A run itself needs Python 3.11.
+These are Ansible modules, their utilities, the remote programs of preflight, and the service of the queue. A run itself needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from trainyard.openssh import LocalTransport
 from trainyard.remote_archive import remote_archive
 
 TOP = Path(__file__).resolve().parents[2]
-SOURCES = sorted(
-    itertools.chain.from_iterable(
-        (TOP / folder).glob("*.py")
-        for folder in ("plugins/modules", "plugins/module_utils", "trainyard/remote", "trainer/supervise")
-    )
-)
+FOLDERS = ("plugins/modules", "plugins/module_utils", "trainyard/remote", "trainer/supervise")
+QUEUE = [TOP / "trainyard/queue" / name for name in ("service.py", "lease_step.py", "node_release.py")]
+SOURCES = sorted([*itertools.chain.from_iterable((TOP / folder).glob("*.py") for folder in FOLDERS), *QUEUE])
 # Staging runs with the Python of the cluster's environment.
 RUN_ONLY = {"receive.py", "digests.py", "relay.py", "local_files.py"}
 # Names that the standard library has since Python 3.11 or 3.12, by module; an empty name is the whole module.

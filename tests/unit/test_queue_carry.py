@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.supervise.link_free import link_free
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport
 from trainyard.queue import carry
@@ -68,7 +69,7 @@ class Hosts:
     def full(self, number: int) -> list[str]:
         """Return the names of the full copies of a host; every content is what its manifest says."""
         found = []
-        for step in complete(self.checkpoints(number)):
+        for step in complete(link_free(self.checkpoints(number))):
             folder = self.checkpoints(number) / step
             manifest = json.loads((folder / "manifest.json").read_text())
             for name, entry in manifest["files"].items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import hashlib
 import io
 import json
 import math
@@ -17,14 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from trainer.supervise.files import SupervisorError, is_locked, write_json
+from trainer.supervise.files import SupervisorError, is_locked, read_json, write_json
 from trainer.supervise.lease import check_lease
+from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import LEASE_VARIABLE, is_running
 from trainer.supervise.start import check_idle
 from trainyard.connection import Host, Login
 from trainyard.queue import lease, node_release, service
 from trainyard.queue.run_folder import Session, program_archive, read_session
 from trainyard.remote import lease as remote_lease
+from trainyard.remote import queue
 from trainyard.remote.queue_job import submit
 from trainyard.run.options import LaunchOptions
 
@@ -190,12 +194,12 @@ def test_leased_runs_share_processors_but_no_gpu(tmp_path: Path) -> None:
     with (beside / "lock").open("ab") as running:
         fcntl.flock(running, fcntl.LOCK_EX)
         write_json(beside / "state/node.json", {"devices": ["GPU-1"], "lease": "/x/leases/1"})
-        check_idle(tmp_path / "runs/r", ["GPU-2"], "/x/leases/2")
-        check_idle(tmp_path / "runs/r", [], "/x/leases/2")
+        check_idle(link_free(tmp_path / "runs/r"), ["GPU-2"], "/x/leases/2")
+        check_idle(link_free(tmp_path / "runs/r"), [], "/x/leases/2")
         with pytest.raises(SupervisorError, match="uses GPU-1"):
-            check_idle(tmp_path / "runs/r", ["GPU-1"], "/x/leases/2")
+            check_idle(link_free(tmp_path / "runs/r"), ["GPU-1"], "/x/leases/2")
         with pytest.raises(SupervisorError, match="busy"):
-            check_idle(tmp_path / "runs/r", [])
+            check_idle(link_free(tmp_path / "runs/r"), [])
 
 
 def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
@@ -240,18 +244,14 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     for name, job, phase in (("a", 1, "waiting"), ("b", 2, "waiting"), ("c", 3, "running"), ("d", 4, "finished")):
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
-    one = service.Service(tmp_path / "queue")
+    monkeypatch.setattr(service, "PROGRAM_DIGESTS", str(tmp_path / "digests"))
+    one = service.Service(tmp_path / "queue", sys.executable, tmp_path / "programs")
     assert one.runs() == {"a": (1, True), "b": (2, True), "c": (3, True), "d": (4, False)}
     assert service.job_states() == {
         1: ("PENDING", "c d", "a", "Resources"),
         2: ("RUNNING", "(null)", "b", "None"),
     }
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("trainyard/__init__.py", "")
-        archive.writestr("trainyard/queue/__init__.py", "")
-        archive.writestr("trainyard/queue/driver.py", "import sys; print(sys.argv[1]); sys.exit(1)")
-    (tmp_path / "queue/b/program.zip").write_bytes(buffer.getvalue())
+    write_program(tmp_path, "b", "import sys; print(sys.argv[1]); sys.exit(1)")
     one.start("b")
     one.start("b")
     one.drivers["b"].wait(20)
@@ -261,16 +261,73 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     assert (tmp_path / "queue/b/driver.log").read_text() == f"{tmp_path}/queue/b\n"
     one.start("a")  # without a program it waits, too
     assert not one.drivers
-    with zipfile.ZipFile(tmp_path / "queue/a/program.zip", "w") as archive:
-        archive.writestr("trainyard/__init__.py", "")
-        archive.writestr("trainyard/queue/__init__.py", "")
-        archive.writestr("trainyard/queue/driver.py", "")
+    write_program(tmp_path, "a", "")
     one.not_before.clear()
     one.start("a", 60.0)
     one.drivers["a"].wait(20)
     one.reap()
     one.start("a")  # that of a run which may never start pauses after its end
     assert not one.drivers and one.failures["a"] == 0
+
+
+def write_program(folder: Path, run: str, driver: str) -> None:
+    """Write the program of a run with this driver, and its digest, as the verb `queue_add` does."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("trainyard/__init__.py", "")
+        archive.writestr("trainyard/queue/__init__.py", "")
+        archive.writestr("trainyard/queue/driver.py", driver)
+    (folder / f"queue/{run}/program.zip").write_bytes(buffer.getvalue())
+    (folder / "digests").mkdir(exist_ok=True)
+    (folder / "digests" / run).write_text(hashlib.sha256(buffer.getvalue()).hexdigest())
+
+
+def test_the_service_runs_the_program_that_was_added_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm(tmp_path, monkeypatch, scancel=f'echo "cancel $@" >>{tmp_path}/log')
+    monkeypatch.setattr(service, "PROGRAM_DIGESTS", str(tmp_path / "digests"))
+    for number, name in enumerate(("good", "changed", "planted")):
+        (tmp_path / "queue" / name).mkdir(parents=True)
+        write_json(tmp_path / f"queue/{name}/state.json", {"job": number, "phase": "waiting"})
+        write_program(tmp_path, name, f"print('as added: {name}')")
+    one = service.Service(tmp_path / "queue", sys.executable, tmp_path / "programs")
+    for _ in range(2):  # the second start finds an edited tree, and replaces it
+        one.start("good")
+        one.drivers["good"].wait(20)
+        one.reap()
+        (driver,) = (tmp_path / "programs").glob("*/trainyard/queue/driver.py")
+        assert driver.stat().st_mode & 0o777 == 0o444
+        driver.chmod(0o644)
+        driver.write_text("print('edited')")
+    assert (tmp_path / "queue/good/driver.log").read_text() == "as added: good\n" * 2
+    (tmp_path / "digests/planted").unlink()
+    with zipfile.ZipFile(tmp_path / "queue/changed/program.zip", "a") as archive:
+        archive.writestr("sitecustomize.py", "")
+    for name in ("changed", "planted"):
+        one.start(name)
+        one.not_before.clear()
+        one.start(name)
+        assert not one.drivers and not (tmp_path / f"queue/{name}/driver.log").exists()
+        assert read_json(tmp_path / f"queue/{name}/state.json")["phase"] == "failed"
+    first, second = capsys.readouterr().err.splitlines()
+    assert "program.zip was changed after the run was added: add the run again" in first
+    assert "program.zip was not added by a controller: add the run again" in second
+    assert (tmp_path / "log").read_text() == "cancel --name=changed 1\n" * 2 + "cancel --name=planted 2\n" * 2
+
+
+def test_adding_a_run_records_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm(tmp_path, monkeypatch, squeue="true", sbatch="echo 5", scontrol="true")
+    monkeypatch.setattr(queue, "PROGRAM_DIGESTS", str(tmp_path / "digests"))
+    content = base64.b64encode(b"program").decode()
+    request = {"folder": str(tmp_path / "queue/r"), "links": {}, "arguments": []}
+    request["contents"] = {"program.zip": [0o600, content], "session.json": [0o600, ""]}
+    with pytest.raises(SupervisorError, match="by an earlier version of trainyard: run site"):
+        queue.add(request)
+    assert not (tmp_path / "queue/r").exists()
+    (tmp_path / "digests").mkdir()
+    assert queue.add(request) == {"job": 5}
+    assert (tmp_path / "digests/r").read_text() == hashlib.sha256(b"program").hexdigest()
 
 
 def test_a_number_that_slurm_has_given_to_another_job_is_no_job_of_the_run(
@@ -313,7 +370,7 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
         number = 5 if name in ("lost", "old") else number
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": number, "phase": phase})
-    one = service.Service(tmp_path / "queue")
+    one = service.Service(tmp_path / "queue", sys.executable, tmp_path / "programs")
     started: list[str] = []
     monkeypatch.setattr(one, "start", lambda run, pause=0.0: started.append(run))
     one.start_due()

@@ -208,7 +208,7 @@ def test_the_queue_host_is_that_of_the_role() -> None:
 def test_the_host_is_asked_whether_it_has_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = replace(HOST, data_dir=str(tmp_path / "data"), python=sys.executable)
     connect = lambda name: HostConnection(here, LocalTransport())  # noqa: E731
-    cluster = Cluster([here], {"cluster": ["node1"]}, lambda host, name: None, connect, launch_of)
+    cluster = Cluster([here], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
     conf = tmp_path / "slurm.conf"
     monkeypatch.setenv("SLURM_CONF", str(conf))
     slurm = FakeSlurm(tmp_path / "slurm", tmp_path / "data")
@@ -231,9 +231,8 @@ def test_no_host_is_asked_before_mistakes_are_found() -> None:
         {"do": "add", "gpus": "x"},
         {"do": "cancel"},
         {"do": "lst"},
-        {"do": "list", "rnu": "a"},
     ):
-        cluster = Cluster([HOST], {"cluster": ["node1"]}, lambda host, name: None, connect, launch_of)
+        cluster = Cluster([HOST], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
         with pytest.raises(UserError):
             manage_queue(values, cluster, TOP, print, False)
 

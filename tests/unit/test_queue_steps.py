@@ -267,10 +267,15 @@ def test_servers_are_looked_up_only_for_runs_that_need_them(
     sites: list[Site] = []
     monkeypatch.setattr(manage, "add_runs", lambda runs, site: sites.append(site) or {})
     asked: list[str] = []
-    variables = {"queue_state": "present", "ollama_port": 5000}
-    lookup: Any = lambda host, name: asked.append(name) or variables.get(name)  # noqa: E731
+
+    class Variables(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            asked.append(name)
+            return super().get(name, default)
+
+    variables = {"node1": Variables(queue_state="present", ollama_port=5000)}
     connect: Any = lambda name: type("Connection", (), {"host": HOST})()  # noqa: E731
-    cluster = Cluster([HOST], {"cluster": ["node1"]}, lookup, connect, make_options)
+    cluster = Cluster([HOST], {"cluster": ["node1"]}, variables, connect, make_options)
     for values in ({"model": "tiny"}, file_of(folder, tmp_path / "s.yml")):
         manage.manage_queue({"do": "add", **values}, cluster, TOP, lambda line: None, False)
     plain, full = sites
@@ -285,7 +290,7 @@ def test_addresses_of_servers_come_from_the_inventory(folder: Path, tmp_path: Pa
     }
     groups = {"cluster": ["node1"], "discovered": ["found"]}
     none: Any = lambda name: None  # noqa: E731
-    cluster = Cluster([HOST], groups, lambda host, name: variables[host].get(name), none, make_options)
+    cluster = Cluster([HOST], groups, variables, none, make_options)
     servers = servers_of(cluster)
     assert servers.urls == {"node1": ["http://127.0.0.1:5000", "http://10.0.0.1:5000"]}
     assert [(each.name, each.trusted) for each in servers.teachers] == [("node1", True), ("found", False)]

@@ -21,10 +21,12 @@ from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.run_state import RunHistory
 from trainer.supervise.files import SupervisorError, other_runs
+from trainer.supervise.link_free import link_free
 from trainer.supervise.start import check_idle
 from trainer.supervise.status import list_runs
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
+from trainyard.remote.commit import write_if_changed
 from trainyard.remote.digests import Digests
 from trainyard.remote.receive import receive
 from trainyard.run.errors import PlanError
@@ -347,7 +349,7 @@ def test_a_file_is_read_once_and_again_when_it_changed(tmp_path: Path) -> None:
 def test_receive_requests_missing_files_and_rejects_damaged_ones(tmp_path: Path) -> None:
     target, aside = tmp_path / "store/file", tmp_path / "store/incoming/x"
     wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
-    question = {"files": {str(target): wanted}, "arrived": {}, "contents": {str(tmp_path / "env"): [0o600, "YQ=="]}}
+    question = {"files": {str(target): wanted}, "arrived": {}}
     question |= {"cache": str(tmp_path / "store/digests.json"), "incoming": str(aside.parent), "check": False}
     assert receive(question | {"check": True})["changed"] == [str(target)]
     assert not (tmp_path / "store").exists()
@@ -357,13 +359,16 @@ def test_receive_requests_missing_files_and_rejects_damaged_ones(tmp_path: Path)
     assert not aside.exists() and not target.exists()
     aside.write_text("foo")
     placed = receive(question | {"arrived": {str(target): str(aside)}})
-    assert placed == {"lacking": [], "changed": [str(target), str(tmp_path / "env")]}
-    assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
+    assert placed == {"lacking": [], "changed": [str(target)]}
     assert receive(question) == {"lacking": [], "changed": []}
+
+
+def test_a_small_file_of_a_run_is_written_if_its_content_or_mode_differs(tmp_path: Path) -> None:
+    env = link_free(tmp_path / "env")
+    assert write_if_changed(env, b"a", 0o600) and not write_if_changed(env, b"a", 0o600)
     # The file may hold secrets, so its mode is corrected although its content is the same.
     (tmp_path / "env").chmod(0o644)
-    assert receive(question) == {"lacking": [], "changed": [str(tmp_path / "env")]}
-    assert (tmp_path / "env").stat().st_mode & 0o777 == 0o600
+    assert write_if_changed(env, b"a", 0o600) and (tmp_path / "env").stat().st_mode & 0o777 == 0o600
 
 
 def unreadable_siblings(runs: Path) -> None:
@@ -381,16 +386,16 @@ def test_unreadable_siblings_are_skipped_and_named(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     unreadable_siblings(runs)
     (runs / "r").mkdir()
-    assert other_runs(runs / "r") == ([], ["fifo", "loop"])
-    check_idle(runs / "r")
+    assert other_runs(link_free(runs / "r")) == ([], ["fifo", "loop"])
+    check_idle(link_free(runs / "r"))
     listed = list_runs({"data_dir": str(tmp_path)})
     assert listed["runs"] == [] and listed["skipped"] == ["fifo", "json", "list", "loop"]
     (runs / "good").mkdir()
     with (runs / "good/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert other_runs(runs / "r")[0] == ["good"]
+        assert other_runs(link_free(runs / "r"))[0] == ["good"]
         with pytest.raises(SupervisorError, match="busy: run good is running here"):
-            check_idle(runs / "r")
+            check_idle(link_free(runs / "r"))
 
 
 @pytest.mark.privileged
@@ -403,7 +408,7 @@ def test_a_run_folder_of_another_user_is_skipped() -> None:
         (data_dir / "runs/theirs").mkdir(mode=0)
         os.seteuid(65534)
         try:
-            assert other_runs(data_dir / "runs/r") == ([], ["theirs"])
+            assert other_runs(link_free(data_dir / "runs/r")) == ([], ["theirs"])
             assert list_runs({"data_dir": name})["skipped"] == ["theirs"]
         finally:
             os.seteuid(0)
@@ -414,7 +419,7 @@ def test_a_private_dataset_stays_private(tmp_path: Path, mode: int, staged: int)
     """Others may read a staged file only if they may read its source, also if an earlier release staged it."""
     wanted = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"  # of "foo"
     target, aside = tmp_path / "store/file", tmp_path / "store/incoming/x"
-    question = {"files": {str(target): wanted}, "arrived": {}, "contents": {}, "modes": {str(target): mode}}
+    question = {"files": {str(target): wanted}, "arrived": {}, "modes": {str(target): mode}}
     question |= {"cache": str(tmp_path / "store/digests.json"), "incoming": str(aside.parent), "check": False}
     before = os.umask(0o022)
     try:
@@ -427,7 +432,9 @@ def test_a_private_dataset_stays_private(tmp_path: Path, mode: int, staged: int)
         receive(question)
         assert target.stat().st_mode & 0o777 == staged
         os.umask(0o077)
-        assert receive(question | {"files": {str(tmp_path / "new/file"): wanted}, "incoming": str(tmp_path / "in")})
+        assert receive(
+            question | {"files": {str(tmp_path / "store/new"): wanted}, "incoming": str(tmp_path / "store/in")}
+        )
         assert os.umask(0o077) == 0o077, "the umask of the host is not changed"
     finally:
         os.umask(before)

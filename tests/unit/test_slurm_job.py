@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.slurm_script import gpus_of
 from trainer.supervise import slurm, slurm_state
 from trainer.supervise.files import SupervisorError, read_job
+from trainer.supervise.link_free import link_free
 from trainer.supervise.status import is_active, read_state
 from trainyard.replies import checked_reply
 from trainyard.run.errors import PlanError
@@ -175,7 +176,7 @@ class Job:
             self.write(f"rank{rank}", {"rank": rank, "status": status, "step": step})
 
     def state(self) -> dict[str, Any]:
-        return checked_reply("run_status", read_state(self.run_dir))
+        return checked_reply("run_status", read_state(link_free(self.run_dir)))
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ def test_a_job_waits_runs_and_finishes(job: Job) -> None:
     assert job.state()["status"] == "starting" and job.state()["node"]["nodes"] == ["n0", "n1"]
     job.ranks("training", "failed")  # the job may have lost a node, and return to the queue
     state = job.state()
-    assert state["status"] == "running" and list(state["ranks"]) == ["0"] and is_active(job.run_dir)
+    assert state["status"] == "running" and list(state["ranks"]) == ["0"] and is_active(link_free(job.run_dir))
     job.answer = "Slurm is down"
     assert job.state()["status"] == "running", "the last answer holds"
     job.ranks("finished", "finished")
@@ -202,7 +203,7 @@ def test_a_job_waits_runs_and_finishes(job: Job) -> None:
     assert (job.state()["status"], job.state()["alive"]) == ("finished", False)
     asked = job.asked
     assert job.state()["status"] == "finished" and job.asked == asked, "a job that has ended is not asked about"
-    assert not is_active(job.run_dir) and (read_job(job.run_dir) or {})["status"] == "finished"
+    assert not is_active(link_free(job.run_dir)) and (read_job(link_free(job.run_dir)) or {})["status"] == "finished"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_a_job_returns_to_the_queue_if_it_was_told_to_stop_and_made_progress(
     job.ranks(*statuses, step=step)
     if wanted:
         (job.run_dir / "state/stop-wanted").touch()
-    assert slurm.end(job.run_dir, 1 if code == 1 else 0) == code
+    assert slurm.end(link_free(job.run_dir), 1 if code == 1 else 0) == code
     mark = json.loads((job.run_dir / "state/job.json").read_text())
     assert mark["again"] == (code == 75) and mark["restart"] == 1
 
@@ -266,6 +267,6 @@ def test_a_start_on_the_nodes_removes_what_an_earlier_one_left(job: Job, monkeyp
     monkeypatch.setattr(slurm, "command", names)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert slurm.begin(job.run_dir) == 0
+    assert slurm.begin(link_free(job.run_dir)) == 0
     assert json.loads((job.run_dir / "state/job.json").read_text()) == {"restart": 1, "nodes": ["n1", "n2"], "step": 5}
     assert not (job.run_dir / "stop").exists() and not list((job.run_dir / "state").glob("rank*.json"))

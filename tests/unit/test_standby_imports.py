@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.supervise.link_free import link_free
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.standby import LATE, LAUNCHER, Imports, installed_packages, may_serve
 from trainer.supervise.start import may_reach
@@ -44,7 +45,9 @@ def test_any_variable_counts_but_those_that_are_read_late(seed: int, tmp_path: P
     if draw.random() < 0.5:
         after = {**before, **{name: "new" for name in LATE if draw.random() < 0.5}}
     differs = {name for name in names if before.get(name) != after.get(name)} - LATE
-    found = Imports.now("python", tmp_path, before).difference(Imports.now("python", tmp_path, after))
+    found = Imports.now("python", link_free(tmp_path), before).difference(
+        Imports.now("python", link_free(tmp_path), after)
+    )
     assert found == (f"the variable {min(differs)} changed" if differs else "")
 
 
@@ -64,9 +67,9 @@ def test_a_changed_trainer_or_package_is_noticed(tmp_path: Path, monkeypatch: py
     (site / "torch").mkdir()  # a cache of compiled modules changes folders, but no package
     assert installed_packages() == installed_packages()
     (tmp_path / "trainer.zip").write_bytes(b"one")
-    one = Imports.now("python", tmp_path, {})
+    one = Imports.now("python", link_free(tmp_path), {})
     (tmp_path / "trainer.zip").write_bytes(b"two")
-    assert one.difference(Imports.now("python", tmp_path, {})) == "the trainer changed"
+    assert one.difference(Imports.now("python", link_free(tmp_path), {})) == "the trainer changed"
 
 
 def test_only_torchrun_of_this_interpreter_is_served() -> None:

@@ -99,7 +99,7 @@ INVENTORY: dict[str, Any] = {
     "__nfs_ids": {"results": [{"stdout": "1000"}, {"stdout": "1000"}]},
     "__queue_digest": "0" * 64,
     "queue_phase": "epilog",
-    "__dashboard_pack": {"digest": "0" * 16, "packages": "0" * 16},
+    "__dashboard_pack": {"sha256": "0" * 64, "packages": "0" * 16},
     "__dashboard_python": {"stdout": "cpython-311"},
     "__dashboard_settings": {"files": [{"path": "/srv/trainyard/dashboard/password", "checksum": "0" * 64}]},
     "__ollama_machine": {"stdout": "x86_64"},

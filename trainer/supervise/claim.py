@@ -7,32 +7,32 @@ consumes the claim. Both happen under the lock that every start on the host take
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError, read_json, write_json
+from trainer.supervise.link_free import LinkFreePath
 
 CLAIM_LIMIT = 30.0  # s that a claim lasts without a start, so that a stopped controller does not block the run
 START_LOCK = ".start"  # beside the run folders; locked during a start and while a run folder is written
 
 
-def write_claim(run_dir: Path, token: str) -> None:
+def write_claim(run_dir: LinkFreePath, token: str) -> None:
     """Claim the run for the controller that has this token. Raises OSError."""
     write_json(run_dir / "claim.json", {"token": token, "time": time.time()})
 
 
-def release_claim(run_dir: Path, token: str) -> None:
+def release_claim(run_dir: LinkFreePath, token: str) -> None:
     """Remove the claim if it has this token."""
     if read_claim(run_dir).get("token") == token:
-        (run_dir / "claim.json").unlink(missing_ok=True)
+        (run_dir / "claim.json").remove(missing_ok=True)
 
 
-def read_claim(run_dir: Path) -> dict[str, Any]:
+def read_claim(run_dir: LinkFreePath) -> dict[str, Any]:
     """Return `token` and `time` of the claim, or an empty dict."""
     return read_json(run_dir / "claim.json") or {}
 
 
-def claimed_by_another(run_dir: Path, token: str) -> bool:
+def claimed_by_another(run_dir: LinkFreePath, token: str) -> bool:
     """Return whether a claim with another token is still valid."""
     claim = read_claim(run_dir)
     made = claim.get("time")
@@ -41,7 +41,7 @@ def claimed_by_another(run_dir: Path, token: str) -> bool:
     return valid and claim.get("token") != token
 
 
-def consume_claim(run_dir: Path, token: str) -> None:
+def consume_claim(run_dir: LinkFreePath, token: str) -> None:
     """Remove the claim of the controller that starts the run now.
 
     Args:
@@ -54,4 +54,4 @@ def consume_claim(run_dir: Path, token: str) -> None:
         raise SupervisorError(
             f"another controller stages run {run_dir.name} at the same time: run the same command again"
         )
-    (run_dir / "claim.json").unlink(missing_ok=True)
+    (run_dir / "claim.json").remove(missing_ok=True)

@@ -9,11 +9,30 @@ import sys
 from pathlib import Path
 
 from trainer.supervise.files import SupervisorError
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE
-from trainer.supervise.sandbox import cache_variables
+
+CACHE = "cache"  # of the run folder: compiled kernels and downloads
+ENV_LIMIT = 4 << 20  # bytes of the variables of a run
+IMPORT_ROOT = Path(__file__).parents[2]  # the archive or folder that holds the package `trainer`
+
+
+def cache_variables(run_dir: Path) -> dict[str, str]:
+    """Return the variables for which libraries keep compiled kernels and downloads in the run folder.
+
+    The caches of the login user hold code that runs outside of the unit, and keys.
+    """
+    folder = run_dir / CACHE
+    names = {
+        "CUDA_CACHE_PATH": "nv",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "XDG_CACHE_HOME": "",
+    }
+    return {name: str(folder / below) for name, below in names.items()}
+
 
 KEPT = ("TMPDIR", "TZ", *cache_variables(Path()))
-IMPORT_ROOT = Path(__file__).parents[2]  # the archive or folder that holds the package `trainer`
 
 
 def clean_environment() -> dict[str, str]:
@@ -26,28 +45,32 @@ def clean_environment() -> dict[str, str]:
     return {**kept, **identity, "PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8"), "PYTHONUTF8": "1"}
 
 
-def import_environment(run_dir: Path, lease: str = "", trainer: Path = IMPORT_ROOT) -> dict[str, str]:
+def import_environment(run_dir: LinkFreePath, lease: str = "", trainer: Path = IMPORT_ROOT) -> dict[str, str]:
     """Return the variables that mark a process of the run and make the trainer importable."""
     return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(trainer)} | ({LEASE_VARIABLE: lease} if lease else {})
 
 
-def run_environment(run_dir: Path) -> dict[str, str]:
+def run_environment(run_dir: LinkFreePath) -> dict[str, str]:
     """Return the environment of torchrun: the clean one, and the lines of the file `env`, where secrets belong.
 
-    Raises SupervisorError if other users can read `env`, or a line of it is not KEY=VALUE.
+    Raises SupervisorError if other users can read `env`, or a line of it is not KEY=VALUE; OSError if it is no regular file.
     """
     values = {**clean_environment(), **import_environment(run_dir)}
-    file = run_dir / "env"
-    if not file.exists():
+    path = run_dir / "env"
+    try:
+        file = path.open_read()
+    except FileNotFoundError:
         return values
-    if file.stat().st_mode & 0o077:
-        raise SupervisorError(f"{file} may hold secrets, and other users can read it; run: chmod 600 {file}")
+    with file:
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            raise SupervisorError(f"{path} may hold secrets, and other users can read it; run: chmod 600 {path}")
+        content = file.read(ENV_LIMIT)
     # Only a line feed ends a line: a value may contain other characters at which Python's splitlines ends one.
-    for number, line in enumerate(file.read_bytes().decode().split("\n"), 1):
+    for number, line in enumerate(content.decode().split("\n"), 1):
         if line.strip() and not line.startswith("#"):
             key, equals, value = line.partition("=")
             if not equals or not key.isidentifier():
-                raise SupervisorError(f"{file}:{number} is not KEY=VALUE")
+                raise SupervisorError(f"{path}:{number} is not KEY=VALUE")
             values[key] = value
     return values
 

@@ -11,7 +11,9 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from trainer.supervise.link_free import LinkFreePath, link_free
 
 LOG_LIMIT = 64 * 1024  # bytes of a log in one status
 _NODE_TYPES: dict[str, tuple[type, ...]] = {
@@ -22,6 +24,7 @@ _NODE_TYPES: dict[str, tuple[type, ...]] = {
     "pid_start": (int, type(None)),
     "unit": (str, type(None)),
 }
+AnyPath = TypeVar("AnyPath", Path, LinkFreePath)
 JSON_LIMIT = 4 << 20  # bytes of a state file; a larger one is not ours
 
 
@@ -46,54 +49,33 @@ def open_regular(path: Path) -> int:
     return handle
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path | LinkFreePath) -> dict[str, Any] | None:
     """Return the object in `path`, or None if there is none yet. Writers rename, so a file is never incomplete."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            value = json.loads(file.read(JSON_LIMIT))
+        value = json.loads(link_free(path).read(JSON_LIMIT))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace `path` in one step: a reader sees the old file or the new one.
-
-    The new file has `mode` from its creation on, so that a secret is never readable by others.
-
-    Raises OSError, such as for a full disk, and then keeps the old file.
-    """
-    # Unpredictable: code of a rank could plant a link to a file outside.
-    temporary = path.with_name(f".tmp-{path.name}-{os.urandom(8).hex()}")
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(handle, mode)
-            file.write(content)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+def write_json(path: Path | LinkFreePath, value: dict[str, Any]) -> None:
+    """Replace the object in `path` in one step. Raises OSError."""
+    link_free(path).write(json.dumps(value).encode())
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace the object in `path`; see `write_atomic`."""
-    write_atomic(path, json.dumps(value).encode())
-
-
-def newest_first(paths: Iterable[Path]) -> list[Path]:
+def newest_first(paths: Iterable[AnyPath]) -> list[AnyPath]:
     """Return paths by the time of their last change, without those that no longer exist."""
     found = []
     for path in paths:
         with contextlib.suppress(OSError):
-            found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found, reverse=True)]
+            found.append((path.stat().st_mtime, str(path), path))
+    return [path for *_, path in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, wait: float = 0.0) -> Iterator[bool]:
+def hold_lock(path: Path | LinkFreePath, wait: float = 0.0) -> Iterator[bool]:
     """Try for up to `wait` seconds to lock `path`; yield whether this process holds the lock. It ends with the process."""
-    with path.open("ab") as file:  # closed on exec, so children do not inherit it
+    with link_free(path).open_append() as file:  # closed on exec, so children do not inherit it
         deadline = time.monotonic() + wait
         while True:
             try:
@@ -107,27 +89,26 @@ def hold_lock(path: Path, wait: float = 0.0) -> Iterator[bool]:
                 time.sleep(0.01)
 
 
-def is_alive(run_dir: Path) -> bool:
+def is_alive(run_dir: LinkFreePath) -> bool:
     """Return whether a supervisor of this run folder is alive on this host. Raises OSError if that cannot be found out."""
     return is_locked(run_dir / "lock")
 
 
-def is_locked(path: Path) -> bool:
+def is_locked(path: Path | LinkFreePath) -> bool:
     """Return whether a process holds the lock of a file. Raises OSError if that cannot be found out."""
     try:
-        handle = open_regular(path)
+        file = link_free(path).open_read()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
 
 
-def read_node(run_dir: Path) -> dict[str, Any] | None:
+def read_node(run_dir: LinkFreePath) -> dict[str, Any] | None:
     """Return the record of the newest start on this host, `state/node.json`; None without one.
 
     Code of a rank can replace it: a record with a field of another type counts as none.
@@ -143,44 +124,54 @@ def _has_type(value: object, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def read_job(run_dir: Path) -> dict[str, Any] | None:
+def read_job(run_dir: LinkFreePath) -> dict[str, Any] | None:
     """Return the record of a run whose newest start is a job of Slurm; None for any other run."""
     node = read_node(run_dir)
     return node if node and node.get("backend") == "slurm" and {"job", "ranks"} <= node.keys() else None
 
 
-def other_runs(run_dir: Path) -> tuple[list[str], list[str]]:
+def rank_files(run_dir: LinkFreePath) -> list[LinkFreePath]:
+    """Return the files of the heartbeats of a run's ranks on this host."""
+    state = run_dir / "state"
+    return [state / name for name in state.entries() if name.startswith("rank") and name.endswith(".json")]
+
+
+def read_ranks(run_dir: LinkFreePath) -> list[dict[str, Any]]:
+    """Return the heartbeats of a run's ranks on this host."""
+    return [rank for path in rank_files(run_dir) if (rank := read_json(path)) is not None]
+
+
+def other_runs(run_dir: LinkFreePath) -> tuple[list[str], list[str]]:
     """Return the names of other runs that are alive on this host, and those of run folders that cannot be read."""
     alive, unreadable = [], []
-    others = sorted(run_dir.parent.iterdir()) if run_dir.parent.is_dir() else []
-    for other in others:
+    for name in run_dir.parent.entries():
         try:
-            if other != run_dir and is_alive(other):
-                alive.append(other.name)
+            if name != run_dir.name and is_alive(run_dir.parent / name):
+                alive.append(name)
         except OSError:
-            unreadable.append(other.name)
+            unreadable.append(name)
     return alive, unreadable
 
 
-def run_devices(run_dir: Path) -> list[str]:
+def run_devices(run_dir: LinkFreePath) -> list[str]:
     """Return the UUIDs of the GPUs that the newest start of a run uses on this host; empty if there are none."""
     found = (read_json(run_dir / "state/node.json") or {}).get("devices")
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def run_lease(run_dir: Path) -> str:
+def run_lease(run_dir: LinkFreePath) -> str:
     """Return the lease file of the newest start of a run on this host; empty without a queue."""
     found = (read_json(run_dir / "state/node.json") or {}).get("lease")
     return found if isinstance(found, str) else ""
 
 
-def read_log(path: Path, since: int) -> dict[str, Any]:
+def read_log(path: LinkFreePath, since: int) -> dict[str, Any]:
     """Return complete lines from byte `since` on, or the last -`since` lines if it is negative.
 
     At most LOG_LIMIT bytes are read. `offset` is the byte at which the next call continues.
     """
     try:
-        with path.open("rb") as file:
+        with path.open_read() as file:
             size = file.seek(0, os.SEEK_END)
             at = since if 0 <= since <= size else max(0, size - LOG_LIMIT)
             file.seek(at)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError
+from trainer.supervise.link_free import LinkFreePath, run_folder
 
 
 @dataclass
@@ -53,10 +54,9 @@ class StartRequest:
             raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
         return cls(**{name: value for name, value in request.items() if value is not None})
 
-    def resolve(self) -> Path:
-        """Replace links in the path of the run folder, and set `data_dir`; return the run folder."""
-        given = Path(self.run_dir)
-        run_dir, self.data_dir = given.resolve(), given.parents[1].resolve()
+    def resolve(self) -> LinkFreePath:
+        """Replace links in the path of the folder of runs, and set `data_dir`; return the run folder."""
+        run_dir, self.data_dir = run_folder(self.run_dir).resolved(), Path(self.run_dir).parents[1].resolve()
         self.run_dir = str(run_dir)
         return run_dir
 

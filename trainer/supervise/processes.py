@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 from trainer.supervise.files import read_json, run_devices
+from trainer.supervise.link_free import LinkFreePath, run_folder
 
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
 LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the lease
@@ -56,7 +57,7 @@ def environ(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def unit_name(run_dir: Path) -> str:
+def unit_name(run_dir: LinkFreePath) -> str:
     """Return the name of a run's unit. It depends on the folder, because two hosts of an inventory may be one machine."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
     return f"trainyard-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]}.service"
@@ -90,7 +91,7 @@ def marked_runs() -> set[str]:
     return {folder for pid in all_pids() if (folder := environ(pid).get(RUN_VARIABLE))}
 
 
-def run_processes(run_dir: Path) -> list[int]:
+def run_processes(run_dir: LinkFreePath) -> list[int]:
     """Return every live process of a run: those with its variable in their environment, their descendants, and all in its unit.
 
     A process can clear its environment and leave its parents, but not a system unit. Without one, it is found as long as the
@@ -100,17 +101,17 @@ def run_processes(run_dir: Path) -> list[int]:
     return list({*marked, *descendants(*marked)})
 
 
-def belongs(pid: int, run_dir: Path) -> bool:
+def belongs(pid: int, run_dir: LinkFreePath) -> bool:
     """Return whether a process of this user names a run in its environment, which no other process can read in some units, or is in its unit."""
     return environ(pid).get(RUN_VARIABLE) == str(run_dir) or (unit_name(run_dir) in units_of(pid) and is_own(pid))
 
 
-def left_processes(run_dir: Path) -> list[int]:
+def left_processes(run_dir: LinkFreePath) -> list[int]:
     """Return every live process of a run but those that wait for its next start, whatever its files say."""
     return sorted({*run_processes(run_dir)} - {*waiting_processes(run_dir)})
 
 
-def waiting_processes(run_dir: Path) -> list[int]:
+def waiting_processes(run_dir: LinkFreePath) -> list[int]:
     """Return the supervisor and the standby process of a run that has ended and that may be started again; else an empty list.
 
     They use no GPU, and the run does not count as active.
@@ -129,8 +130,8 @@ def held_gpus(run: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for pid in all_pids():
         values = environ(pid)
-        run_dir = Path(values.get(RUN_VARIABLE, ""))
-        if (name := run_dir.name) and name != run and pid not in waiting_processes(run_dir):
+        folder = values.get(RUN_VARIABLE, "")
+        if (name := Path(folder).name) not in ("", "..", run) and pid not in waiting_processes(run_folder(folder)):
             found |= dict.fromkeys(filter(None, values.get("CUDA_VISIBLE_DEVICES", "").split(",")), name)
     for run_dir in unit_folders():
         if run_dir.name != run and not waiting_processes(run_dir):
@@ -138,7 +139,7 @@ def held_gpus(run: str) -> dict[str, str]:
     return found
 
 
-def unit_folders() -> list[Path]:
+def unit_folders() -> list[LinkFreePath]:
     """Return the folders of the runs that have a unit of the system's service manager."""
     units = sorted({name for pid in all_pids() for name in units_of(pid) if _UNIT.fullmatch(name)})
     if not units:
@@ -148,7 +149,7 @@ def unit_folders() -> list[Path]:
         shown = subprocess.run(show, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return []
-    return [Path(line) for line in shown.stdout.splitlines() if line.startswith("/")]
+    return [run_folder(line) for line in shown.stdout.splitlines() if line.startswith("/")]
 
 
 def send_signal(pid: int, number: signal.Signals, start_time: int | None = None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import read_json
+from trainer.supervise.files import rank_files, read_json
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import descendants, environ, is_running, process_stat
 from trainer.supervise.status import ENDED_WELL
 
@@ -26,7 +26,9 @@ class RankMonitor:
     `failures` has a record per failed rank; until torchrun reports exit codes, only of the first one.
     """
 
-    def __init__(self, run_dir: Path, log: Path, ranks: list[int], *, renumbered: bool, replica: bool) -> None:
+    def __init__(
+        self, run_dir: LinkFreePath, log: LinkFreePath, ranks: list[int], *, renumbered: bool, replica: bool
+    ) -> None:
         """Prepare to watch.
 
         Args:
@@ -71,7 +73,7 @@ class RankMonitor:
 
     def read_log(self) -> None:
         """Read the exit codes that torchrun has logged since the last call."""
-        with self._log.open("rb") as file:
+        with self._log.open_read() as file:
             file.seek(self._log_offset)
             text = file.read()
         complete = text.rfind(b"\n") + 1
@@ -103,12 +105,12 @@ class RankMonitor:
         """Return the last heartbeat of a rank; empty if there is none."""
         return read_json(self._heartbeat(rank)) or {}
 
-    def _heartbeat(self, rank: int) -> Path:
+    def _heartbeat(self, rank: int) -> LinkFreePath:
         return self.run_dir / f"state/rank{rank}.json"
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """Return the last heartbeat of every rank that has written one on this host."""
-        numbers = [path.stem.removeprefix("rank") for path in (self.run_dir / "state").glob("rank*.json")]
+        numbers = [path.name.removeprefix("rank").removesuffix(".json") for path in rank_files(self.run_dir)]
         return {int(number): self.rank_state(int(number)) for number in numbers if number.isdecimal()}
 
     def _find_processes(self, torchrun: int) -> None:
@@ -133,7 +135,7 @@ class RankMonitor:
             self.ranks = sorted(found)
             for rank, state in self._states().items():
                 if not is_running(state.get("pid", 0)):  # of the earlier numbering
-                    self._heartbeat(rank).unlink(missing_ok=True)
+                    self._heartbeat(rank).remove(missing_ok=True)
         for rank, pid in found.items():
             self._pids.setdefault(rank, pid)
 

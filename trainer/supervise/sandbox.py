@@ -65,7 +65,6 @@ SHARED = (
     "store/packing",
 )  # of the data folder: encoded datasets and proofs, which ranks of all runs write
 CHECKPOINTS = "checkpoints"  # of the data folder: the shared folder of the role nfs
-CACHE = "cache"  # of the run folder: compiled kernels and downloads
 SYSTEM_FOLDERS = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")
 
 
@@ -139,21 +138,6 @@ def awaits_mount(path: Path) -> bool:
     mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
     kinds = [kind for _, place, kind, *_ in mounts if place.encode().decode("unicode_escape") == str(path)]
     return kinds[-1:] == ["autofs"]
-
-
-def cache_variables(run_dir: Path) -> dict[str, str]:
-    """Return the variables for which libraries keep compiled kernels and downloads in the run folder.
-
-    The caches of the login user hold code that runs outside of the unit, and keys.
-    """
-    folder = run_dir / CACHE
-    names = {
-        "CUDA_CACHE_PATH": "nv",
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",
-        "TRITON_CACHE_DIR": "triton",
-        "XDG_CACHE_HOME": "",
-    }
-    return {name: str(folder / below) for name, below in names.items()}
 
 
 def address_properties(reachable: Iterable[str]) -> list[str]:

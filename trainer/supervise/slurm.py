@@ -20,10 +20,10 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, write_json
+from trainer.supervise.files import SupervisorError, rank_files, write_json
+from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.options import StartRequest
 from trainer.supervise.slurm_state import ENDED_WELL, command, heartbeats, is_live, job_status, read_mark
 
@@ -34,10 +34,10 @@ FOLDERS = ("state", "logs", "samples")
 _JOB = re.compile(r"(\d{1,10})(;[A-Za-z0-9_.-]+)?")
 
 
-def submit(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
+def submit(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
     """Submit the batch script of a run; return the result of `start`. Raises SupervisorError if Slurm refuses it."""
     for folder in FOLDERS:
-        (run_dir / folder).mkdir(exist_ok=True)
+        (run_dir / folder).make_folder()
     log = f"{run_dir}/logs/slurm.log".replace("%", "%%")
     words = ["sbatch", "--parsable", f"--output={log}", "--open-mode=append", "--input=/dev/null", f"--chdir={run_dir}"]
     answer = command(words, wanted.script).strip()
@@ -73,21 +73,21 @@ def submit(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
     return {"backend": "slurm", "pid": 0, "job": int(found[1]), "started": started}
 
 
-def stop_job(run_dir: Path, node: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+def stop_job(run_dir: LinkFreePath, node: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """Stop the job of a run, as `stop` does: ask the ranks for a checkpoint, and cancel the job if that takes too long.
 
     Raises SupervisorError if the job does not end.
     """
     if not is_live(run_dir, node):
         return {"status": job_status(run_dir, node)["status"], "killed": 0}
-    (run_dir / "state/squeue.json").unlink(missing_ok=True)  # the answer may be older than the start of the job
+    (run_dir / "state/squeue.json").remove(missing_ok=True)  # the answer may be older than the start of the job
     grace = 0.0 if request.get("now") else float(request.get("grace", 60.0))
     if grace and job_status(run_dir, node)["status"] == "running":
-        (run_dir / "stop").touch()
+        (run_dir / "stop").make_file()
         _wait_end(run_dir, node, grace)
     if is_live(run_dir, node):
         command(["scancel", str(node["job"])])
-        (run_dir / "state/squeue.json").unlink(missing_ok=True)
+        (run_dir / "state/squeue.json").remove(missing_ok=True)
         if not _wait_end(run_dir, node, CANCEL_LIMIT):
             raise SupervisorError(
                 f"job {node['job']} of Slurm does not end after scancel: see squeue on its login host"
@@ -95,7 +95,7 @@ def stop_job(run_dir: Path, node: dict[str, Any], request: dict[str, Any]) -> di
     return {"status": job_status(run_dir, node)["status"], "killed": 0}
 
 
-def _wait_end(run_dir: Path, node: dict[str, Any], limit: float) -> bool:
+def _wait_end(run_dir: LinkFreePath, node: dict[str, Any], limit: float) -> bool:
     """Wait up to `limit` seconds for the end of a job; return whether it has ended."""
     deadline = time.monotonic() + limit
     while is_live(run_dir, node):
@@ -108,10 +108,10 @@ def _wait_end(run_dir: Path, node: dict[str, Any], limit: float) -> bool:
 # On the first node of the job ---------------------------------------------------------------------------------------------
 
 
-def begin(run_dir: Path) -> int:
+def begin(run_dir: LinkFreePath) -> int:
     """Record the start of the job, and remove the heartbeats of an earlier one; return 0."""
-    for stale in [*(run_dir / "state").glob("rank*.json"), run_dir / "stop"]:
-        stale.unlink(missing_ok=True)
+    for stale in [*rank_files(run_dir), run_dir / "stop"]:
+        stale.remove(missing_ok=True)
     listed = command(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
     last = read_mark(run_dir)
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
@@ -119,7 +119,7 @@ def begin(run_dir: Path) -> int:
     return 0
 
 
-def end(run_dir: Path, code: int) -> int:
+def end(run_dir: LinkFreePath, code: int) -> int:
     """Record the end of the ranks; return 75 if the job has to return to the queue, else the exit code of the job.
 
     It returns there if the ranks stopped with a checkpoint and no user requested the stop: at the end of the time
@@ -139,7 +139,7 @@ def end(run_dir: Path, code: int) -> int:
 
 def main() -> int:
     """Carry out a request of the batch script."""
-    verb, run_dir = sys.argv[1], Path(sys.argv[2])
+    verb, run_dir = sys.argv[1], run_folder(sys.argv[2])
     try:
         return begin(run_dir) if verb == "begin" else end(run_dir, int(sys.argv[3]))
     except (SupervisorError, OSError) as error:

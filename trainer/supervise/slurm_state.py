@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.environment import clean_environment
-from trainer.supervise.files import SupervisorError, read_json, write_json
+from trainer.supervise.files import SupervisorError, read_json, read_ranks, write_json
+from trainer.supervise.link_free import LinkFreePath
 
 ANSWER_LIMIT = 30.0  # s for an answer of Slurm
 ASK_INTERVAL = 5.0  # s between two queries about one job
@@ -64,12 +65,12 @@ def command(words: list[str], stdin: str = "", limit: float = ANSWER_LIMIT) -> s
     return done.stdout
 
 
-def is_live(run_dir: Path, node: dict[str, Any]) -> bool:
+def is_live(run_dir: LinkFreePath, node: dict[str, Any]) -> bool:
     """Return whether the job of a run waits or runs."""
     return bool(job_status(run_dir, node)["alive"])
 
 
-def job_status(run_dir: Path, node: dict[str, Any]) -> dict[str, Any]:
+def job_status(run_dir: LinkFreePath, node: dict[str, Any]) -> dict[str, Any]:
     """Return the status of a run that is a job, as `read_state` does of other runs.
 
     `job` has its `state` and `reason` in Slurm's words, and `start`, when Slurm expects to start it. The end of a job
@@ -100,7 +101,7 @@ def job_status(run_dir: Path, node: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_mark(run_dir: Path) -> dict[str, Any]:
+def read_mark(run_dir: LinkFreePath) -> dict[str, Any]:
     """Return what the batch script wrote: `restart`, `nodes`, `code` and `again`; empty before its start."""
     mark = read_json(run_dir / "state/job.json") or {}
     nodes = mark.get("nodes")
@@ -115,16 +116,15 @@ def is_final(mark: dict[str, Any]) -> bool:
     return isinstance(mark.get("code"), int) and mark.get("again") is False
 
 
-def heartbeats(run_dir: Path) -> dict[str, dict[str, Any]]:
+def heartbeats(run_dir: LinkFreePath) -> dict[str, dict[str, Any]]:
     """Return the heartbeats of all ranks, by rank."""
     found = {}
-    for path in sorted((run_dir / "state").glob("rank*.json")):
-        if (rank := read_json(path)) is not None:
-            found[str(rank.get("rank"))] = {**rank, "process": None}
+    for rank in read_ranks(run_dir):
+        found[str(rank.get("rank"))] = {**rank, "process": None}
     return found
 
 
-def ask(run_dir: Path, job: int) -> dict[str, Any]:
+def ask(run_dir: LinkFreePath, job: int) -> dict[str, Any]:
     """Return the state of a job in Slurm, at most some seconds old: `state`, `reason`, `start`; empty if Slurm does not
     have the job.
 
@@ -171,7 +171,7 @@ def parse_job(text: str) -> dict[str, str]:
 
 
 def close(
-    run_dir: Path, node: dict[str, Any], mark: dict[str, Any], ranks: dict[str, dict[str, Any]], state: str
+    run_dir: LinkFreePath, node: dict[str, Any], mark: dict[str, Any], ranks: dict[str, dict[str, Any]], state: str
 ) -> dict[str, Any]:
     """Return the state of a run whose job has ended, and write it to node.json."""
     statuses = [str(ranks.get(str(rank), {}).get("status")) for rank in node["ranks"]]

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.supervise.link_free import LinkFreePath
+
 # Variables that are read after the imports: by ranks when they connect, never when a library is loaded.
 LATE = frozenset(
     {
@@ -35,6 +37,7 @@ LAUNCHER = ["-m", "trainer.distributed.torchrun"]
 PROGRAM = ["-m", "trainer.distributed.standby"]
 SEND_LIMIT = 5.0  # s for a request, which exceeds the socket's buffer only with very long variables
 TRAINER = "trainer.zip"  # in the run folder
+TRAINER_LIMIT = 64 << 20  # bytes of it
 REFUSED = 126  # exit code of a torchrun that the standby process did not fork
 _METADATA = (".dist-info", ".egg-info")
 
@@ -56,7 +59,7 @@ class Imports:
     variables: Mapping[str, str]
 
     @classmethod
-    def now(cls, interpreter: str, run_dir: Path, environment: Mapping[str, str]) -> Imports:
+    def now(cls, interpreter: str, run_dir: LinkFreePath, environment: Mapping[str, str]) -> Imports:
         """Return the state of this host. The interpreter must be the one of this process, as it is for every plan."""
         variables = {name: value for name, value in environment.items() if name not in LATE}
         return cls(interpreter, installed_packages(), file_digest(run_dir / TRAINER), variables)
@@ -83,10 +86,10 @@ def installed_packages() -> str:
     return digest.hexdigest()
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: LinkFreePath) -> str:
     """Return the SHA-256 of a file in hex; empty if it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(path.read(TRAINER_LIMIT)).hexdigest()
     except OSError:
         return ""
 

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, consume_claim
 from trainer.supervise.environment import (
+    CACHE,
     IMPORT_ROOT,
+    cache_variables,
     choose_backend,
     clean_environment,
     import_environment,
@@ -33,9 +34,10 @@ from trainer.supervise.files import (
     run_lease,
 )
 from trainer.supervise.lease import check_lease
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import run_processes, unit_name, waiting_processes
-from trainer.supervise.sandbox import CACHE, address_properties, cache_variables, unit_properties
+from trainer.supervise.sandbox import address_properties, unit_properties
 from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.status import is_active
 from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
@@ -60,11 +62,11 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     """
     wanted = StartRequest.from_json(request)
     run_dir = wanted.resolve()
-    if not run_dir.is_dir():
+    if not run_dir.is_folder():
         raise SupervisorError(f"there is no run folder {run_dir}")
     run_environment(run_dir)  # report its errors now
     for folder in ("state", "logs", CACHE):
-        (run_dir / folder).mkdir(exist_ok=True)
+        (run_dir / folder).make_folder()
     # One of two simultaneous starts detects the run of the other.
     with one_start(run_dir):
         check_lease(wanted.lease)
@@ -74,8 +76,9 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         consume_claim(run_dir, wanted.claim)
         last = read_node(run_dir) or {}
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
-        for stale in {*(run_dir / "state").iterdir(), run_dir / "stop"} - {run_dir / STATE}:
-            stale.unlink(missing_ok=True)
+        state = run_dir / "state"
+        for stale in {*(state / name for name in state.entries()), run_dir / "stop"} - {run_dir / STATE}:
+            stale.remove(missing_ok=True)
         if wanted.backend == "slurm":
             from trainer.supervise.slurm import submit
 
@@ -84,7 +87,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def one_start(run_dir: Path) -> Iterator[None]:
+def one_start(run_dir: LinkFreePath) -> Iterator[None]:
     """Exclude other starts in the folder of runs. Raises SupervisorError if another one takes too long."""
     with hold_lock(run_dir.parent / START_LOCK, wait=START_LIMIT) as locked:
         if not locked:
@@ -92,7 +95,7 @@ def one_start(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def check_idle(run_dir: Path, devices: Collection[str] = (), lease: str = "") -> None:
+def check_idle(run_dir: LinkFreePath, devices: Collection[str] = (), lease: str = "") -> None:
     """Check that no run is alive on this host, except on GPUs other than `devices`. Raises SupervisorError.
 
     Runs with a `lease` may share the processors: Slurm has assigned different ones to them.
@@ -112,7 +115,7 @@ def check_idle(run_dir: Path, devices: Collection[str] = (), lease: str = "") ->
         )
 
 
-def launch(wanted: StartRequest, run_dir: Path) -> dict[str, Any]:
+def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
     """Start the supervisor and wait until it has written its state. Raises SupervisorError.
 
     A supervisor that waits for this start with its standby process takes the request, if its unit has the same settings.
@@ -168,7 +171,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     return {"waits": True}
 
 
-def complete(wanted: StartRequest, run_dir: Path, systemd: list[str] | None) -> list[str]:
+def complete(wanted: StartRequest, run_dir: LinkFreePath, systemd: list[str] | None) -> list[str]:
     """Set the fields of a request that depend on this host; return the properties of the unit."""
     if not systemd:
         return []
@@ -178,7 +181,9 @@ def complete(wanted: StartRequest, run_dir: Path, systemd: list[str] | None) -> 
     return settings
 
 
-def start_supervisor(wanted: StartRequest, run_dir: Path, systemd: list[str] | None, settings: list[str]) -> None:
+def start_supervisor(
+    wanted: StartRequest, run_dir: LinkFreePath, systemd: list[str] | None, settings: list[str]
+) -> None:
     """Start the supervisor in a systemd unit with these properties, or as a process. Raises SupervisorError and OSError."""
     command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
     if systemd:
@@ -187,12 +192,12 @@ def start_supervisor(wanted: StartRequest, run_dir: Path, systemd: list[str] | N
         start_process(wanted, run_dir, command, log_file(wanted, run_dir))
 
 
-def log_file(wanted: StartRequest, run_dir: Path) -> Path:
+def log_file(wanted: StartRequest, run_dir: LinkFreePath) -> LinkFreePath:
     """Return the log of the supervisor and its torchrun."""
     return run_dir / f"logs/torchrun.{wanted.node_rank}.log"
 
 
-def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: Path) -> bool:
+def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: LinkFreePath) -> bool:
     """Let a supervisor that waits for this start begin it; return whether one does. Otherwise it ends."""
     if (waiting := waiting_supervisor(run_dir)) is None:
         return False
@@ -205,11 +210,11 @@ def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: Pat
     if systemd:  # return when the unit is free for the next start
         command = [*systemctl(systemd), "stop", unit_name(run_dir)]
         subprocess.run(command, capture_output=True, check=False, env=systemctl_environment())
-    (run_dir / "state/node.json").unlink(missing_ok=True)
+    (run_dir / "state/node.json").remove(missing_ok=True)
     return False
 
 
-def suits(waiting: dict[str, Any], wanted: StartRequest, run_dir: Path) -> bool:
+def suits(waiting: dict[str, Any], wanted: StartRequest, run_dir: LinkFreePath) -> bool:
     """Return whether a supervisor that waits runs as this start must: in the same kind of unit, with the same trainer."""
     now = {"settings": wanted.settings, "lease": wanted.lease, "unit": wanted.unit}
     now["trainer"] = file_digest(run_dir / TRAINER)
@@ -217,33 +222,35 @@ def suits(waiting: dict[str, Any], wanted: StartRequest, run_dir: Path) -> bool:
     return same and isinstance(limits := waiting.get("reachable"), list) and may_reach(limits, wanted.reachable)
 
 
-def start_process(wanted: StartRequest, run_dir: Path, command: list[str], log: Path) -> None:
+def start_process(wanted: StartRequest, run_dir: LinkFreePath, command: list[str], log: LinkFreePath) -> None:
     """Start the supervisor as a detached process. Raises OSError."""
-    with log.open("ab") as sink:
+    with log.open_append() as sink:
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
-            cwd=run_dir,
+            cwd=run_dir.path,
             env={**clean_environment(), **supervisor_environment(wanted, run_dir)},
             start_new_session=True,
         )
 
 
-def supervisor_environment(wanted: StartRequest, run_dir: Path) -> dict[str, str]:
+def supervisor_environment(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, str]:
     """Return the variables of a supervisor. It imports the staged trainer."""
     staged = run_dir / TRAINER
-    return import_environment(run_dir, wanted.lease, staged if staged.exists() else IMPORT_ROOT)
+    return import_environment(run_dir, wanted.lease, staged.path if staged.is_file() else IMPORT_ROOT)
 
 
-def unit_settings(systemd: list[str], wanted: StartRequest, run_dir: Path) -> list[str]:
+def unit_settings(systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath) -> list[str]:
     """Return the properties of the unit, without its folder and without the addresses to which it is limited."""
     # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
     # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
     settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec"]
     system, data_dir = "--user" not in systemd, wanted.data_dir
-    return settings + unit_properties(run_dir, data_dir, system=system, writable=wanted.writable, reads=wanted.reads)
+    return settings + unit_properties(
+        run_dir.path, data_dir, system=system, writable=wanted.writable, reads=wanted.reads
+    )
 
 
 def systemctl(systemd: list[str]) -> list[str]:
@@ -257,7 +264,7 @@ def may_reach(limits: list[str], addresses: list[str]) -> bool:
 
 
 def start_unit(
-    systemd: list[str], wanted: StartRequest, run_dir: Path, command: list[str], settings: list[str]
+    systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath, command: list[str], settings: list[str]
 ) -> None:
     """Start a transient systemd unit. Raises SupervisorError with systemd-run's message."""
     environment = systemctl_environment()
@@ -268,7 +275,9 @@ def start_unit(
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
     folder = f"WorkingDirectory={run_dir}"
     options += [f"--property={setting}" for setting in (folder, *settings, *limits, *wanted.properties)]
-    variables = supervisor_environment(wanted, run_dir) | (cache_variables(run_dir) if "--user" not in systemd else {})
+    variables = supervisor_environment(wanted, run_dir) | (
+        cache_variables(run_dir.path) if "--user" not in systemd else {}
+    )
     options += [f"--setenv={key}={value}" for key, value in variables.items()]
     done = subprocess.run(
         [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, is_alive, read_job, read_json, read_log, read_node
+from trainer.supervise.files import SupervisorError, is_alive, read_job, read_log, read_node, read_ranks
+from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import (
     all_pids,
     left_processes,
@@ -36,7 +37,7 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
         `status` is none, starting, running, finished, failed, stopped, lost (the supervisor died without a report), or
         unreadable (alive, but its record is not what a supervisor writes). See `read_state` for the other keys; `logs` holds the requested part, see `read_log`.
     """
-    run_dir = Path(request["run_dir"])
+    run_dir = run_folder(request["run_dir"])
     if request.get("plain"):
         return without_records(read_state(run_dir)) | {"logs": {}}
     deadline = time.monotonic() + request.get("wait", 0.0)
@@ -46,7 +47,7 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
         time.sleep(POLL)
         state = read_state(run_dir)
     wanted: dict[str, int] = request.get("logs_from", {})
-    logs = {name: read_log(run_dir / "logs" / Path(name).name, since) for name, since in wanted.items()}
+    logs = {name: read_log(run_dir / "logs" / name, since) for name, since in wanted.items()}
     return {**(shorten(state) if request.get("brief") else state), "logs": logs}
 
 
@@ -76,12 +77,14 @@ def list_runs(request: dict[str, Any]) -> dict[str, Any]:
     """
     runs, skipped, marked = [], [], marked_runs()
     units = {name for pid in all_pids() for name in units_of(pid)}
-    for folder in sorted(Path(request["data_dir"]).glob("runs/*")):
+    folders = LinkFreePath(Path(request["data_dir"], "runs"))
+    for name in folders.entries():
+        folder = folders / name
         try:
-            real = Path(os.path.realpath(folder))
+            real = folder.resolved()
             has_processes = str(real) in marked or unit_name(real) in units
             if not has_processes:
-                os.lstat(folder / "state/node.json")
+                (folder / "state/node.json").stat()
             state = read_state(folder, has_processes)
         except (FileNotFoundError, NotADirectoryError):
             continue  # not started yet, or no run folder
@@ -108,7 +111,7 @@ def is_uneventful(state: dict[str, Any]) -> bool:
     return not any(rank["process"] is None or rank.get("status") in ("failed", *ENDED_WELL) for rank in ranks)
 
 
-def read_state(run_dir: Path, has_processes: bool = True) -> dict[str, Any]:
+def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, Any]:
     """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `waits`, `left`.
 
     A run `waits` if it has ended, and its supervisor waits for the next start. Processes are `left` if there are some although
@@ -125,25 +128,24 @@ def read_state(run_dir: Path, has_processes: bool = True) -> dict[str, Any]:
 
         return job_status(run_dir, job) | {"left": False}
     node = read_node(run_dir)  # after the lock, so that an end written in between is seen
-    left = not alive and has_processes and bool(left_processes(Path(os.path.realpath(run_dir))))
+    left = not alive and has_processes and bool(left_processes(run_dir.resolved()))
     ranks = {}
-    for path in sorted((run_dir / "state").glob("rank*.json")):
-        if (rank := read_json(path)) is not None:
-            found = process_stat(rank["pid"]) if isinstance(rank.get("pid"), int) else None
-            ranks[str(rank.get("rank"))] = {**rank, "process": found[0] if found else None}
+    for rank in read_ranks(run_dir):
+        found = process_stat(rank["pid"]) if isinstance(rank.get("pid"), int) else None
+        ranks[str(rank.get("rank"))] = {**rank, "process": found[0] if found else None}
     state = {"now": time.time(), "alive": alive, "node": node, "ranks": ranks, "run_dir": str(run_dir)}
     state["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
     state["waits"] = not alive and bool(waiting_processes(run_dir))
     state["left"] = left
     if node is None:
-        status = "unreadable" if os.path.lexists(run_dir / "state/node.json") or left else "starting"
+        status = "unreadable" if (run_dir / "state/node.json").exists() or left else "starting"
         return {**state, "alive": alive or left, "status": status if alive or left else "none"}
     if node["status"] in ("starting", "running") and not alive:
         return {**state, "status": "lost", "why": why_lost(node, run_dir)}
     return {**state, "status": node["status"]}
 
 
-def holds_lock(run_dir: Path) -> bool:
+def holds_lock(run_dir: LinkFreePath) -> bool:
     """Return whether a supervisor holds the lock of a run. A rank may have replaced the file: that is no lock."""
     try:
         return is_alive(run_dir)
@@ -151,7 +153,7 @@ def holds_lock(run_dir: Path) -> bool:
         return False
 
 
-def is_active(run_dir: Path) -> bool:
+def is_active(run_dir: LinkFreePath) -> bool:
     """Return whether a run is alive: its supervisor on this host, or its job of Slurm. Raises OSError if that is unknown."""
     if is_alive(run_dir):
         return True
@@ -162,10 +164,10 @@ def is_active(run_dir: Path) -> bool:
     return False
 
 
-def why_lost(node: dict[str, Any], run_dir: Path) -> str:
+def why_lost(node: dict[str, Any], run_dir: LinkFreePath) -> str:
     """Return why a supervisor vanished: a full disk, a reboot, or systemd's result (oom-kill, signal, ...); may be empty."""
     with contextlib.suppress(OSError):
-        if os.statvfs(run_dir).f_bavail == 0:
+        if os.statvfs(run_dir.path).f_bavail == 0:
             return "the disk is full"
         booted = time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         if node["started"] < booted - 1:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError, read_job, read_node, write_json
+from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import (
     belongs,
     descendants,
@@ -44,8 +43,8 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SupervisorError: a process cannot be killed.
     """
-    run_dir = Path(request["run_dir"]).resolve()
-    if not (run_dir / "state").is_dir():
+    run_dir = run_folder(request["run_dir"]).resolved()
+    if not (run_dir / "state").is_folder():
         return {"status": "none", "killed": kill_processes(run_dir, [])}
     if request.get("wanted"):  # tells the controller that the run did not fail, so that it does not restart it
         mark(run_dir / "state/stop-wanted")
@@ -83,7 +82,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     return {"status": read_state(run_dir)["status"], "killed": killed}
 
 
-def own_node(run_dir: Path) -> dict[str, Any] | None:
+def own_node(run_dir: LinkFreePath) -> dict[str, Any] | None:
     """Return the record of the newest start if it names a process of the run; None otherwise.
 
     Code of a rank could name another process, which would get the signals for the supervisor.
@@ -94,13 +93,13 @@ def own_node(run_dir: Path) -> dict[str, Any] | None:
     return node if not is_running(node["pid"]) or belongs(node["pid"], run_dir) else None
 
 
-def mark(path: Path) -> None:
-    """Create an empty file, not through a link. Code of a rank may have taken its name: then the run is stopped without it."""
+def mark(path: LinkFreePath) -> None:
+    """Create an empty file. Code of a rank may have taken its name: then the run is stopped without it."""
     with contextlib.suppress(OSError):
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644))
+        path.make_file()
 
 
-def wait_end(run_dir: Path, limit: float) -> bool:
+def wait_end(run_dir: LinkFreePath, limit: float) -> bool:
     """Wait up to `limit` seconds for the supervisor to release its lock; return whether it has."""
     deadline = time.monotonic() + limit
     while holds_lock(run_dir):
@@ -110,7 +109,7 @@ def wait_end(run_dir: Path, limit: float) -> bool:
     return True
 
 
-def wait_exit(run_dir: Path, node: dict[str, Any]) -> None:
+def wait_exit(run_dir: LinkFreePath, node: dict[str, Any]) -> None:
     """Wait for a supervisor that has released its lock to exit, so that it does not count as killed."""
     deadline = time.monotonic() + EXIT_LIMIT
     while is_running(node["pid"]) and not holds_lock(run_dir) and time.monotonic() < deadline:
@@ -119,7 +118,7 @@ def wait_exit(run_dir: Path, node: dict[str, Any]) -> None:
         time.sleep(0.01)
 
 
-def kill_processes(run_dir: Path, spare: Collection[int] = ()) -> int:
+def kill_processes(run_dir: LinkFreePath, spare: Collection[int] = ()) -> int:
     """Kill every process of the run but `spare`; return their number. Raises SupervisorError if one does not end."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_LIMIT

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.environment import run_environment
-from trainer.supervise.files import SupervisorError, hold_lock, write_json
+from trainer.supervise.files import SupervisorError, hold_lock, read_log, write_json
 from trainer.supervise.lease import check_lease
+from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
@@ -49,9 +50,9 @@ def run_supervisor(arguments: list[str]) -> None:
     request: StartRequest | None = parse_flags(arguments)
     standby: Standby | None = None
     while request:
-        run_dir = Path(request.run_dir)
+        run_dir = run_folder(request.run_dir)
         log = run_dir / f"logs/torchrun.{request.node_rank}.log"
-        with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open("ab", buffering=0) as sink:
+        with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open_append() as sink:
             if not locked:
                 raise SupervisorError(f"run {run_dir.name} is already running here")
             # Check again, now that the Epilog of the node can find this process: either it ends the process, or the
@@ -70,7 +71,9 @@ class Supervisor:
     `standby` forks the torchruns; it may come from an earlier start.
     """
 
-    def __init__(self, request: StartRequest, run_dir: Path, log: Path, standby: Standby | None = None) -> None:
+    def __init__(
+        self, request: StartRequest, run_dir: LinkFreePath, log: LinkFreePath, standby: Standby | None = None
+    ) -> None:
         self.request, self.run_dir, self.log, self.standby = request, run_dir, log, standby
         # With this option torchrun restarts its workers itself, and the death of a worker does not end the run.
         self.elastic = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", word) for word in request.command)
@@ -151,7 +154,7 @@ class Supervisor:
         self.prepare_standby()
         if self.standby:
             try:
-                return self.standby.launch(self.request.command, self.environment(), self.log)
+                return self.standby.launch(self.request.command, self.environment(), self.log.path)
             except OSError as error:
                 self.drop_standby(str(error))
         return self.spawn(self.request.command, None)
@@ -220,7 +223,7 @@ class Supervisor:
         return values | ({LEASE_VARIABLE: self.request.lease} if self.request.lease else {})
 
     def spawn(
-        self, command: list[str], log: Path | None, env: dict[str, str] | None = None, **more: Any
+        self, command: list[str], log: LinkFreePath | None, env: dict[str, str] | None = None, **more: Any
     ) -> subprocess.Popen[bytes]:
         """Start a program that dies with this process, even when that is killed by SIGKILL."""
         parent = os.getpid()
@@ -231,13 +234,13 @@ class Supervisor:
             if os.getppid() != parent:
                 os._exit(1)
 
-        with log.open("ab") if log else contextlib.nullcontext() as sink:
+        with log.open_append() if log else contextlib.nullcontext() as sink:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                cwd=self.run_dir,
+                cwd=self.run_dir.path,
                 env=self.environment() if env is None else env,
                 preexec_fn=before_exec,
                 **more,
@@ -254,7 +257,7 @@ class Supervisor:
         log = self.run_dir / "logs/lighthouse.log"
         self.lighthouse_exits = self.lighthouse_exits + 1 if code > 0 else 0
         if self.lighthouse_exits == LIGHTHOUSE_STARTS:
-            output = log.read_text(errors="replace", encoding="utf-8").strip().splitlines() or [f"exit code {code}"]
+            output = read_log(log, -1)["lines"] or [f"exit code {code}"]
             self.node["error"] = f"the run's lighthouse exited {LIGHTHOUSE_STARTS} times: {output[-1]}"
             return
         self.lighthouse_started = time.monotonic()

@@ -11,10 +11,10 @@ import os
 import signal
 import stat
 import time
-from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import JSON_LIMIT, SupervisorError, open_regular, read_json, write_atomic, write_json
+from trainer.supervise.files import JSON_LIMIT, SupervisorError, read_json, write_json
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.processes import is_running, process_stat, send_signal, waiting_processes
 
@@ -25,7 +25,7 @@ TAKE_LIMIT = 10.0  # s for a waiting supervisor to take a request on a loaded ma
 END_LIMIT = 5.0  # s for it to end after SIGTERM
 
 
-def begin_waiting(run_dir: Path, request: StartRequest, standby: int, trainer: str) -> None:
+def begin_waiting(run_dir: LinkFreePath, request: StartRequest, standby: int, trainer: str) -> None:
     """Record that this process waits for the next start of a run. Raises OSError.
 
     Args:
@@ -33,7 +33,7 @@ def begin_waiting(run_dir: Path, request: StartRequest, standby: int, trainer: s
         standby: pid of the standby process.
         trainer: digest of the staged trainer that both processes have imported.
     """
-    (run_dir / REQUEST).unlink(missing_ok=True)  # ranks could write it
+    (run_dir / REQUEST).remove(missing_ok=True)  # ranks could write it
     entry: dict[str, Any] = {
         "unit": request.unit,
         "settings": request.settings,
@@ -47,39 +47,39 @@ def begin_waiting(run_dir: Path, request: StartRequest, standby: int, trainer: s
     write_json(run_dir / STATE, entry)
 
 
-def end_waiting(run_dir: Path) -> None:
+def end_waiting(run_dir: LinkFreePath) -> None:
     """Remove the files of this process's wait."""
     for name in (REQUEST, STATE):
-        (run_dir / name).unlink(missing_ok=True)
+        (run_dir / name).remove(missing_ok=True)
 
 
-def take_request(run_dir: Path) -> StartRequest | None:
+def take_request(run_dir: LinkFreePath) -> StartRequest | None:
     """Return the request that a start has handed over, or None. Raises SupervisorError if another user could have written it."""
     path = run_dir / REQUEST
     try:
-        handle = open_regular(path)
+        file = path.open_read()
     except FileNotFoundError:
         return None
-    with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
+    with file:
+        found = os.fstat(file.fileno())
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise SupervisorError(f"{path} is not from the user of the run")
         content = json.loads(file.read(JSON_LIMIT))
     return parse_flags([str(word) for word in content["flags"]])
 
 
-def waiting_supervisor(run_dir: Path) -> dict[str, Any] | None:
+def waiting_supervisor(run_dir: LinkFreePath) -> dict[str, Any] | None:
     """Return the record of the supervisor that waits for the next start of a run; None if none does."""
     return read_json(run_dir / STATE) if waiting_processes(run_dir) else None
 
 
-def hand_over(run_dir: Path, request: StartRequest) -> bool:
+def hand_over(run_dir: LinkFreePath, request: StartRequest) -> bool:
     """Hand a request to the supervisor that waits; return whether it takes it. Otherwise it ends. Raises OSError."""
     pids = waiting_processes(run_dir)
     if not pids:
         return False
     content = json.dumps({"flags": request.flags()})
-    write_atomic(run_dir / REQUEST, content.encode(), 0o600)
+    (run_dir / REQUEST).write(content.encode(), 0o600)
     send_signal(pids[0], signal.SIGCHLD)  # it looks for the request at once
     deadline = time.monotonic() + TAKE_LIMIT
     while read_json(run_dir / "state/node.json") is None:
@@ -89,7 +89,7 @@ def hand_over(run_dir: Path, request: StartRequest) -> bool:
     return True
 
 
-def end_supervisor(run_dir: Path) -> None:
+def end_supervisor(run_dir: LinkFreePath) -> None:
     """End the supervisor that waits for the next start of a run, with its standby process."""
     if not (pids := waiting_processes(run_dir)):
         return

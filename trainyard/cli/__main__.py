@@ -15,6 +15,7 @@ from pathlib import Path
 from trainer.errors import UserError, memory_failure, nearest
 from trainer.formats import quoted
 from trainer.utf8 import require_utf8
+from trainyard import front_end
 from trainyard.cli.output import Output
 
 INTERRUPTED = 99
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         require_utf8()
         _set_locale()
-        return _dispatch(words)
+        with front_end.serving_program():
+            return _dispatch(words)
     except UserError as error:
         output.error(error)
         return 2
@@ -77,7 +79,7 @@ def _dispatch(words: list[str]) -> int:
         # The name of the command, if there is one: the parser accepts more flags than tyro.
         named = [] if words[0].startswith("-") else words[0].split(" ", 1)
         return _help([*named, "--help"] if words[0] != "--tyro-print-completion" else words)
-    from trainyard.cli.commands import COMMANDS
+    from trainyard.commands.table import COMMANDS
 
     if not words or words[0] not in COMMANDS:
         if words and (near := nearest(words[0], COMMANDS)):
@@ -89,9 +91,9 @@ def _dispatch(words: list[str]) -> int:
 
 def _completion(words: list[str]) -> int:
     """Print the script of a shell."""
-    from trainyard.cli.commands import COMPLETION
     from trainyard.cli.flags import parse
-    from trainyard.cli.options import CompletionOptions
+    from trainyard.commands.options import CompletionOptions
+    from trainyard.commands.table import COMPLETION
 
     given = parse("completion", (COMPLETION,), "shell", words).of(COMPLETION)
     options = CompletionOptions.from_variables(given, "completion")
@@ -109,19 +111,18 @@ def _help(words: list[str]) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    from trainyard.cli.call import Call
-    from trainyard.cli.commands import COMMANDS
     from trainyard.cli.flags import parse
+    from trainyard.cli.front import run_command
     from trainyard.cli.playbooks import PlaybookError
+    from trainyard.commands.table import COMMANDS
     from trainyard.connection import InventoryError, RemoteError
     from trainyard.run.errors import RunError
 
-    command = COMMANDS[name]
-    arguments = parse(name, command.all_groups, command.positional, words)
-    output, check, top = Output(arguments.switch("json")), arguments.switch("check"), project_folder()
+    arguments = parse(name, COMMANDS[name].all_groups, COMMANDS[name].positional, words)
+    output, top = Output(arguments.switch("json")), project_folder()
     os.environ.setdefault("ANSIBLE_CONFIG", str(top / "ansible.cfg"))
     try:
-        result = command.run(Call(name, command.all_groups, arguments, top, check, output))
+        result = run_command(COMMANDS[name], arguments, top, output)
         if result is not None:
             output.result(result)
         return 0

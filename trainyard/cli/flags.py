@@ -3,90 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_origin
+from typing import Any
 
-from pydantic.fields import FieldInfo
-
-from trainer.config import FIELDS, is_known, plain_name, suggest
-from trainer.config.aliases import field_of, takes_no_value
-from trainer.config.fields import expected_value, is_switch, names_in
+from trainer.config import plain_name, suggest
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
-from trainyard.cli.options import COMMON_OPTIONS, SHORT
-from trainyard.run.options import OPTIONS as LAUNCH_OPTIONS
+from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
+from trainyard.commands.options import SHORT
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _SWITCH_VALUES = (*_TRUE, *_FALSE, "auto")
 _SUGGESTION = re.compile(r"did you mean '([a-z_]+)'")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class Group:
-    """The flags of one class of options.
-
-    Attributes:
-        title: heading of the group in `--help`.
-        fields: the options by name.
-    """
-
-    def __init__(self, title: str, fields: Mapping[str, FieldInfo]) -> None:
-        """Take the options of a class that declares them with `declare`."""
-        self.title, self.fields = title, fields
-        self._others = names_in(fields, "deprecated_names")
-
-    def knows(self, name: str) -> bool:
-        """Return whether `name` is an option or another name of one."""
-        return name in self.fields or name in self._others
-
-    def field_name(self, name: str) -> str:
-        """Return the option of a known name."""
-        return self._others.get(name, name)
-
-    def takes_no_value(self, name: str) -> bool:
-        """Return whether the flag may have no value."""
-        return is_switch(self.fields[self.field_name(name)])
-
-    def kind(self, name: str) -> Any:
-        """Return the type of the option: `tuple` for a list, `dict` for names and values."""
-        option = self.fields.get(self.field_name(name))
-        return get_origin(option.annotation) if option else None
-
-    def expected(self, name: str) -> str:
-        """Describe the values that the flag takes."""
-        option = self.fields.get(self.field_name(name))
-        return expected_value(option) if option else "text"
-
-
-class SpecGroup(Group):
-    """The flags of the run spec, with the names of other tools.
-
-    Attributes:
-        hidden: fields that the command's own options of the same name hide.
-    """
-
-    def __init__(self, hidden: Collection[str] = ()) -> None:
-        super().__init__("run spec", {name: option for name, option in FIELDS.items() if name not in hidden})
-        self.hidden = hidden
-
-    def knows(self, name: str) -> bool:
-        """Return whether `name` is a field or another name that is understood."""
-        return is_known(name) and field_of(name) not in self.hidden
-
-    def field_name(self, name: str) -> str:
-        """Return the field of a known name, or the name of a setting that is converted."""
-        return field_of(name)
-
-    def takes_no_value(self, name: str) -> bool:
-        """Return whether the flag may have no value."""
-        return takes_no_value(name)
-
-
-COMMON = Group("common options", COMMON_OPTIONS)
-SPEC = SpecGroup()
-LAUNCH = Group("launch options", LAUNCH_OPTIONS)
 
 
 @dataclass
@@ -104,6 +35,16 @@ class Arguments:
     def of(self, group: Group) -> dict[str, Any]:
         """Return the values of a group, by name."""
         return self.values.setdefault(group.title, {})
+
+    @property
+    def inventory(self) -> list[str]:
+        """The inventory sources; empty for those of ansible.cfg."""
+        return [str(source) for source in self.of(COMMON).get("inventory", [])]
+
+    @property
+    def extra_vars(self) -> list[str]:
+        """The words of `-e`."""
+        return [str(word) for word in self.of(COMMON).get("extra_vars", [])]
 
     def switch(self, name: str) -> bool:
         """Return the value of a common switch. Raises UserError."""

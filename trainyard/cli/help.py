@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 
 from trainer.config import describe
 from trainer.config.fields import expected_value, metadata
-from trainyard.cli.commands import COMMANDS, COMPLETION, Command
-from trainyard.cli.flags import Group, SpecGroup
-from trainyard.cli.options import SHORT
+from trainyard.commands.groups import Group, SpecGroup
+from trainyard.commands.options import SHORT
+from trainyard.commands.table import COMMANDS, COMPLETION, Command
 
 PROGRAM = "trainyard"
 QUEUE_SUMMARY = "add runs to the queue, list or change them"

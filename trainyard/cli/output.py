@@ -21,12 +21,11 @@ class Output:
 
     def report(self, line: str) -> None:
         """Print a line. It may quote what a host sent, so control characters are escaped."""
-        print(_shown(_as_typed(line)), file=sys.stderr if self.as_json else sys.stdout, flush=True)
+        print(_shown(line), file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
     def result(self, result: Mapping[str, Any]) -> None:
         """Print the result of a command: its `lines` or its `msg`, or all of it as JSON."""
         if self.as_json:
-            result = _with_typed_lines(result)
             print(json.dumps(result, default=str), flush=True)
             return
         for line in result.get("lines", [result["msg"]] if "msg" in result else []):
@@ -34,22 +33,10 @@ class Output:
 
     def error(self, message: object, details: Mapping[str, Any] | None = None) -> None:
         """Print an error as one line on stderr, and the `lines` of its details after it; as JSON also on stdout."""
-        found = _with_typed_lines(details or {})
-        message = _as_typed(str(message))
+        found = details or {}
         _print_errors([f"error: {message}", *map(str, found.get("lines", []))])
         if self.as_json:
-            print(json.dumps({"error": message, **found}, default=str), flush=True)
-
-
-def _as_typed(text: str) -> str:
-    from trainyard.cli.wording import as_typed  # imports the commands, which print by this module
-
-    return as_typed(text)
-
-
-def _with_typed_lines(result: Mapping[str, Any]) -> dict[str, Any]:
-    lines = {"lines": [_as_typed(str(line)) for line in result["lines"]]} if "lines" in result else {}
-    return {**result, **lines}
+            print(json.dumps({"error": str(message), **found}, default=str), flush=True)
 
 
 def _print_errors(lines: Iterable[str]) -> None:

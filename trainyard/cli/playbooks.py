@@ -12,7 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainyard.cli.call import Call
+from trainyard import front_end
+from trainyard.cli.flags import Arguments
+from trainyard.cli.output import Output
+from trainyard.commands.table import Command
 
 # Exit codes of ansible-playbook: after Ctrl-C, and for a wrong option.
 _INTERRUPTED, _OPTIONS_ERROR = 99, 5
@@ -28,29 +31,37 @@ class PlaybookError(Exception):
         self.code = code
 
 
-def run_playbook(call: Call, playbook: str, values: Mapping[str, Any] | None = None) -> None:
-    """Run a playbook; its output is the program's. Raises PlaybookError, and KeyboardInterrupt after Ctrl-C.
+def run_playbook(
+    command: Command,
+    arguments: Arguments,
+    launch: Mapping[str, Any],
+    top: Path,
+    output: Output,
+    values: Mapping[str, Any] | None = None,
+) -> None:
+    """Run the playbook of a command; its output is the program's. Raises PlaybookError, and KeyboardInterrupt after Ctrl-C.
 
     ansible-playbook has the terminal, so that it can ask for passwords and Ctrl-C reaches it.
 
     Args:
-        playbook: path in the project.
+        launch: the launch options, of which a playbook takes `limit`.
+        top: the project's folder.
         values: further values of `-e`; no secrets, because they are arguments.
     """
     program = Path(sys.executable).parent / "ansible-playbook"
-    words = [str(program) if program.exists() else "ansible-playbook", str(call.top / playbook)]
-    words += [word for source in call.sources for word in ("-i", source)]
-    words += [word for extra in call.extra_words for word in ("-e", extra)]
-    words += ["--limit", str(call.launch_flags["limit"])] if "limit" in call.launch_flags else []
-    words += ["--check"] if call.check else []
+    words = [str(program) if program.exists() else "ansible-playbook", str(top / command.playbook)]
+    words += [word for source in arguments.inventory for word in ("-i", source)]
+    words += [word for extra in arguments.extra_vars for word in ("-e", extra)]
+    words += ["--limit", str(launch["limit"])] if "limit" in launch else []
+    words += ["--check"] if arguments.switch("check") else []
     words += ["-e", json.dumps(values)] if values else []
-    output = sys.stderr if call.output.as_json else None
-    code, interrupted = _wait(subprocess.Popen([*words, *call.arguments.rest], stdout=output))
+    stdout = sys.stderr if output.as_json else None
+    code, interrupted = _wait(subprocess.Popen([*words, *arguments.rest], stdout=stdout))
     if code:
         # ansible-core 2.19 ends with another code and a traceback if the signal comes while it starts a worker.
         if code == _INTERRUPTED or interrupted:
             raise KeyboardInterrupt
-        raise PlaybookError(playbook, 2 if code == _OPTIONS_ERROR else 1)
+        raise PlaybookError(front_end.playbook(command.name), 2 if code == _OPTIONS_ERROR else 1)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:

@@ -2,7 +2,7 @@
 
     python -m trainyard.dashboard.pack FOLDER      in the project's folder
 
-writes the program into FOLDER and prints, as JSON: `file`, its path; `digest` of the program; `requirements` and `constraints`, the
+writes the program into FOLDER and prints, as JSON: `file`, its path; `sha256` of the program; `requirements` and `constraints`, the
 contents of files for pip; `packages`, their digest.
 """
 
@@ -29,8 +29,8 @@ def pack(top: Path, folder: Path) -> dict[str, str]:
         top: the project's folder.
     """
     program = zip_packages(trainyard, trainer, suffixes=SUFFIXES)
-    digest = hashlib.sha256(program).hexdigest()[:16]
-    target = folder / f"program-{digest}.zip"
+    digest = hashlib.sha256(program).hexdigest()
+    target = folder / f"program-{digest[:16]}.zip"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(target, program)
@@ -40,7 +40,7 @@ def pack(top: Path, folder: Path) -> dict[str, str]:
     }
     contents = {name: "".join(f"{line}\n" for line in lines) for name, lines in texts.items()}
     packages = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
-    return {"file": str(target), "digest": digest, "packages": packages, **contents}
+    return {"file": str(target), "sha256": digest, "packages": packages, **contents}
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from trainyard.replies import ReplyError, checked_reply, untrusted_json
 INTERVAL = 0.3  # s between two queries about a run, for any number of browsers
 STEPS = 16_000  # records of a run that are kept; of more, every second one, then every fourth one, and so on
 LISTED = 64  # ranks that are kept of each record
+DAMAGED = 1000  # lines of one answer; what follows more of them is ignored, because a host can send 100 000 at once
 POINTS = 4000  # steps that a browser receives at once; of more, every n-th one
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
 
@@ -69,11 +70,14 @@ class RunRecords:
             answer = await stream.ask("records", run=self.run, file=file, offset=offset, inode=inode)
             if answer["reset"] and (offset or not inode):
                 self._reset(file)
+            damaged = 0
             for line in answer["lines"]:
                 try:
                     add(checked_reply(kind, untrusted_json(line)))
-                except (ReplyError, AttributeError):
-                    continue  # the process died while it wrote this line
+                except (ReplyError, AttributeError):  # the process died while it wrote this line
+                    damaged += 1
+                    if damaged > DAMAGED:
+                        break
             self._places[file] = (answer["offset"], answer["inode"])
             more = answer["more"] and answer["offset"] > offset
 

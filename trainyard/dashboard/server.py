@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from trainer.errors import UserError
+from trainyard import front_end
 from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
@@ -146,7 +147,9 @@ def _listen(options: DashboardOptions) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        remedy = f"end what uses the port, or use another one: -e dashboard_port={min(port + 1, 65535)}"
+        remedy = (
+            f"end what uses the port, or use another one: {front_end.option('dashboard_port', min(port + 1, 65535))}"
+        )
         if error.errno == errno.EADDRNOTAVAIL:
             remedy = "set dashboard_listen to an address of this machine, as `ip address` lists them"
         raise UserError(f"the dashboard cannot listen on {options.address}: {error.strerror}: {remedy}") from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
+from trainyard import front_end
 from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
@@ -36,7 +37,7 @@ def read_config(folder: Path) -> tuple[list[Host], str, DashboardOptions]:
         hosts = [read_host(entry, KEY) for entry in config["hosts"]]
         queue, address, port = str(config["queue"]), str(config["address"]), int(config["port"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is unreadable ({error}): run site.yml") from None
+        raise UserError(f"{path} is unreadable ({error}): run {front_end.playbook('site')}") from None
     given: dict[str, Any] = {"dashboard_listen": address, "dashboard_port": port}
     given["dashboard_password_file"] = str(folder / "password")
     if (folder / "certificate.pem").exists():

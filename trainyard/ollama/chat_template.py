@@ -28,6 +28,7 @@ from trainer.data import hf_template
 from trainer.data.hf_template import ChatTemplate, Message, TemplateError
 from trainer.files import write_atomic
 from trainer.formats import quoted
+from trainyard import front_end
 from trainyard.ollama import go_template
 from trainyard.ollama.go_template import RANGE, go_string, render
 
@@ -105,7 +106,7 @@ def prove(template: ChatTemplate, go: str, added_bos: str = "", system: bool = T
             )
             raise TemplateError(
                 f"chat template: the derived template differs at character {at} of a conversation with {len(chat)} messages: "
-                f"{quoted(got[at : at + 30])} instead of {quoted(expected[at : at + 30])}; write one and set -e template=FILE"
+                f"{quoted(got[at : at + 30])} instead of {quoted(expected[at : at + 30])}; write one and set {front_end.option('template', 'FILE')}"
             )
     return PROOFS
 
@@ -137,7 +138,7 @@ def _cut(template: ChatTemplate, turns: int, system: bool) -> list[_Text]:
         if rest.count(marker) != 1:
             raise TemplateError(
                 f"chat template: it writes the content of {'an' if role == 'assistant' else 'a'} {role} message "
-                f"{rest.count(marker)} times or out of order; write a Go template and set -e template=FILE"
+                f"{rest.count(marker)} times or out of order; write a Go template and set {front_end.option('template', 'FILE')}"
             )
         before, rest = rest.split(marker)
         last = index == len(spoken) - (1 if role == "user" else 2)
@@ -145,7 +146,9 @@ def _cut(template: ChatTemplate, turns: int, system: bool) -> list[_Text]:
         texts.append(_Text(role, facts, _parts(before)))
     texts.append(_Text("end", (("first", turns == 1), ("system", system)), _parts(rest)))
     if sum(text.parts.count(_SYSTEM) for text in texts) != int(system):
-        raise TemplateError("chat template: it writes the system message several times; set -e template=FILE")
+        raise TemplateError(
+            f"chat template: it writes the system message several times; set {front_end.option('template', 'FILE')}"
+        )
     return texts
 
 
@@ -153,7 +156,7 @@ def _parts(text: str) -> tuple[str, ...]:
     """Return a text as literals and `_SYSTEM`. Raises TemplateError if it holds a part of another marker."""
     if "zqUse" in text or "zqAss" in text:
         raise TemplateError(
-            "chat template: it writes messages out of order; write a Go template and set -e template=FILE"
+            f"chat template: it writes messages out of order; write a Go template and set {front_end.option('template', 'FILE')}"
         )
     pieces: list[str] = []
     for index, literal in enumerate(text.split(_MARKERS["system"])):
@@ -169,7 +172,7 @@ def _without(text: _Text, bos: str) -> _Text:
     if not text.parts or text.parts[0] == _SYSTEM or not text.parts[0].startswith(bos):
         raise TemplateError(
             f"chat template: it does not begin with {quoted(bos)}, which the server adds to each prompt; "
-            "write a Go template and set -e template=FILE"
+            f"write a Go template and set {front_end.option('template', 'FILE')}"
         )
     return _Text(text.place, text.facts, (text.parts[0].removeprefix(bos), *text.parts[1:]))
 
@@ -191,7 +194,7 @@ def _rules(texts: Sequence[_Text]) -> list[tuple[dict[str, bool], tuple[str, ...
                 return [(dict(zip(chosen, values, strict=True)), parts) for values, parts in found.items()]
     raise TemplateError(
         f"chat template: its text {'after the last message' if texts[0].place == 'end' else 'before a message'} depends on "
-        "more than roles, turns and the system message; write a Go template and set -e template=FILE"
+        f"more than roles, turns and the system message; write a Go template and set {front_end.option('template', 'FILE')}"
     )
 
 
@@ -280,7 +283,7 @@ def derive_apart(
         reply = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         raise TemplateError(
-            "chat template: it takes too much time or memory; write a Go template and set -e template=FILE"
+            f"chat template: it takes too much time or memory; write a Go template and set {front_end.option('template', 'FILE')}"
         ) from None
     if "error" in reply:
         raise TemplateError(reply["error"])

@@ -15,7 +15,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.data.hf_template import read_template
@@ -34,7 +34,7 @@ from trainyard.ollama.trained_run import TrainedRun, copy_files, find_run, read_
 from trainyard.progress_record import SUFFIX, ProgressRecord
 from trainyard.remote.ollama import BASES_LIMIT, equal_answers
 from trainyard.replies import ReplyError, checked_reply
-from trainyard.run.copy_files import fetch_file
+from trainyard.run.copy_files import fetch_file, lent_files, split_run
 from trainyard.run.errors import RunError, first_of
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
@@ -452,7 +452,10 @@ class Deployment:
         self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
         with tempfile.TemporaryDirectory(dir=self.work) as aside:
             arrived = Path(aside) / "model.gguf"
-            fetch_file(self.connections[run.host.name], gguf["path"], arrived, gguf["bytes"])
+            root, name = split_run(run.folder)
+            exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
+            with lent_files(self.connections[run.host.name], root, [exported]) as lent:
+                fetch_file(self.connections[run.host.name], lent[exported], arrived, gguf["bytes"])
             if not arrived.exists() or sha256_file(arrived) != artifact.sha256:
                 raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
             arrived.replace(artifact.file)

@@ -189,7 +189,6 @@ def _failed_line(failed: Mapping[str, str], students: int) -> str:
 def distill(
     values: Mapping[str, Any],
     cluster: Cluster,
-    variables: Mapping[str, Mapping[str, Any]],
     top: Path,
     report: Report,
     check: bool,
@@ -197,7 +196,6 @@ def distill(
     """Run the distillation that the values of ``-e`` of playbooks/distill.yml specify.
 
     Args:
-        variables: variables of every host, as for `candidates`.
         top: the project's folder.
         report: receives lines while the teachers answer and the students train.
         check: send no prompts and change nothing; report the changes that would follow.
@@ -215,11 +213,10 @@ def distill(
     queue = None
     if options.queue:
         queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)
-    machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), variables)
-    connect: Connect = lambda host: cluster.connect(host.name)  # noqa: E731
+    machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables)
     records = service_records(cluster.groups, cluster.variable, cluster.connect, report, check)
     keep = records.keep if records else None
     with following(records, top / ".trainyard"):
-        return Distillation(options, specs, machines, cluster.hosts, connect, launch, top, report, queue, keep).run(
-            check
-        )
+        return Distillation(
+            options, specs, machines, cluster.hosts, cluster.connect, launch, top, report, queue, keep
+        ).run(check)

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.fields import MAX_SECONDS, declare
 from trainer.errors import UserError
+from trainyard import front_end
 from trainyard.playbook_options import PlaybookOptions
 
 
@@ -64,5 +65,6 @@ def make_distill_options(values: Mapping[str, Any]) -> DistillOptions:
     given = {name: value for name, value in values.items() if name in OPTIONS}
     for name in ("teacher", "prompts"):
         if not given.get(name):
-            raise UserError(f"distill: set -e {name}={'MODEL, such as llama3:8b' if name == 'teacher' else 'FILE'}")
+            value = "MODEL, such as llama3:8b" if name == "teacher" else "FILE"
+            raise UserError(f"distill: set {front_end.option(name, value)}")
     return DistillOptions.from_variables(given, "distill")

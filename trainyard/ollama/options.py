@@ -9,6 +9,7 @@ from typing import Any, Literal
 from trainer.config.fields import declare
 from trainer.errors import UserError
 from trainer.inputs import user_path
+from trainyard import front_end
 from trainyard.ollama.client import MODEL_NAME
 from trainyard.playbook_options import PlaybookOptions
 
@@ -62,5 +63,5 @@ def make_deploy_options(values: Mapping[str, Any], *, remove: bool = False) -> D
     options = DeployOptions.from_variables(given, "deploy")
     for name in ("deploy_name",) if remove else ("run", "deploy_name"):
         if not getattr(options, name):
-            raise UserError(f"deploy: {name} is missing: set it with -e {name}=NAME")
+            raise UserError(f"deploy: {name} is missing: set it with {front_end.option(name, 'NAME')}")
     return options

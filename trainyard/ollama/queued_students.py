@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
+from trainyard import front_end
 from trainyard.cluster import Cluster
 from trainyard.connection import FanOut
 from trainyard.ollama.students import StudentRun, student_table
@@ -52,7 +53,7 @@ class StudentQueue:
         state = run_state(name, queue) if name in queue.requests else ""
         if not state:
             return ""
-        deploy = f"deploy it with ansible-playbook playbooks/deploy.yml -e run={name}, and repeat this command"
+        deploy = f"deploy it with {front_end.command('deploy', name)}, and repeat this command"
         return (
             f"run {name} has finished: {deploy}"
             if state == "finished"
@@ -81,7 +82,9 @@ class StudentQueue:
             lines += student_table(ended)
         failed = {run.run: run.error for run in ended if run.error}
         if failed:
-            lines.append("add failed students again with -e retry_failed=true: they continue from their checkpoints")
+            lines.append(
+                f"add failed students again with {front_end.option('retry_failed')}: they continue from their checkpoints"
+            )
         students = {run.run: run.result for run in ended if run.result}
         answer = {"changed": added["changed"], "runs": listed["runs"], "students": students, "failed": failed}
         return answer | {"lines": lines}
@@ -151,7 +154,7 @@ def student_queue(
 def _how_to_follow(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return how a user follows the first of these runs."""
     return [
-        f"follow them with: ansible-playbook playbooks/queue.yml -e do=list; ansible-playbook playbooks/attach.yml -e run={runs[0]['run']} follows a run that "
+        f"follow them with: {front_end.command('queue list')}; {front_end.command('attach', runs[0]['run'])} follows a run that "
         "has started",
         "repeat this command once they have finished: it shows their loss",
     ]

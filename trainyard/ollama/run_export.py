@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,13 +89,12 @@ def _put(connection: HostConnection, source: Path) -> str:
     request = {
         "files": {target: digest},
         "arrived": {},
-        "contents": {},
         "cache": f"{store}/digests-deploy.json",
         "incoming": f"{store}/incoming",
         "check": False,
     }
     if connection.call("receive", request)["lacking"]:
-        arrived = f"{store}/incoming/{digest}-deploy"
+        arrived = f"{store}/incoming/{digest}-{secrets.token_hex(8)}"
         connection.put(str(source), arrived)
         if connection.call("receive", request | {"arrived": {target: arrived}})["lacking"]:
             raise RemoteError("a file that was copied is missing afterwards; run the same command again")

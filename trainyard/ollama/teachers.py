@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.formats import printable
+from trainyard import front_end
 from trainyard.ollama.client import OllamaClient, OllamaError, full_name
 from trainyard.ollama.logprobs import FIRST_VERSION
 from trainyard.ollama.pool import OllamaNode
@@ -102,7 +103,9 @@ def find_teachers(
     """
     allowed = [machine for machine in machines if machine.trusted or untrusted]
     if left_out := [machine.name for machine in machines if machine not in allowed]:
-        report(f"not trusted, so they get no prompts: {shown_names(left_out)}; to include them: -e teachers=all")
+        report(
+            f"not trusted, so they get no prompts: {shown_names(left_out)}; to include them: {front_end.option('teachers', 'all')}"
+        )
     found = ask_servers(allowed, lambda machine: find_model(machine, model))
     missing = [each for each in found if not each.digest and not each.error]
     if missing and pull:
@@ -118,7 +121,7 @@ def find_teachers(
     if missing:
         report(
             f"without {printable(model, 80)}: {shown_names(each.candidate.name for each in missing)}; to pull it there: "
-            "-e teacher_pull=true; to copy it: -e teacher_copy=true"
+            f"{front_end.option('teacher_pull')}; to copy it: {front_end.option('teacher_copy')}"
         )
     teachers = [
         OllamaNode(each.candidate.name, each.client, full_name(model), each.digest, limit)
@@ -131,7 +134,7 @@ def find_teachers(
         shown = ", ".join(f"{teacher.name} {teacher.digest[:12]}" for teacher in teachers)
         raise UserError(
             f"teacher: the hosts have different models under the name {model} ({shown}): pull it again on them, or accept "
-            "answers of all with -e teacher_mixed=true"
+            f"answers of all with {front_end.option('teacher_mixed')}"
         )
     if logprobs:
         _require_logprobs([each for each in found if each.digest])
@@ -152,13 +155,15 @@ def _require_logprobs(found: Sequence[Found]) -> None:
 def _none(model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate], found: Sequence[Found]) -> str:
     if not allowed:
         others = (
-            f" ({len(machines)} discovered machines are not trusted: -e teachers=all asks them)" if machines else ""
+            f" ({len(machines)} discovered machines are not trusted: {front_end.option('teachers', 'all')} asks them)"
+            if machines
+            else ""
         )
         return f"teacher: the inventory has no host that may teach{others}: add hosts to the group cluster"
     if errors := [f"{each.candidate.name}: {each.error}" for each in found if each.error]:
         shown = "; ".join(errors[:MAX_SHOWN])
-        return f"teacher: no host has {model} ({shown}): start Ollama there, and pull it: -e teacher_pull=true"
-    return f"teacher: no host has {model}: pull it with ollama pull, or with -e teacher_pull=true"
+        return f"teacher: no host has {model} ({shown}): start Ollama there, and pull it: {front_end.option('teacher_pull')}"
+    return f"teacher: no host has {model}: pull it with ollama pull, or with {front_end.option('teacher_pull')}"
 
 
 def ask_servers(machines: Sequence[Candidate], question: Callable[[Candidate], Found]) -> list[Found]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from trainer.errors import UserError
+from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.copy_files import copy_artifacts
@@ -47,7 +48,7 @@ def find_run(
     folders = {name: f"{host.data_dir}/runs/{run}" for name, host in hosts.items()}
     asked = FanOut(
         {
-            name: functools.partial(connections[name].call, "read_files", request | {"folder": folder})
+            name: functools.partial(connections[name].call, "read_files", request | {"run_dir": folder})
             for name, folder in folders.items()
         }
     ).wait(_LIMIT)
@@ -67,7 +68,7 @@ def find_run(
             return TrainedRun(hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base, base_name)
     where = "; ".join(f"{name}: {why}" for name, why in asked.errors.items())
     raise UserError(
-        f"no host has a finished run {run}{f' ({where})' if where else ''}; ansible-playbook playbooks/status.yml lists the runs"
+        f"no host has a finished run {run}{f' ({where})' if where else ''}; {front_end.command('status')} lists the runs"
     )
 
 

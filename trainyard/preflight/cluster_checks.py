@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainyard import front_end
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.report import Finding
 
@@ -68,7 +69,9 @@ def package_versions(states: Sequence[HostState]) -> list[Finding]:
         if names:
             shown = ", ".join(f"{name} {expected.get(name, 'none')} / {actual.get(name, 'none')}" for name in names)
             text = f"{first.name} and {state.name} have different environments: {shown}"
-            found.append(Finding("versions", state.name, "failure", text, "run site.yml on all hosts"))
+            found.append(
+                Finding("versions", state.name, "failure", text, f"run {front_end.playbook('site')} on all hosts")
+            )
     return found
 
 
@@ -105,7 +108,11 @@ def clocks(states: Sequence[HostState]) -> list[Finding]:
         skew = max(low - median, median - high, 0.0)
         if skew > CLOCK_SKEW:
             text = f"its clock differs by {skew:.0f} s from the other hosts"
-            found.append(Finding("clock", name, "warning", text, "run chrony on it (site.yml), or set the clock"))
+            found.append(
+                Finding(
+                    "clock", name, "warning", text, f"run chrony on it ({front_end.playbook('site')}), or set the clock"
+                )
+            )
     return found
 
 
@@ -147,7 +154,11 @@ def checksums(states: Sequence[HostState]) -> list[Finding]:
         different = [state.name for state in states if by_host.get(state.name) not in (usual, None)]
         missing = [state.name for state in states if state.name not in by_host]
         run = path.startswith("runs/")
-        remedy = "run train.yml again: it copies what differs" if run else "run site.yml --tags nfs"
+        remedy = (
+            f"run {front_end.playbook('train')} again: it copies what differs"
+            if run
+            else f"run {front_end.playbook('site')} --tags nfs"
+        )
         for name in [*different, *missing]:
             text = f"{path} is missing" if name in missing else f"{path} differs from the other hosts"
             found.append(Finding("checksum", name, "failure", text, remedy))
@@ -168,7 +179,7 @@ def connectivity(states: Sequence[HostState], ports: Sequence[int], head_port: i
     found = []
     for state in states:
         if head_port in _mesh(state)["taken"]:
-            remedy = "train.yml takes the next free port; to see what uses this one, run ss -ltnp"
+            remedy = f"{front_end.playbook('train')} takes the next free port; to see what uses this one, run ss -ltnp"
             found.append(Finding("port", state.name, "warning", f"port {head_port} is in use on this host", remedy))
     found += firewalls(states, [port for port in ports if port != head_port], head_port)
     return [*found, *large_packets(states), *link_speeds(states), *data_dirs(states)]
@@ -196,7 +207,7 @@ def firewalls(states: Sequence[HostState], high_ports: Sequence[int], head_port:
         elif all_high:
             which = "high TCP ports (32768-60999), on which gloo and NCCL listen,"
         text = f"{', '.join(blocked)} cannot reach {which} of this host ({error})"
-        remedy = "its firewall drops the connections: site.yml opens all TCP ports between cluster addresses"
+        remedy = f"its firewall drops the connections: {front_end.playbook('site')} opens all TCP ports between cluster addresses"
         found.append(Finding("firewall", target.name, "failure", text, remedy))
     return found
 
@@ -215,7 +226,7 @@ def ollama_ports(states: Sequence[HostState], unreached: Mapping[str, str]) -> l
         if errors:
             port, first = target.host.ollama_port, next(iter(errors.values()))
             text = f"{', '.join(errors)} cannot reach TCP port {port} of its Ollama ({first})"
-            remedy = f"run site.yml --tags firewall, or allow port {port} from these addresses with firewall_allow"
+            remedy = f"run {front_end.playbook('site')} --tags firewall, or allow port {port} from these addresses with firewall_allow"
             found.append(Finding("ollama", target.name, "warning", text, remedy))
     return found
 

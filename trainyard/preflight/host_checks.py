@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from typing import Any
 
+from trainyard import front_end
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.report import Finding
 from trainyard.python_env.resolve import is_supported_python
@@ -57,12 +58,14 @@ def environment(state: HostState) -> list[Finding]:
     python, data_dir, facts = state.host.python, state.host.data_dir, state.facts
     out = _Findings(state.name)
     if not facts["python_exists"]:
-        out.failure("python", f"there is no Python at {python}", "run site.yml, or correct cluster_python")
+        out.failure(
+            "python", f"there is no Python at {python}", f"run {front_end.playbook('site')}, or correct cluster_python"
+        )
     elif (version := facts["versions"].get("python")) and not is_supported_python(version):
-        remedy = "set python_base to a supported one, or python_env: conda, and run site.yml"
+        remedy = f"set python_base to a supported one, or python_env: conda, and run {front_end.playbook('site')}"
         out.failure("python", f"{python} is Python {version}, 3.11 to 3.13 is required", remedy)
     elif "torch" not in facts["versions"]:
-        out.failure("torch", f"{python} has no torch", "run site.yml, or correct cluster_python")
+        out.failure("torch", f"{python} has no torch", f"run {front_end.playbook('site')}, or correct cluster_python")
     if not facts["may_write"]:
         out.failure("disk", f"cannot write to {data_dir}", "correct its permissions, or set cluster_data_dir")
     if facts.get("busy_with") and not state.host.lease:  # Slurm has leased other processors to that run
@@ -97,7 +100,9 @@ def resources(state: HostState) -> list[Finding]:
     out, health, free = _Findings(state.name), state.health, state.facts["free_bytes"]
     if not health["sudo"]:
         out.warning(
-            "sudo", "sudo needs a password", "site.yml needs sudo without a password, or -K; train.yml does not"
+            "sudo",
+            "sudo needs a password",
+            f"{front_end.playbook('site')} needs sudo without a password, or -K; {front_end.playbook('train')} does not",
         )
     if 0 < free < DISK_LOW:
         out.warning("disk", f"{free / 1e9:.1f} GB free in {state.host.data_dir}", "free disk space for checkpoints")
@@ -149,7 +154,9 @@ def accelerator(state: HostState) -> list[Finding]:
     out, gpu = _Findings(state.name), state.health["gpu"]
     if gpu["cards"] > len(gpu["gpus"]):
         text = f"there are {gpu['cards']} NVIDIA cards on the PCI bus, the driver shows {len(gpu['gpus'])}"
-        out.warning("gpu", text, "run site.yml -e nvidia_install=true, or reboot after a driver update")
+        out.warning(
+            "gpu", text, f"run {front_end.playbook('site')} -e nvidia_install=true, or reboot after a driver update"
+        )
     for line in gpu["users"]:
         out.warning("gpu", f"another process uses the GPU ({line})", "end it, or wait until it ends")
     return out.found
@@ -163,7 +170,7 @@ def datasets(state: HostState) -> list[Finding]:
             state.name,
             "failure",
             f"{path} is damaged: its SHA-256 digest is not the one in its name",
-            "delete it: train.yml copies it again",
+            f"delete it: {front_end.playbook('train')} copies it again",
         )
         for path in state.health["files"]["damaged"]
     ]
@@ -203,7 +210,7 @@ def _other_nics(state: HostState, states: Sequence[HostState]) -> list[Finding]:
         subnet = ipaddress.ip_network(f"{device['address']}/{device['mask']}", strict=False)
         if not any(peer in subnet for peer in peers):
             text = f"has a second NIC, {device['name']} ({device['address']}), in a network without peers"
-            remedy = f"train.yml uses {interface}; for other programs set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            remedy = f"{front_end.playbook('train')} uses {interface}; for other programs set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
             out.warning("nic", text, remedy)
     return out.found
 
@@ -216,12 +223,18 @@ def _names(state: HostState, states: Sequence[HostState]) -> list[Finding]:
         if peer is not state and answers and peer.address not in answers:
             text = f"resolves {peer.name} to {', '.join(answers)}, but its address is {peer.address}"
             out.failure(
-                "names", text, "correct /etc/hosts on this host, or DNS: site.yml writes the names of all hosts"
+                "names",
+                text,
+                f"correct /etc/hosts on this host, or DNS: {front_end.playbook('site')} writes the names of all hosts",
             )
     own = resolved.get(health["hostname"], [])
     if own and all(ipaddress.ip_address(address).is_loopback for address in own) and state.facts["interface"] != "lo":
         text = f"resolves its own name {health['hostname']} to {own[0]}"
-        out.note("names", text, "runs of train.yml are not affected; other gloo programs need GLOO_SOCKET_IFNAME")
+        out.note(
+            "names",
+            text,
+            f"runs of {front_end.playbook('train')} are not affected; other gloo programs need GLOO_SOCKET_IFNAME",
+        )
     if health["names"]["seconds"] > SLOW_LOOKUP:
         text = f"name resolution takes {health['names']['seconds']:.0f} s"
         out.warning(

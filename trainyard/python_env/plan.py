@@ -29,11 +29,13 @@ def plan_environments(
         top: the project's folder.
         hosts: hosts that include all of `infos`.
         infos: for each host what `python_env_info` returned, in the inventory's order.
-        options: arguments of the module python_env_plan.
+        options: fields of `trainyard.commands.role_steps.EnvironmentOptions`.
         build: whether to build pip's archive and the trainer's wheel if any host changes.
 
     Returns:
-        The values that python_env_plan documents.
+        `hosts`, the plan of each; `todo`, whether any changes; `trainer`, the version of the trainer's wheel;
+        `requirements`, `constraints` and `torch` in pip's format; `locked`, whether every package has a digest; `kit`, the
+        paths of `pip` and `trainer` on the controller; `installer` and `conda`, what conda installs.
 
     Raises:
         EnvironmentBuildError: a host cannot have the environment.

@@ -6,7 +6,6 @@ A full copy on one host suffices: the ranks send it to other hosts. The shards o
 from __future__ import annotations
 
 import functools
-import shlex
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.supervise.files import read_json, write_json
+from trainer.supervise.link_free import LinkFreePath
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.remote.checkpoints import FILE, MANIFEST, STEP, complete
-from trainyard.run.copy_files import fetch_file, put_file
+from trainyard.run.copy_files import Exchange, fetch_file, lent_files
 from trainyard.run.gather import Connect
 
 ANSWER_LIMIT = 10.0  # s for a host to list its checkpoints
@@ -80,7 +80,7 @@ class Copy:
 
     def newest(self) -> str:
         """Return the name of the copied checkpoint; empty if there is none."""
-        return max(complete(self.folder), default="")
+        return max(complete(LinkFreePath(self.folder)), default="")
 
     def discard(self) -> None:
         """Delete the copy."""
@@ -131,20 +131,24 @@ class Copy:
             raise RemoteError(f"the disk of the queue host has no space for {step}: make room below {self.folder}")
         temporary = self.folder / f".tmp-{step}"
         temporary.mkdir()
-        for name, (host, size) in files.items():
-            if ended and ended.is_set():
-                raise RemoteError(f"{step}: the run has ended in the meantime")
+        for host in whole.parts:
+            wanted = {name: size for name, (first, size) in files.items() if first == host}
             self._fetching = connection = self.connect(host)
-            source = f"{connection.host.data_dir}/runs/{self.run}/checkpoints/{step}/{name}"
-            fetch_file(connection, source, temporary / name, size)
+            below = f"{self.run}/checkpoints/{step}"
+            with lent_files(connection, f"{connection.host.data_dir}/runs", [f"{below}/{n}" for n in wanted]) as lent:
+                for name, size in wanted.items():
+                    if ended and ended.is_set():
+                        raise RemoteError(f"{step}: the run has ended in the meantime")
+                    fetch_file(connection, lent[f"{below}/{name}"], temporary / name, size)
         if len(whole.parts) > 1:
             _join_manifest(temporary / MANIFEST)
         shutil.rmtree(self.folder / step, ignore_errors=True)
         temporary.replace(self.folder / step)
-        if {*complete(self.folder).get(step, {})} != {*files}:  # what a host sent differs from what it said
+        copies = complete(LinkFreePath(self.folder))
+        if {*copies.get(step, {})} != {*files}:  # what a host sent differs from what it said
             shutil.rmtree(self.folder / step)
             raise RemoteError(f"{', '.join(whole.parts)}: the copy of its checkpoint {step} is not complete")
-        for older in complete(self.folder):
+        for older in copies:
             if older < step:
                 shutil.rmtree(self.folder / older)
 
@@ -155,13 +159,13 @@ class Copy:
 
     def give(self, host: Host, step: str) -> None:
         """Copy the checkpoint to a host. Raises RemoteError."""
-        connection = self.connect(host.name)
-        folder = f"{host.data_dir}/runs/{self.run}/checkpoints"
-        temporary, target = shlex.quote(f"{folder}/.queue-{step}"), shlex.quote(f"{folder}/{step}")
-        connection.run(f"rm -rf {temporary} && mkdir -p {temporary} && echo '{{}}'")
-        for file in sorted((self.folder / step).iterdir()):
-            put_file(connection, file, f"{folder}/.queue-{step}/{file.name}")
-        connection.run(f"rm -rf {target} && mv {temporary} {target} && echo '{{}}'")
+        exchange, target = Exchange(self.connect(host.name), f"{host.data_dir}/runs"), f"{self.run}/checkpoints/{step}"
+        exchange.call()
+        # Without its manifest, which comes last, a checkpoint is not complete.
+        files = sorted((self.folder / step).iterdir(), key=lambda file: (file.name == MANIFEST, file.name))
+        for file in files:
+            exchange.put(file, file.name)
+        exchange.call(remove=[target], take={f"{target}/{file.name}": file.name for file in files}, end=True)
 
     def set_aside(self, hosts: list[Host], silent: list[str]) -> None:
         """Restart a run from step 0 if the hosts have only shards of its checkpoints: these are moved to `incomplete`.
@@ -170,9 +174,9 @@ class Copy:
             silent: the hosts that do not answer.
         """
         for host in hosts:
-            folder = shlex.quote(f"{host.data_dir}/runs/{self.run}/checkpoints")
-            move = "rm -rf incomplete && mkdir incomplete && mv step-* incomplete && echo '{}'"
-            self.connect(host.name).run(f"cd {folder} && {move}")
+            exchange, folder = Exchange(self.connect(host.name), f"{host.data_dir}/runs"), f"{self.run}/checkpoints"
+            incomplete = f"{folder}/incomplete"
+            exchange.call(remove=[incomplete], aside=[f"{folder}/step-*", incomplete], end=True)
             lost = f"{', '.join(silent)} does not answer, and " if silent else ""
             self.report(
                 f"starts from step 0: {lost}no other host has the rest of the checkpoints of {host.name}, which are moved "

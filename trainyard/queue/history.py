@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainer.formats import clock, printable, table
+from trainyard import front_end
 from trainyard.queue.client import MAX_TIME, Job, QueueState, clock_time
 from trainyard.queue.reasons import RUNNING, why_waiting
 from trainyard.queue.request import Request
@@ -156,7 +157,7 @@ def _place(run: dict[str, Any]) -> tuple[int, int]:
 
 
 def _hint(queue: QueueState) -> list[str]:
-    return ["do=history lists the runs that have ended"] if queue.requests else []
+    return [f"{front_end.queue_verb('history')} lists the runs that have ended"] if queue.requests else []
 
 
 def list_history(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:

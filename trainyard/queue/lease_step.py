@@ -9,6 +9,7 @@ ends when they have ended. The role queue installs this file; it needs only the 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import is_alive, read_json, write_json
+from trainer.supervise.link_free import LinkFreePath
 
 FINISHED, FAILED, AGAIN = 10, 11, 75  # exit codes of a lease; srun itself may return 0 when a host is lost
 POLL = 0.1  # s between two checks of the files
@@ -41,7 +43,7 @@ def main() -> int:
         fcntl.flock(file, fcntl.LOCK_EX)
         # The locked file stays the same; only its contents are replaced.
         describe(path, lease)
-        return hold(path, lease, data_dir / "runs" / run)
+        return hold(path, lease, LinkFreePath(data_dir / "runs", run))
 
 
 def granted_gpus() -> list[str]:
@@ -55,7 +57,7 @@ def describe(path: Path, lease: dict[str, Any]) -> None:
     write_json(path.with_name(f"{path.name}.json"), lease | {"time": time.time()})
 
 
-def hold(path: Path, lease: dict[str, Any], run_dir: Path) -> int:
+def hold(path: Path, lease: dict[str, Any], run_dir: LinkFreePath) -> int:
     """Wait for the end of the lease: the driver's order, or SIGTERM and the end of the ranks; return the exit code."""
     ending = False
     while True:
@@ -69,7 +71,10 @@ def hold(path: Path, lease: dict[str, Any], run_dir: Path) -> int:
         if signal.sigtimedwait(AWAITED, POLL) and not ending:
             ending = True
             if is_alive(run_dir):
-                (run_dir / "stop").touch()
+                with contextlib.suppress(
+                    OSError
+                ):  # code of a rank has taken the name: the ranks end at the limit of the job
+                    (run_dir / "stop").make_file()
             describe(path, lease | {"ending": True})
 
 

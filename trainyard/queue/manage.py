@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from trainer.config.fields import Words, declare
 from trainer.errors import UserError, nearest
 from trainer.formats import counted, quoted
+from trainyard import front_end
 from trainyard.cluster import Cluster
-from trainyard.extra_vars import check_names, check_pairs
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.queue.client import Job, QueueClient, QueueState
 from trainyard.queue.history import ENDED, list_history, list_queue, run_state, state_words
@@ -60,12 +60,16 @@ def change_options(verb: Verb, values: Mapping[str, Any]) -> ChangeOptions:
     """Return the options of a verb that lists or changes runs. Raises UserError."""
     options = ChangeOptions.from_variables(values, "queue")
     if verb in CHANGES and not options.run:
-        raise UserError(f"queue: name the runs, as in do={verb} run=NAME; do=list lists them")
+        raise UserError(
+            f"queue: name the runs, as in {front_end.queue_verb(verb, 'NAME')}; {front_end.queue_verb('list')} lists them"
+        )
     if wrong := [name for name in options.run if not is_run_name(name)]:
-        raise UserError(f"run: {quoted(wrong[0])} is not the name of a run: do=list lists them")
+        raise UserError(f"run: {quoted(wrong[0])} is not the name of a run: {front_end.queue_verb('list')} lists them")
     if bool(options.priority) != (verb == "priority"):
         word = (
-            "set the new one with priority=low|normal|high|critical" if verb == "priority" else "do=priority changes it"
+            "set the new one with priority=low|normal|high|critical"
+            if verb == "priority"
+            else f"{front_end.queue_verb('priority')} changes it"
         )
         raise UserError(f"priority: {word}")
     return options
@@ -141,7 +145,9 @@ def _runs_before(name: str, state: str, queue: QueueState, anew: Collection[str]
 def _known(name: str, queue: QueueState) -> str:
     """Return the state of a run of the queue. Raises UserError for another one."""
     if name not in queue.requests:
-        raise UserError(f"run: the queue has no run {name}{nearest(name, sorted(queue.requests))}: do=list lists them")
+        raise UserError(
+            f"run: the queue has no run {name}{nearest(name, sorted(queue.requests))}: {front_end.queue_verb('list')} lists them"
+        )
     return run_state(name, queue)
 
 
@@ -152,7 +158,9 @@ def _job(name: str, verb: Verb, queue: QueueState) -> Job:
         able = "waits or runs" if verb == "cancel" else "waits"
         raise UserError(f"run {name} is {state}: only a run that {able} can be {_DONE[verb]}")
     if verb != "cancel" and state in ("running", "ending"):
-        raise UserError(f"run {name} is {state}: only a run that waits can be {_DONE[verb]}; do=cancel stops it")
+        raise UserError(
+            f"run {name} is {state}: only a run that waits can be {_DONE[verb]}; {front_end.queue_verb('cancel')} stops it"
+        )
     return queue.jobs[name]
 
 
@@ -170,7 +178,7 @@ def _effect(verb: Verb, names: Sequence[str], states: Mapping[str, str]) -> list
     if verb != "cancel" or not running:
         return []
     does = "saves a checkpoint and ends" if len(running) == 1 else "save a checkpoint and end"
-    return [f"{counted(len(running), 'run')} {does}: do=list shows when"]
+    return [f"{counted(len(running), 'run')} {does}: {front_end.queue_verb('list')} shows when"]
 
 
 def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -206,7 +214,6 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
         value.
         RunError: the queue host or Slurm refuses the request, or fails.
     """
-    check_pairs(values)
     verb = check_verb(values.get("do"))
     given = {name: value for name, value in values.items() if name != "do"}
     runs: list[NewRun] = []
@@ -214,7 +221,6 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
     if verb == "add":
         runs = read_runs(given, cluster.launch_of, top, report)
     else:
-        check_names(given, top, [*CHANGE_OPTIONS])
         options = change_options(verb, given)
     site = open_queue(cluster, top, report, check)
     if verb in ("list", "history"):

@@ -12,6 +12,7 @@ from trainer.config import FIELDS, RunSpec, is_known
 from trainer.errors import UserError, nearest
 from trainer.formats import printable
 from trainer.inputs import user_path
+from trainyard import front_end
 from trainyard.extra_vars import check_pairs, read_run_spec
 from trainyard.ollama.client import full_name
 from trainyard.queue.request import MAX_RUNS, OPTIONS, QueueOptions, Request
@@ -29,7 +30,7 @@ _EXCLUDED = {
     "launcher": "the queue host starts the run on hosts of the cluster",
     "follow": "the queue host follows the run",
     "render_to": "the queue host starts the run",
-    "collect_to": "the queue host follows the run, not this machine: once it has finished, call train.yml with the same "
+    "collect_to": "the queue host follows the run, not this machine: once it has finished, call {train} with the same "
     "options, which copies its result",
 }
 
@@ -80,7 +81,7 @@ def make_run(
     """Return a run that may be added to a queue. Raises UserError for options that cannot be set for it."""
     for name, why in _EXCLUDED.items():
         if getattr(launch, name) != launch_options.OPTIONS[name].default:
-            raise UserError(f"{name}: cannot be set for the queue: {why}")
+            raise UserError(f"{name}: cannot be set for the queue: {why.format(train=front_end.playbook('train'))}")
     run = NewRun(options, spec, launch, grid, steps or Steps())
     run.steps.check(spec)
     try:

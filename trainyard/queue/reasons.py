@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from trainer.formats import counted
+from trainyard import front_end
 from trainyard.queue.client import Job, Node, QueueState, clock_time
 from trainyard.queue.request import Request, host_cores, host_gpus
 from trainyard.queue.slurm import PRIORITIES
@@ -88,9 +89,9 @@ def _all_needs(request: Request) -> str:
 def why_waiting(request: Request, job: Job, queue: QueueState) -> str:
     """Return why a pending run has not started."""
     if job.reason in _HELD:
-        return f"is held: release it with do=release run={request.run}"
+        return f"is held: release it with {front_end.queue_verb('release', request.run)}"
     if job.reason.startswith("DependencyNeverSatisfied"):
-        return f"never starts, because {_and(request.after)} did not finish: cancel it with do=cancel run={request.run}"
+        return f"never starts, because {_and(request.after)} did not finish: cancel it with {front_end.queue_verb('cancel', request.run)}"
     # Slurm reports "Dependency" only after it has examined the job, some seconds after the job was added.
     left = [name for name in request.after if name in queue.jobs]
     if left or job.reason.startswith("Dependency"):

@@ -18,6 +18,7 @@ from trainer.errors import UserError, nearest
 from trainer.formats import counted, printable
 from trainer.planner.recommend import estimate_seconds
 from trainer.strategy import AUTO
+from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.queue.client import Node, QueueClient, QueueState
 from trainyard.queue.history import ENDED, run_state, state_words
@@ -186,7 +187,7 @@ def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState, anew: Colle
             grids = (request.grid for request in queue.requests.values())
             known = sorted({*queue.requests, *batch, *filter(None, grids)})
             raise UserError(
-                f"after: the queue has no run and no grid {name}{nearest(name, known)}: ansible-playbook playbooks/queue.yml -e do=history "
+                f"after: the queue has no run and no grid {name}{nearest(name, known)}: {front_end.command('queue history')} "
                 "lists the runs"
             )
         elif state != "finished":

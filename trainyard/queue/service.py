@@ -1,11 +1,13 @@
 """The service `trainyard-queue` on the queue host: it runs the driver of every run whose job has its hosts.
 
-    python service.py FOLDER      `FOLDER` is <cluster_data_dir>/queue, with a folder for each run
+    python service.py FOLDER PYTHON PROGRAMS
 
-A waiting run costs only a line in Slurm's answer. A driver that crashed is started again, and monitors the ranks, which
-do
-not depend on it. So does this service after a reboot. It runs as the user of the hosts; the role queue installs this file, which
-needs the standard library alone. The run contains its driver: `program.zip`.
+FOLDER is <cluster_data_dir>/queue, with a folder for each run. PYTHON runs the drivers, whose programs are unpacked below PROGRAMS.
+
+A waiting run costs only a line in Slurm's answer. A driver that crashed is started again, and monitors the ranks, which do not
+depend on it. So does this service after a reboot. It runs as the user of the hosts; the role queue installs this file for root,
+and the Python of the distribution runs it: standard library only. The run contains its driver, `program.zip`. The service runs
+no other program than the one that was added: it compares the digest before each start, and unpacks outside of the data folder.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -22,8 +23,10 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.supervise.files import read_json
-from trainyard.remote.queue_phases import LIVE, NEW, UNSATISFIED
+from trainer.supervise.files import read_json, write_json
+from trainyard.queue.lease_step import FAILED
+from trainyard.remote.queue_phases import LIVE, NEW, PROGRAM, PROGRAM_DIGESTS, UNSATISFIED
+from trainyard.remote.verified_tree import TreeError, read_regular, unpack
 
 POLL = 0.5  # s between two queries to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
@@ -35,7 +38,6 @@ WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
 _HELD_BY_SLURM = re.compile(r"requeued[ _]held|JobHoldMaxRequeue")
 _HELD = re.compile(r"requeued[ _](in[ _])?held|JobHoldMaxRequeue|JobHeld")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PROGRAMS = ".programs"
 
 
 class JobState(NamedTuple):
@@ -65,9 +67,10 @@ GONE = JobState("gone")
 class Service:
     """The drivers of all runs in one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        """Take the folder of the queue."""
-        self.folder = folder
+    def __init__(self, folder: Path, python: str, programs: Path) -> None:
+        """Take the arguments of the module."""
+        self.folder, self.python, self.programs = folder, python, programs
+        self.reported: dict[str, str] = {}
         self.drivers: dict[str, subprocess.Popen[bytes]] = {}
         self.failures: dict[str, int] = {}
         self.not_before: dict[str, float] = {}
@@ -126,19 +129,55 @@ class Service:
         folder = self.folder / run
         self.pauses[run] = pause
         try:
-            program = unpack(folder / "program.zip", self.folder / _PROGRAMS)
+            program = self.program(run)
             with (folder / "driver.log").open("ab") as log:
                 self.drivers[run] = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "trainyard.queue.driver", str(folder)],
+                    [self.python, "-P", "-s", "-m", "trainyard.queue.driver", str(folder)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd=folder,
                     env={**os.environ, "PYTHONPATH": str(program), "PYTHONUNBUFFERED": "1"},
                 )
+        except TreeError as error:
+            why = f"{error}: add the run again on the controller"
+            self.report(run, why)
+            self.refuse(run, why)
         except (OSError, zipfile.BadZipFile) as error:
-            print(f"{run}: cannot start its driver: {error}", file=sys.stderr, flush=True)
+            self.report(run, f"cannot start its driver: {error}")
             self.not_before[run] = time.monotonic() + DELAY_LIMIT
+
+    def report(self, run: str, line: str) -> None:
+        """Write a line about a run to the journal, once."""
+        if self.reported.get(run) != line:
+            print(f"error: run {run}: {line}", file=sys.stderr, flush=True)
+        self.reported[run] = line
+
+    def refuse(self, run: str, why: str) -> None:
+        """End a run without a driver. Its leases end with its job, and its ranks with them. Raises nothing."""
+        state = read_json(self.folder / run / "state.json") or {}
+        self.not_before[run] = time.monotonic() + UNSATISFIED_POLL
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if state.get("phase") in LIVE:
+                ended = {"phase": "failed", "exit": {"code": FAILED, "reason": why}}
+                write_json(self.folder / run / "state.json", state | ended)
+            # Slurm may have given the number to another run.
+            words = ["scancel", f"--name={run}", str(state.get("job"))]
+            subprocess.run(words, capture_output=True, timeout=ANSWER_LIMIT, check=False)
+
+    def program(self, run: str) -> Path:
+        """Return the folder with the program of a run, as it was added. Runs with the same program share it.
+
+        Raises OSError, TreeError for a program that was changed, and zipfile.BadZipFile.
+        """
+        path, record = self.folder / run / PROGRAM, Path(PROGRAM_DIGESTS, run)
+        content = read_regular(path)
+        digest = hashlib.sha256(content).hexdigest()
+        if not record.is_file() or record.read_text(encoding="utf-8").strip() != digest:
+            why = "was changed after the run was added" if record.is_file() else "was not added by a controller"
+            raise TreeError(f"{path} {why}")
+        unpack(content, self.programs / digest)
+        return self.programs / digest
 
 
 def job_states() -> dict[int, JobState] | None:
@@ -158,17 +197,5 @@ def release(job: int) -> None:
         subprocess.run(["scontrol", "release", str(job)], capture_output=True, timeout=ANSWER_LIMIT, check=False)
 
 
-def unpack(archive: Path, programs: Path) -> Path:
-    """Return the folder with the contents of a run's program. Runs with the same program share it. Raises OSError."""
-    target = programs / hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
-    if not target.exists():
-        temporary = programs / f".tmp-{target.name}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        with zipfile.ZipFile(archive) as content:
-            content.extractall(temporary)
-        temporary.replace(target)
-    return target
-
-
 if __name__ == "__main__":
-    Service(Path(sys.argv[1])).run()
+    Service(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])).run()

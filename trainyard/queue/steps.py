@@ -21,6 +21,7 @@ from trainer.config.fields import declare
 from trainer.errors import UserError
 from trainer.files import sha256_file, write_atomic
 from trainer.inputs import user_path
+from trainyard import front_end
 from trainyard.cluster import Cluster
 from trainyard.ollama.client import is_server_url
 from trainyard.ollama.converter import converter_archive
@@ -99,7 +100,7 @@ class Steps:
         if spec.model == TINY:
             raise UserError(
                 "prompts: the model tiny is made of its dataset, which is not known yet: set model=FOLDER, or add the student with "
-                "playbooks/distill.yml -e queue=true, which collects the answers first"
+                f"{front_end.playbook('distill')} {front_end.option('queue')}, which collects the answers first"
             )
 
 

@@ -11,13 +11,15 @@ import json
 import os
 import secrets
 import signal
+import stat
 import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.supervise.environment import choose_backend, clean_environment, systemctl_environment
-from trainer.supervise.sandbox import cache_variables, unit_properties
+from trainer.supervise.environment import cache_variables, choose_backend, clean_environment, systemctl_environment
+from trainer.supervise.link_free import LinkFreePath, link_free, run_folder
+from trainer.supervise.sandbox import unit_properties
 from trainyard.remote.digests import sha256_file
 
 STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
@@ -44,11 +46,11 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
     Raises:
         ValueError: the archive is not the one that the controller has sent.
     """
-    trainer, run_dir = Path(request["trainer"]), Path(request["run_dir"])
+    trainer, run_dir = Path(request["trainer"]), run_folder(request["run_dir"]).resolved()
     if sha256_file(trainer) != request["digest"]:
         raise ValueError(f"{trainer} has changed; remove it and run the same command again")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    limit, data_dir = int(request["limit"]), run_dir.parents[1].resolve()
+    run_dir.make_folder()
+    limit, data_dir = int(request["limit"]), Path(request["run_dir"]).parents[1].resolve()
     variables = {"PYTHONPATH": str(trainer), "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
     command = [sys.executable, "-P", "-m", *module]
     systemd = choose_backend(request["backend"])
@@ -58,9 +60,9 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
     else:
         system = "--user" not in systemd
         reads = [*request["reads"], *map(str, linked_models(data_dir))]
-        settings = unit_properties(run_dir.resolve(), data_dir, system=system, reads=reads)
+        settings = unit_properties(run_dir.path, data_dir, system=system, reads=reads)
         settings += [f"RuntimeMaxSec={limit}", f"WorkingDirectory={run_dir}"]
-        variables |= cache_variables(run_dir.resolve()) if system else {}
+        variables |= cache_variables(run_dir.path) if system else {}
         options = ["--quiet", "--no-ask-password", "--pipe", "--wait", "--collect", "--service-type=exec"]
         options += [f"--unit=trainyard-apart-{secrets.token_hex(6)}", *(f"--property={entry}" for entry in settings)]
         command = [
@@ -80,14 +82,14 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
 
 def linked_models(data_dir: Path) -> list[Path]:
     """Return the links that the controller has made in the store: a base model may lie in the folder of another run."""
-    with contextlib.suppress(OSError):
-        return [path for path in (data_dir / "store/models").iterdir() if path.is_symlink()]
-    return []
+    models = LinkFreePath(data_dir, "store", "models")
+    return [(models / name).path for name in models.entries() if stat.S_ISLNK((models / name).stat().st_mode)]
 
 
 def remove_stale(trainer: Path) -> None:
     """Remove the archives of trainer and converter that earlier deployments have sent. `trainer` is used now."""
-    for file in trainer.parent.glob("*.zip"):
+    folder = link_free(trainer).parent
+    for name in folder.entries():
         with contextlib.suppress(OSError):
-            if file != trainer and time.time() - file.stat().st_mtime > STALE:
-                file.unlink()
+            if name.endswith(".zip") and name != trainer.name and time.time() - (folder / name).stat().st_mtime > STALE:
+                (folder / name).remove()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import read_json
+from trainer.supervise.link_free import LinkFreePath, run_folder
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d{8}")
@@ -25,20 +26,20 @@ def checkpoints(request: dict[str, Any]) -> dict[str, Any]:
         `steps`: the size of every file here of each checkpoint, by name; `shards`: for each checkpoint that is divided among
         hosts, `elsewhere`, the files that others have, and `digest`, which is the same on all of its hosts.
     """
-    folder = Path(request["run_dir"]) / "checkpoints"
+    folder = run_folder(request["run_dir"]) / "checkpoints"
     steps = complete(folder)
     return {"steps": steps, "shards": {step: found for step in steps if (found := _shards(folder / step))}}
 
 
-def complete(folder: Path) -> dict[str, dict[str, int]]:
+def complete(folder: LinkFreePath) -> dict[str, dict[str, int]]:
     """Return the files with their sizes of each checkpoint in a folder that has all files of its manifest, by name."""
     found = {}
-    for path in sorted(folder.glob("step-*")) if folder.is_dir() else []:
+    for path in [folder / name for name in folder.entries() if STEP.fullmatch(name)] if folder.is_folder() else []:
         files = (read_json(path / MANIFEST) or {}).get("files")
-        if not STEP.fullmatch(path.name) or not isinstance(files, dict) or not all(map(FILE.fullmatch, files)):
+        if not isinstance(files, dict) or not all(map(FILE.fullmatch, files)):
             continue
         try:
-            sizes = {name: (path / name).stat().st_size for name in (MANIFEST, *files)}
+            sizes = {name: file_size(path / name) for name in (MANIFEST, *files)}
         except OSError:
             continue
         if all(isinstance(entry, dict) and sizes[name] == entry.get("bytes") for name, entry in files.items()):
@@ -46,7 +47,13 @@ def complete(folder: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def _shards(path: Path) -> dict[str, Any]:
+def file_size(path: LinkFreePath) -> int:
+    """Return the bytes of a regular file. Raises OSError."""
+    with path.open_read() as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def _shards(path: LinkFreePath) -> dict[str, Any]:
     """Return the missing files of a checkpoint on this host, and its identification; empty for a full copy."""
     manifest = read_json(path / MANIFEST) or {}
     elsewhere = manifest.get("elsewhere")

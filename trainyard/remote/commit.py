@@ -6,15 +6,18 @@ Standard library only.
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
 import zlib
-from pathlib import Path
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, claimed_by_another, release_claim, write_claim
 from trainer.supervise.files import hold_lock, read_node
+from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.status import is_active
-from trainyard.remote.receive import write_if_changed
+from trainyard.remote.trees import path_below
 
+TRAINER_LIMIT = 64 << 20  # bytes
 LOCK_LIMIT = 20.0  # s to wait for another start on this host; longer than a supervisor needs to start
 
 
@@ -29,10 +32,11 @@ def commit(request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `changed`, the paths that were written; or `claimed`, why another controller has precedence.
     """
-    run_dir = Path(request["run_dir"])
-    if request.get("release") and not run_dir.is_dir():
+    run_dir = run_folder(request["run_dir"])
+    if request.get("release") and not run_dir.is_folder():
         return {"changed": []}
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    run_dir.make_folder()
     with hold_lock(run_dir.parent / START_LOCK, wait=LOCK_LIMIT) as locked:
         if request.get("release"):
             release_claim(run_dir, request["token"])
@@ -45,7 +49,7 @@ def commit(request: dict[str, Any]) -> dict[str, Any]:
         return {"changed": write_files(run_dir, request)}
 
 
-def claimed(run_dir: Path, request: dict[str, Any]) -> str:
+def claimed(run_dir: LinkFreePath, request: dict[str, Any]) -> str:
     """Return why another controller has precedence, or an empty string."""
     if claimed_by_another(run_dir, request["token"]):
         return "another controller is starting the run"
@@ -63,15 +67,25 @@ def start_of(node: dict[str, Any] | None) -> list[Any] | None:
     return [node.get("attempt"), node.get("started")] if node else None
 
 
-def write_files(run_dir: Path, request: dict[str, Any]) -> list[str]:
+def write_files(run_dir: LinkFreePath, request: dict[str, Any]) -> list[str]:
     """Write the files that differ; return their paths. Raises OSError."""
     contents = {
         name: (mode, zlib.decompress(base64.b64decode(content)))
         for name, (mode, content) in request["contents"].items()
     }
-    contents["trainer.zip"] = (0o644, Path(request["trainer"]).read_bytes())
+    trainer = path_below(run_dir.root.parent / "store", request["trainer"])
+    contents["trainer.zip"] = (0o644, trainer.read(TRAINER_LIMIT))
     return [
         str(run_dir / name)
         for name, (mode, content) in contents.items()
         if write_if_changed(run_dir / name, content, mode)
     ]
+
+
+def write_if_changed(target: LinkFreePath, content: bytes, mode: int) -> bool:
+    """Write a file unless it has this content and mode; return whether it was written. Raises OSError."""
+    with contextlib.suppress(OSError), target.open_read() as file:
+        if os.fstat(file.fileno()).st_mode & 0o777 == mode and file.read(len(content) + 1) == content:
+            return False
+    target.write(content, mode)
+    return True

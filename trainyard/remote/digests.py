@@ -6,30 +6,32 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from trainer.supervise.files import write_atomic
+from trainer.supervise.files import open_regular
+from trainer.supervise.link_free import LinkFreePath, link_free
 
 BLOCK = 1 << 20  # bytes
+CACHE_LIMIT = 64 << 20  # bytes of the known digests; about 200 for each file
 
 
 class Digests:
     """SHA-256 digests of files, cached by size, times and inode: a model of many gigabytes is read only once."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path | LinkFreePath) -> None:
         """Read the cache; a missing or damaged one is empty."""
-        self._cache = cache
+        self._cache = link_free(cache)
         try:
-            known = json.loads(cache.read_bytes())
-        except (OSError, ValueError):
+            known = json.loads(self._cache.read(CACHE_LIMIT))
+        except (OSError, ValueError, RecursionError):
             known = {}
         self._known: dict[str, list[Any]] = known if isinstance(known, dict) else {}
         self._changed = False
 
-    def of(self, path: Path) -> str:
+    def of(self, path: Path | LinkFreePath) -> str:
         """Return the file's digest in hex, or an empty string if it cannot be read."""
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 identity = _identity(os.fstat(file.fileno()))
                 if (known := self._known.get(str(path))) and known[:-1] == identity:
                     return str(known[-1])
@@ -39,7 +41,7 @@ class Digests:
         self._remember(path, identity, digest)
         return digest
 
-    def record(self, path: Path, digest: str) -> None:
+    def record(self, path: Path | LinkFreePath, digest: str) -> None:
         """Remember the digest of a file that this process has just written and hashed."""
         self._remember(path, _identity(path.stat()), digest)
 
@@ -49,19 +51,24 @@ class Digests:
             return
         self._known = {path: known for path, known in self._known.items() if Path(path).exists()}
         try:
-            self._cache.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._cache, json.dumps(self._known).encode())
+            self._cache.root.mkdir(parents=True, exist_ok=True)
+            self._cache.write(json.dumps(self._known).encode())
         except OSError:
             return
 
-    def _remember(self, path: Path, identity: list[int], digest: str) -> None:
+    def _remember(self, path: Path | LinkFreePath, identity: list[int], digest: str) -> None:
         self._known[str(path)] = [*identity, digest]
         self._changed = True
 
 
-def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hex. Raises OSError."""
-    with path.open("rb") as file:
+def open_file(path: Path | LinkFreePath) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError."""
+    return path.open_read() if isinstance(path, LinkFreePath) else os.fdopen(open_regular(path), "rb")
+
+
+def sha256_file(path: Path | LinkFreePath) -> str:
+    """Return the SHA-256 of a regular file in hex. Raises OSError."""
+    with open_file(path) as file:
         return file_digest(file)
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
+from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote import hardware
 from trainyard.remote.digests import sha256_file
 from trainyard.remote.network import interface_details
+from trainyard.remote.trees import files_below, matching
 
 BUSY_LOOP = 0.6  # s that a busy loop runs, to measure the share of a core that this host gets
 PAUSE = 0.035  # s
@@ -247,18 +249,17 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
     files that must be the same on every host: the datasets that the role nfs copies, and the run's trainer.
     """
     damaged, equal = [], {}
-    for path in sorted((data_dir / "store/datasets").glob("*")):
+    for path in matching(LinkFreePath(data_dir / "store"), "datasets/*"):
         # A link leads to a file that the host had already, which a start compares.
-        if path.is_file() and not path.is_symlink() and not sha256_file(path).startswith(path.name.partition(".")[0]):
+        if path.is_file() and not sha256_file(path).startswith(path.name.partition(".")[0]):
             damaged.append(str(path))
-    folder = data_dir / "datasets"
+    folder = LinkFreePath(data_dir / "datasets")
     # A mounted folder holds the head's files, and reading it from an unreachable head takes long.
-    if folder.is_dir() and f" {folder} " not in read("/proc/mounts"):
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                equal[f"datasets/{path.relative_to(folder)}"] = sha256_file(path)
-    trainer = data_dir / "runs" / run / "trainer.zip"
-    if run and trainer.exists():
+    if folder.is_folder() and f" {folder} " not in read("/proc/mounts"):
+        for name in files_below(folder):
+            if (folder / name).is_file():
+                equal[f"datasets/{name}"] = sha256_file(folder / name)
+    if run and (trainer := LinkFreePath(data_dir / "runs", run, "trainer.zip")).exists():
         equal[f"runs/{run}/trainer.zip"] = sha256_file(trainer)
     return {"damaged": damaged, "equal": equal}
 

@@ -13,6 +13,7 @@ from typing import Any
 from trainer import nvidia_smi
 from trainer.supervise.environment import starts_system_unit
 from trainer.supervise.files import other_runs, read_json, read_node, run_devices
+from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.network import interface_of, source_address
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.socket_filter import permits_socket_filter
@@ -24,6 +25,9 @@ from trainyard.remote.network import (
     port_is_free,
 )
 from trainyard.remote.package_versions import package_versions
+from trainyard.remote.trees import files_below, path_below
+
+SPEC_LIMIT = 1 << 20  # bytes
 
 
 def gather(request: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +47,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         cannot be read. `firewall` is the name of the active firewall, or an empty string; `socket_filter` and
         `system_unit` say whether the kernel permits the filter of the ranks' sockets, and whether a unit can limit them.
     """
-    run_dir, data_dir = Path(request["run_dir"]), Path(request["data_dir"])
+    run_dir, data_dir = run_folder(request["run_dir"]), Path(request["data_dir"])
     alive, unreadable = other_runs(run_dir)
     here = gpus()
     beside = {name: run_devices(run_dir.parent / name) for name in alive}
@@ -67,7 +71,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "versions": package_versions(request["python"]),
         "python_exists": os.access(request["python"], os.X_OK),
         "free_bytes": shutil.disk_usage(nearest_folder(data_dir)).free,
-        "staged": {path: staged_bytes(Path(path)) for path in request.get("staged", [])},
+        "staged": {path: staged_bytes(path_below(data_dir / "store", path)) for path in request.get("staged", [])},
         "may_write": os.access(nearest_folder(data_dir), os.W_OK | os.X_OK),
         **run_state(run_dir),
         "busy_with": next((name for name in alive if not (here and beside[name])), ""),
@@ -86,24 +90,23 @@ def route_to(head: str) -> dict[str, Any]:
     return {"source": source, "interface": interface, "link_mbit": interface_mbit(interface), "route_error": ""}
 
 
-def staged_bytes(path: Path) -> list[int]:
+def staged_bytes(path: LinkFreePath) -> list[int]:
     """Return the bytes of the weights (*.safetensors) and of all other files at a path of the store; a link counts as nothing."""
     sizes = [0, 0]
-    found = [path] if path.is_file() else path.rglob("*")
-    for file in found if not path.is_symlink() else ():
-        with contextlib.suppress(OSError):
-            if file.is_file():
-                sizes[file.suffix != ".safetensors"] += file.stat().st_size
+    with contextlib.suppress(OSError):
+        found = [path] if path.is_file() else [path / name for name in files_below(path)] if path.is_folder() else []
+        for file in filter(LinkFreePath.is_file, found):
+            sizes[not file.name.endswith(".safetensors")] += file.stat().st_size
     return sizes
 
 
-def run_state(run_dir: Path) -> dict[str, Any]:
+def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
     """Return the state of a run in its folder on this host."""
     running = is_active(run_dir)
     spec = run_dir / "spec.yml"
-    begun = spec.exists() and ((run_dir / "checkpoints").is_dir() or running)
+    begun = spec.exists() and ((run_dir / "checkpoints").is_folder() or running)
     return {
-        "spec": spec.read_text(encoding="utf-8") if begun else None,
+        "spec": spec.read(SPEC_LIMIT).decode() if begun else None,
         "result": read_json(run_dir / "result.json"),
         "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": running,
@@ -152,10 +155,10 @@ def first_line(path: Path) -> str:
         return ""
 
 
-def last_rows(metrics: Path) -> list[int]:
+def last_rows(metrics: LinkFreePath) -> list[int]:
     """Return how many rows of the batch each rank had at the last recorded step; empty if unknown."""
     try:
-        with metrics.open("rb") as file:
+        with metrics.open_read() as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
             rows = json.loads(file.read().splitlines()[-1]).get("rows", [])
     except (OSError, ValueError, IndexError, AttributeError):

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.network import interface_of
 from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.remote.host_facts import nearest_folder
 from trainyard.remote.network import interface_mbit
+from trainyard.remote.trees import matching
 
 MODELS = 100  # names in a sample
 SECTOR = 512  # bytes, in /proc/diskstats on any disk
@@ -148,10 +150,9 @@ def ollama_use(request: dict[str, Any]) -> dict[str, Any]:
 def _deployed(records: Path) -> list[str]:
     """Return the names of the models that trainyard deployed on this host."""
     found = []
-    for path in sorted(records.glob("*.json"))[:MODELS]:
+    for path in matching(LinkFreePath(records), "*.json")[:MODELS]:
         try:
-            if path.stat().st_size <= RECORD_LIMIT:
-                found.append(str(json.loads(path.read_bytes())["name"]))
+            found.append(str(json.loads(path.read(RECORD_LIMIT))["name"]))
         except (OSError, ValueError, LookupError, TypeError):
             continue
     return sorted(found)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import read_json, write_json
+from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote.digests import Digests
 from trainyard.remote.local_files import describe, tree_digest
+from trainyard.remote.trees import path_below
 
 RESERVE = 1 << 30  # bytes that a download leaves free
 
@@ -28,26 +30,34 @@ def hub_fetch(request: dict[str, Any]) -> dict[str, Any]:
     """
     os.environ.pop("HF_HUB_OFFLINE", None)
     os.environ.update({"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"} | request["env"])
-    data_dir = Path(request["data_dir"])
-    digests = Digests(data_dir / "store/digests.json")
-    record = data_dir / "store/hub" / f"{request['kind']}--{request['name'].replace('/', '--')}.json"
+    store = Path(request["data_dir"], "store")
+    folder: Path | LinkFreePath
+    digests = Digests(store / "digests.json")
+    cache = LinkFreePath(store, "hub")
+    record = cache / f"{request['kind']}--{request['name'].replace('/', '--')}.json"
+
+    def stored(name: str) -> LinkFreePath:
+        return path_below(store, f"{store.parent}/{name}")
+
     before = (read_json(record) or {}).get("folder")
     try:
-        folder, why = _snapshot(request, data_dir / "store/hub"), ""
+        store.mkdir(parents=True, exist_ok=True)
+        cache.make_folder()
+        folder, why = _snapshot(request, cache.path), ""
     except ImportError:
         return {"error": "the Python environment has no huggingface_hub: run site.yml"}
     except Exception as error:  # the library's own classes, those of its HTTP client, OSError
         why = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
-        if not isinstance(before, str) or not (data_dir / before).is_dir():
+        if not isinstance(before, str) or not (placed := stored(before)).is_folder():
             return {"error": why}
-        folder = data_dir / before
+        folder = placed
     found = describe(folder, digests, request["texts"])
     if found["error"] or not found["names"]:
         return {"error": found["error"] or f"{request['name']} has no files"}
-    if not why:
+    if isinstance(folder, Path):
         digest = tree_digest({name: digest for name, (_, digest) in found["names"].items()})
         target = f"{request['target']}-{digest[:12]}"
-        _place(folder, data_dir / target, list(found["names"]))
+        _place(folder, cache, stored(target), list(found["names"]))
         write_json(record, {"folder": target})
     digests.keep()
     return {"names": found["names"], "texts": found["texts"], "unreachable": why}
@@ -67,7 +77,6 @@ def _snapshot(request: dict[str, Any], cache: Path) -> Path:
         patterns = [*patterns, *request["weights"]]
     hidden = [".*", "*/.*"]
     wanted = list(filter_repo_objects(siblings, allow_patterns=patterns, ignore_patterns=hidden))
-    cache.mkdir(parents=True, exist_ok=True)
     needed, free = sum(siblings[file] for file in wanted), shutil.disk_usage(cache).free
     if needed + RESERVE > free:
         raise OSError(f"{name} has {needed >> 20} MiB, and {cache} has {free >> 20} MiB free: free disk space")
@@ -75,17 +84,22 @@ def _snapshot(request: dict[str, Any], cache: Path) -> Path:
     return Path(snapshot_download(name, cache_dir=cache, **options))
 
 
-def _place(folder: Path, target: Path, names: list[str]) -> None:
-    """Make `target` a folder with these files. They share the disk space of the cache where the file system permits it."""
+def _place(folder: Path, cache: LinkFreePath, target: LinkFreePath, names: list[str]) -> None:
+    """Make `target` a folder with these files. They share the disk space of the cache where the file system permits it.
+
+    Raises ValueError if one of the cache's links leads out of it.
+    """
     for name in names:
-        source, file = (folder / name).resolve(), target / name
-        if file.exists() and file.stat().st_size == source.stat().st_size:
+        # The library keeps links to its files: none may lead elsewhere.
+        source, file = path_below(cache.path.resolve(), str((folder / name).resolve())), target / name
+        if file.is_file() and file.stat().st_size == source.stat().st_size:
             continue  # its digest is compared when the run is staged
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".tmp-{os.getpid()}")
-        aside.unlink(missing_ok=True)
+        file.parent.make_folder()
+        aside = file.aside()
         try:
-            os.link(source, aside)
+            with source.in_folder() as here, aside.in_folder() as there:
+                os.link(source.name, aside.name, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
         except OSError:
-            shutil.copyfile(source, aside)
-        aside.replace(file)
+            with source.open_read() as content, aside.create() as copy:
+                shutil.copyfileobj(content, copy)
+        aside.move_to(file)

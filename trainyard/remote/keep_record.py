@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import newest_first, write_atomic
+from trainer.supervise.files import newest_first
+from trainer.supervise.link_free import link_free
 
 # How a run was started; the progress of answers and of a deployment.
 NAME = re.compile(r"(starts/[A-Za-z0-9][A-Za-z0-9._-]{0,63}|(answers|deploy)/[A-Za-z0-9._-]{1,100}\.progress)\.json")
@@ -29,7 +30,7 @@ def keep_record(request: dict[str, Any]) -> dict[str, Any]:
         return {"kept": False}
     target = folder / ".trainyard/received" / name
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomic(target, str(request["content"]).encode(), 0o600)
+    link_free(target).write(str(request["content"]).encode(), 0o600)
     for path in newest_first(target.parent.glob("*.json"))[KEPT:]:
         path.unlink(missing_ok=True)
     return {"kept": True}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import is_alive, is_locked, read_json, write_json
+from trainer.supervise.link_free import run_folder
 
 
 def lease(request: dict[str, Any]) -> dict[str, Any]:
@@ -30,5 +31,5 @@ def lease(request: dict[str, Any]) -> dict[str, Any]:
         "gpus": found.get("gpus", []),
         "ending": bool(found.get("ending")),
         "time": found.get("time", 0.0),
-        "alive": is_alive(Path(request["run_dir"])),
+        "alive": is_alive(run_folder(request["run_dir"])),
     }

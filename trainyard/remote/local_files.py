@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import open_regular
-from trainyard.remote.digests import Digests
+from trainer.supervise.link_free import LinkFreePath
+from trainyard.remote.digests import Digests, open_file
+from trainyard.remote.trees import files_below
 
 MAX_FILES = 20_000  # files of one folder; the controller accepts no more in a reply
 MAX_TEXT = 1 << 20  # bytes of a text in a reply
@@ -36,8 +37,8 @@ def local_files(request: dict[str, Any]) -> dict[str, Any]:
     return {"files": files}
 
 
-def describe(path: Path, digests: Digests, texts: Sequence[str] = ()) -> dict[str, Any]:
-    """Return kind, names, texts and error of a path; see `local_files`."""
+def describe(path: Path | LinkFreePath, digests: Digests, texts: Sequence[str] = ()) -> dict[str, Any]:
+    """Return kind, names, texts and error of a path; see `local_files`. Of a Path, which the user has named, links are followed."""
     found: dict[str, Any] = {"kind": "", "names": {}, "texts": {}, "error": ""}
     try:
         mode = path.stat().st_mode
@@ -65,7 +66,7 @@ def tree_digest(contents: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
 
 
-def content_digest(path: Path, digests: Digests) -> str:
+def content_digest(path: Path | LinkFreePath, digests: Digests) -> str:
     """Return the digest of a file or folder with its names, or an empty string if it cannot be read completely."""
     found = describe(path, digests)
     if found["error"] or not found["names"]:
@@ -73,7 +74,7 @@ def content_digest(path: Path, digests: Digests) -> str:
     return tree_digest({name: digest for name, (_, digest) in found["names"].items()})
 
 
-def _folder(folder: Path, digests: Digests) -> dict[str, list[Any]]:
+def _folder(folder: Path | LinkFreePath, digests: Digests) -> dict[str, list[Any]]:
     """Return {relative name: [bytes, SHA-256]}. Raises OSError or ValueError."""
     names = list(_names(folder))
     with ThreadPoolExecutor(THREADS) as pool:
@@ -81,33 +82,35 @@ def _folder(folder: Path, digests: Digests) -> dict[str, list[Any]]:
     return {name: [(folder / name).stat().st_size, digest] for name, digest in zip(names, found, strict=True)}
 
 
-def _names(folder: Path) -> Iterator[str]:
-    count = 0
+def _names(folder: Path | LinkFreePath) -> Iterator[str]:
+    names = files_below(folder) if isinstance(folder, LinkFreePath) else _followed(folder)
+    for count, name in enumerate(names, 1):
+        if not stat.S_ISREG((folder / name).stat().st_mode):
+            raise ValueError(f"{name} is not a regular file")
+        if count > MAX_FILES:
+            raise ValueError(f"it has more than {MAX_FILES} files")
+        yield name
+
+
+def _followed(folder: Path) -> Iterator[str]:
     for top, _, files in os.walk(folder, onerror=_raise, followlinks=True):
-        for name in files:
-            path = Path(top, name)
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise ValueError(f"{path.relative_to(folder)} is not a regular file")
-            count += 1
-            if count > MAX_FILES:
-                raise ValueError(f"it has more than {MAX_FILES} files")
-            yield str(path.relative_to(folder))
+        yield from (str(Path(top, name).relative_to(folder)) for name in files)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _readable(path: Path, digests: Digests) -> str:
-    os.close(open_regular(path))  # raises the reason, which `of` does not return
+def _readable(path: Path | LinkFreePath, digests: Digests) -> str:
+    open_file(path).close()  # raises the reason, which `of` does not return
     if digest := digests.of(path):
         return digest
     raise ValueError(f"{path.name} cannot be read")
 
 
-def _text(path: Path) -> str | None:
+def _text(path: Path | LinkFreePath) -> str | None:
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with open_file(path) as file:
             data = file.read(MAX_TEXT + 1)
     except OSError:
         return None

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.supervise.files import write_atomic
+from trainer.supervise.files import read_json
+from trainer.supervise.link_free import link_free
 from trainyard.ollama.client import MODEL_NAME, OllamaClient, OllamaError, full_name
-from trainyard.remote.receive import prepare_incoming
+from trainyard.remote.receive import incoming_folder, prepare_incoming
 
 NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`
 ADAPTERS_END, ADAPTERS_AGAIN = (0, 6, 0), (0, 30, 0)  # the versions between ran models without adapters
@@ -202,7 +203,7 @@ def _prepare(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     """Return whether the server lacks the blob `sha256`; if so, create the folder `incoming` for its file."""
     lacking = not client.has_blob(request["sha256"])
     if lacking:
-        prepare_incoming(Path(request["incoming"]))
+        prepare_incoming(incoming_folder(request["incoming"]))
     return {"lacking": lacking}
 
 
@@ -220,9 +221,12 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `answers`, one text for each prompt; `accepted`; `error` and no answers if the server refuses the model.
     """
-    temporary, file = _tagged(request, _CHECK_TAG), Path(request["file"])
+    temporary, arrived = _tagged(request, _CHECK_TAG), Path(request["file"])
+    path = incoming_folder(str(arrived.parent)) / arrived.name
     try:
-        client.put_blob(file, request["sha256"], deadline=_CREATE_LIMIT)
+        if not client.has_blob(request["sha256"]):
+            with path.open_read() as file:
+                client.put_blob(Path(f"/proc/self/fd/{file.fileno()}"), request["sha256"], deadline=_CREATE_LIMIT)
         client.delete(temporary)
         try:
             client.create(create_body(client.version(), temporary, request), deadline=_CREATE_LIMIT)
@@ -235,9 +239,9 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
             _accept(client, request, temporary)
         return {"answers": answers, "accepted": accepted}
     except FileNotFoundError:
-        raise ValueError(f"{file} is missing; run the same command again") from None
+        raise ValueError(f"{path} is missing; run the same command again") from None
     finally:
-        file.unlink(missing_ok=True)
+        path.remove(missing_ok=True)
         with contextlib.suppress(OllamaError):
             client.delete(temporary)
 
@@ -279,7 +283,7 @@ def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> No
     record = {"name": name, "key": request["key"], "digest": client.digest(name), "refused": request["refused"]}
     path = _record_path(request)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(record).encode())
+    link_free(path).write(json.dumps(record).encode())
 
 
 def _remove(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
@@ -305,7 +309,7 @@ def _record_path(request: dict[str, Any]) -> Path:
 
 def _read_record(request: dict[str, Any]) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        record = json.loads(_record_path(request).read_bytes())
+        record = read_json(_record_path(request)) or {}
         if record["name"] == full_name(request["name"]):
             refused = [str(key) for key in record.get("refused", [])][:BASES_LIMIT]
             return {"refused": refused} | {name: str(record[name]) for name in ("name", "key", "digest")}

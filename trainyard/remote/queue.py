@@ -10,6 +10,7 @@ import base64
 import contextlib
 import errno
 import functools
+import hashlib
 import json
 import os
 import re
@@ -19,9 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_atomic
+from trainer.supervise.files import SupervisorError, hold_lock, read_json
+from trainer.supervise.link_free import link_free
 from trainyard.remote.queue_job import command, submit
-from trainyard.remote.queue_phases import LIVE
+from trainyard.remote.queue_phases import LIVE, PROGRAM, PROGRAM_DIGESTS
 
 JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
 NODE_FORMAT = "%N|%T|%c|%m|%G"
@@ -98,9 +100,10 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
             for name, (mode, content) in request["contents"].items():
-                write_atomic(folder / name, base64.b64decode(content), mode)
+                link_free(folder / name).write(base64.b64decode(content), mode)
             for name, path in request["links"].items():
                 _link(folder / name, Path(path))
+            _record_program(folder.name, base64.b64decode(request["contents"][PROGRAM][1]))
             return {"job": submit(folder, request["arguments"])}
         except (OSError, SupervisorError):
             if new:
@@ -124,12 +127,20 @@ def again(request: dict[str, Any]) -> dict[str, Any]:
         before, session, asked = (read_json(folder / f"{name}.json") for name in ("state", "session", "request"))
         if not before or not session or not asked or not isinstance(before.get("arguments"), list):
             return {"error": f"the folder of run {folder.name} is damaged: add the run again on the controller"}
-        write_atomic(folder / "session.json", json.dumps(session | {"continues": True}).encode(), 0o600)
-        write_atomic(folder / "request.json", json.dumps(asked | {"submitted": time.time()}, indent=1).encode(), 0o600)
+        link_free(folder / "session.json").write(json.dumps(session | {"continues": True}).encode(), 0o600)
+        content = json.dumps(asked | {"submitted": time.time()}, indent=1).encode()
+        link_free(folder / "request.json").write(content, 0o600)
         arguments = [word for word in map(str, before["arguments"]) if not word.startswith("--dependency=")]
         if after := [str(int(job)) for job in request["after"]]:
             arguments.append(f"--dependency=afterok:{':'.join(after)}")
         return {"job": submit(folder, arguments)}
+
+
+def _record_program(run: str, program: bytes) -> None:
+    """Record the digest with which the service compares the program of a run. Raises OSError and SupervisorError."""
+    if not Path(PROGRAM_DIGESTS).is_dir():
+        raise SupervisorError("the queue was installed by an earlier version of trainyard: run site.yml")
+    link_free(Path(PROGRAM_DIGESTS, run)).write(hashlib.sha256(program).hexdigest().encode(), 0o600)
 
 
 def _refusal(folder: Path, locked: bool) -> dict[str, Any]:

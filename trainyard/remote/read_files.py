@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainyard.remote.digests import sha256_file
+from trainyard.remote.trees import matching
+
+TEXT_LIMIT = 4 << 20  # bytes of a text; a larger one is left out
 
 
 def read_files(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the requested contents, sizes and digests of files below a folder.
+    """Return the requested contents, sizes and digests of files below a folder. No link below it is followed.
 
     Args:
-        request: `folder`, an absolute path; `text`, names of files to read; `sizes` and `sha256`, glob patterns.
+        request: `run_dir`, or any other `folder`, of which code in ranks cannot exchange the path; `text`, names of files to
+            read; `sizes` and `sha256`, patterns.
 
     Returns:
-        `text`: {name: content, or None for a missing file}; `sizes`: {path in the folder: bytes}; `sha256`: {path in
+        `text`: {name: content, or None for a file that is missing or too large}; `sizes`: {path in the folder: bytes}; `sha256`: {path in
         the folder: digest in hex}.
     """
-    folder = Path(request["folder"])
+    folder = run_folder(request["run_dir"]) if "run_dir" in request else LinkFreePath(Path(request["folder"]))
     return {
         "text": {name: _text(folder / name) for name in request.get("text", [])},
         "sizes": {name: path.stat().st_size for name, path in _matches(folder, request.get("sizes", []))},
@@ -26,13 +32,14 @@ def read_files(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _text(path: Path) -> str | None:
+def _text(path: LinkFreePath) -> str | None:
     try:
-        return path.read_text(errors="replace", encoding="utf-8")
+        return path.read(TEXT_LIMIT).decode(errors="replace")
     except OSError:
         return None
 
 
-def _matches(folder: Path, patterns: list[str]) -> list[tuple[str, Path]]:
-    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    return [(str(path.relative_to(folder)), path) for path in paths]
+def _matches(folder: LinkFreePath, patterns: list[str]) -> Iterator[tuple[str, LinkFreePath]]:
+    for path in (path for pattern in patterns for path in matching(folder, pattern)):
+        if path.is_file():
+            yield str(path.path.relative_to(folder.path)), path

@@ -5,28 +5,29 @@ Standard library only.
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import functools
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import write_atomic
+from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote.digests import Digests, sha256_file
 from trainyard.remote.local_files import content_digest
+from trainyard.remote.trees import path_below
 
 STALE = 86_400.0  # s after which a file that arrived belongs to a transfer that was killed
 
 
 def receive(request: dict[str, Any]) -> dict[str, Any]:
-    """Move the files that have arrived to their targets; if none is missing, also write the small files.
+    """Move the files that have arrived to their targets in the store. No link below the store is followed.
 
     Args:
-        request: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `contents`, {path: [mode, content in
-            base64]}; `modes`, {path: mode of its source}: others may read a file only if they may read its source; `links`,
-            {path: [file or folder that the host has, its digest]}; `cache`, the file of known digests; `incoming`, a
-            folder for files to come; `check`, change nothing.
+        request: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `modes`, {path: mode of its
+            source}: others may read a file only if they may read its source; `links`, {path: [file or folder that the host has, its
+            digest]}; `cache`, the file of known digests, in the folder of the store; `incoming`, a folder for files to come; `check`,
+            change nothing.
 
     Returns:
         `lacking`, the paths that are missing or differ; `changed`, the paths that were (or with `check` would be)
@@ -42,48 +43,53 @@ def receive(request: dict[str, Any]) -> dict[str, Any]:
 
 def place(request: dict[str, Any]) -> dict[str, Any]:
     """Carry out `receive`. Raises ValueError for a damaged file, OSError for one that cannot be written."""
-    digests, modes = Digests(Path(request["cache"])), request.get("modes", {})
-    changed = []
+    cache, modes = Path(request["cache"]), request.get("modes", {})
+    stored = functools.partial(path_below, cache.parent)
+    digests, changed = Digests(cache), []
     for path, temporary in request["arrived"].items():
-        restrict(Path(temporary), modes.get(path, 0o777))
-        install(Path(temporary), Path(path), request["files"][path], digests)
+        restrict(stored(temporary), modes.get(path, 0o777))
+        install(stored(temporary), stored(path), request["files"][path], digests)
         changed.append(path)
     links = [
         path
         for path, (source, digest) in request.get("links", {}).items()
-        if needs_link(Path(path), Path(source), digest, digests)
+        if needs_link(stored(path), Path(source), digest, digests)
     ]
     if not request["check"]:
         for path in links:
-            link(Path(path), Path(request["links"][path][0]))
-    lacking = [path for path, digest in request["files"].items() if digests.of(Path(path)) != digest]
+            link(stored(path), Path(request["links"][path][0]))
+    lacking = [path for path, digest in request["files"].items() if not is_held(stored(path), digest, digests)]
     if request["check"]:
         return {"lacking": lacking, "changed": links + lacking}
     digests.keep()
     if lacking:
-        prepare_incoming(Path(request["incoming"]))
+        prepare_incoming(stored(request["incoming"]))
         return {"lacking": lacking}
     changed += links
     for path, mode in modes.items():
         with contextlib.suppress(PermissionError):  # another user's file, which has the same contents
-            restrict(Path(path), mode)
-    for path, (mode, content) in request["contents"].items():
-        if write_if_changed(Path(path), base64.b64decode(content), mode):
-            changed.append(path)
+            if not read_link(stored_entry(stored(path))):
+                restrict(stored(path), mode)
     return {"lacking": [], "changed": changed}
 
 
-def prepare_incoming(incoming: Path) -> None:
+def incoming_folder(path: str) -> LinkFreePath:
+    """Return the folder for incoming files of a store."""
+    return path_below(Path(path).parent, path)
+
+
+def prepare_incoming(incoming: LinkFreePath) -> None:
     """Create the folder for incoming files, and remove the files that killed transfers left in it. Raises OSError."""
-    incoming.mkdir(parents=True, exist_ok=True)
-    incoming.chmod(0o700)  # a copy has its mode only after it has arrived
-    for file in incoming.iterdir():
+    incoming.root.mkdir(parents=True, exist_ok=True)
+    incoming.make_folder()
+    incoming.set_mode(0o700)  # a copy has its mode only after it has arrived
+    for name in incoming.entries():
         with contextlib.suppress(OSError):  # another transfer ends
-            if time.time() - file.lstat().st_mtime > STALE:
-                file.unlink()
+            if time.time() - (incoming / name).stat().st_mtime > STALE:
+                (incoming / name).remove()
 
 
-def install(temporary: Path, target: Path, digest: str, digests: Digests, found: str = "") -> None:
+def install(temporary: LinkFreePath, target: LinkFreePath, digest: str, digests: Digests, found: str = "") -> None:
     """Move a received file to its target. If its digest is wrong, remove it and raise ValueError.
 
     Args:
@@ -92,50 +98,63 @@ def install(temporary: Path, target: Path, digest: str, digests: Digests, found:
     if not found:
         found = sha256_file(temporary)
     if found != digest:
-        temporary.unlink(missing_ok=True)
+        temporary.remove(missing_ok=True)
         raise ValueError(f"{target} arrived damaged; run the same command again")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary.replace(target)
+    if read_link(entry := stored_entry(target)) and entry != target:
+        entry.remove()
+    target.parent.make_folder()
+    temporary.move_to(target)
     digests.record(target, digest)
 
 
-def needs_link(target: Path, source: Path, digest: str, digests: Digests) -> bool:
+def stored_entry(path: LinkFreePath) -> LinkFreePath:
+    """Return the model or dataset of the store that a file belongs to: the only name that may be a link, see `link`."""
+    return LinkFreePath(path.root, *path.names[:2])
+
+
+def read_link(path: LinkFreePath) -> str:
+    """Return what a link names; empty if it is no link."""
+    with contextlib.suppress(OSError), path.in_folder() as folder:
+        return os.readlink(path.name, dir_fd=folder)
+    return ""
+
+
+def is_held(path: LinkFreePath, digest: str, digests: Digests) -> bool:
+    """Return whether the store has a file with this digest, also where an earlier run has linked what the host had."""
+    if digests.of(path) == digest:
+        return True
+    source = read_link(stored_entry(path))
+    return bool(source) and digests.of(Path(source, *path.names[2:])) == digest
+
+
+def needs_link(target: LinkFreePath, source: Path, digest: str, digests: Digests) -> bool:
     """Return whether `target` must become a link to `source`. Raises ValueError if `source` has another content."""
     found = content_digest(source, digests)
     if found != digest:
         what = "differs from the file that the run was planned with" if found else "is missing or cannot be read"
         raise ValueError(f"{source} {what}; run the same command again")
-    if target.is_symlink():
-        return target.readlink() != source
     if not target.exists():
         return True
+    if found := read_link(target):
+        return found != str(source)
     if content_digest(target, digests) == digest:  # an earlier run copied it
         return False
-    if target.is_dir():
+    if target.is_folder():
         raise ValueError(f"{target} exists and differs from {source}; remove it")
     return True
 
 
-def link(target: Path, source: Path) -> None:
+def link(target: LinkFreePath, source: Path) -> None:
     """Make `target` a link to `source` in one step. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(source)
-    temporary.replace(target)
+    target.parent.make_folder()
+    temporary = target.aside()
+    with temporary.in_folder() as folder:
+        os.symlink(source, temporary.name, dir_fd=folder)
+    temporary.move_to(target)
 
 
-def restrict(path: Path, mode: int) -> None:
+def restrict(path: LinkFreePath, mode: int) -> None:
     """Remove the permissions of a file that its source does not have. The owner can always read it."""
     current = path.stat().st_mode & 0o777
     if surplus := current & ~(mode | 0o600):
-        path.chmod(current & ~surplus)
-
-
-def write_if_changed(target: Path, content: bytes, mode: int) -> bool:
-    """Write a file unless it has this content and mode; return whether it was written."""
-    if target.exists() and target.read_bytes() == content and target.stat().st_mode & 0o777 == mode:
-        return False
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(target, content, mode)
-    return True
+        path.set_mode(current & ~surplus)

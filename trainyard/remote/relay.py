@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote.digests import Digests
 from trainyard.remote.receive import install, restrict
+from trainyard.remote.trees import path_below
 
 BLOCK = 128 << 10  # bytes that a host receives before it passes them on
 POLL = 0.02  # s between two checks of a file that the controller is copying
@@ -38,8 +40,8 @@ class _File:
         have: bytes that can be sent on.
     """
 
-    target: Path
-    temporary: Path
+    target: LinkFreePath
+    temporary: LinkFreePath
     size: int
     sha256: str
     mode: int
@@ -49,7 +51,7 @@ class _File:
     installed: bool = field(default=False)
 
     @property
-    def readable(self) -> Path:
+    def readable(self) -> LinkFreePath:
         """Where the bytes are."""
         return self.target if self.source == "here" else self.temporary
 
@@ -66,8 +68,11 @@ def relay(request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `installed`, the paths of the files that have arrived; `receive_error` and `send_error`, empty if there is none.
     """
-    files = [_File(**{**entry, "target": Path(entry["target"]), "temporary": Path(entry["temporary"])})
-             for entry in request["files"]]  # fmt: skip
+    store = Path(request["cache"]).parent
+    files = [
+        _File(**entry | {name: path_below(store, entry[name]) for name in ("target", "temporary")})
+        for entry in request["files"]
+    ]
     return _Relay(request, files).run()
 
 
@@ -86,14 +91,16 @@ class _Relay:
         if self.request["next"]:
             sender.start()
         try:
-            self._receive(digests)
-        except (OSError, ValueError) as error:
-            self._fail(_reason(error))
-        if self.request["next"]:
-            sender.join()
-        for file in self.files:
-            if file.source != "here" and not file.installed:
-                file.temporary.unlink(missing_ok=True)
+            try:
+                self._receive(digests)
+            except (OSError, ValueError) as error:
+                self._fail(_reason(error))
+            if self.request["next"]:
+                sender.join()
+        finally:  # also when the controller is gone
+            for file in self.files:
+                if file.source != "here" and not file.installed:
+                    file.temporary.remove(missing_ok=True)
         digests.keep()
         installed = [str(file.target) for file in self.files if file.installed]
         return {"installed": installed, "receive_error": self.failed, "send_error": self.send_error}
@@ -138,7 +145,7 @@ class _Relay:
         digest, deadline = hashlib.sha256(), time.monotonic() + self.idle
         while not file.temporary.exists():
             self._wait(deadline, file)
-        with file.temporary.open("rb") as source:
+        with file.temporary.open_read() as source:
             while file.have < file.size:
                 if block := source.read(BLOCK):
                     digest.update(block)
@@ -156,10 +163,9 @@ class _Relay:
     def _read(self, connection: ssl.SSLSocket, file: _File) -> str:
         """Receive a file; return its SHA-256. Raises OSError."""
         digest, buffer = hashlib.sha256(), memoryview(bytearray(BLOCK))
-        handle = os.open(file.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        # Under the umask, as a copy by the controller would be; `restrict` removes what the source does not have.
-        os.fchmod(handle, file.mode & 0o666 & ~_umask() | 0o600)
-        with os.fdopen(handle, "wb", buffering=0) as target:
+        with file.temporary.create(0o600) as target:
+            # Under the umask, as a copy by the controller would be; `restrict` removes what the source does not have.
+            os.fchmod(target.fileno(), file.mode & 0o666 & ~_umask() | 0o600)
             while file.have < file.size:
                 end, limit = 0, min(BLOCK, file.size - file.have)
                 while end < limit:
@@ -168,6 +174,7 @@ class _Relay:
                         raise OSError(f"the host before it ({self.request['previous']}) ended the transfer")
                     end += count
                 target.write(buffer[:end])
+                target.flush()  # the sender reads the file
                 digest.update(buffer[:end])
                 self._progress(file, file.have + end)
         return digest.hexdigest()
@@ -224,7 +231,7 @@ class _Relay:
         if not self._arrival(file, 0):
             return  # an empty file
         with self.arrived:
-            source = file.readable.open("rb", buffering=0)
+            source = file.readable.open_read()
         with source:
             sent = 0
             while sent < file.size:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import newest_first, open_regular, read_json, read_log
+from trainer.supervise.files import newest_first, read_json, read_log
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import process_stat
+from trainyard.remote.trees import matching
 
 CHUNK = 256 << 10  # bytes of metrics in one answer
 SPEC_LIMIT = 256 << 10  # bytes
@@ -22,14 +23,14 @@ PROGRESS = (".students/answers/*.progress.json", "[!.]*/deploy/*.progress.json")
 PROGRESS_FILES = 20  # of each pattern, the newest
 
 
-def _run_dir(runs_dir: Path, request: Mapping[str, Any]) -> Path:
+def _run_dir(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> LinkFreePath:
     name = str(request["run"])
     if not RUN_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a run")
     return runs_dir / name
 
 
-def records(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def records(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return complete lines of a file of records.
 
     Args:
@@ -42,11 +43,11 @@ def records(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     if request["file"] not in RECORDS:
         raise ValueError(f"{request['file']!r} has no records")
     try:
-        handle = open_regular(_run_dir(runs_dir, request) / request["file"])
+        file = (_run_dir(runs_dir, request) / request["file"]).open_read()
     except FileNotFoundError:
         return {"lines": [], "offset": 0, "inode": 0, "more": False, "reset": True}
-    with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
+    with file:
+        found = os.fstat(file.fileno())
         reset = found.st_ino != request["inode"] or found.st_size < request["offset"]
         offset = 0 if reset else int(request["offset"])
         file.seek(offset)
@@ -61,18 +62,18 @@ def records(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def log(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def log(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return lines of a log; see `read_log`.
 
     Args:
         request: `run`; `file`, a name in logs/; `since`, a byte, or -N for the last N lines.
     """
-    path = _run_dir(runs_dir, request) / "logs" / Path(str(request["file"])).name
-    os.close(open_regular(path))
+    path = _run_dir(runs_dir, request) / "logs" / str(request["file"])
+    path.open_read().close()  # raises the reason
     return read_log(path, int(request["since"]))
 
 
-def search(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def search(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the last lines of a log that contain a text, whatever its case.
 
     Args:
@@ -81,8 +82,8 @@ def search(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         `lines`; `found`, the number of lines that contain the text; `skipped`, the bytes before those that were searched.
     """
-    path, text = _run_dir(runs_dir, request) / "logs" / Path(str(request["file"])).name, str(request["text"]).lower()
-    with os.fdopen(open_regular(path), "rb") as file:
+    path, text = _run_dir(runs_dir, request) / "logs" / str(request["file"]), str(request["text"]).lower()
+    with path.open_read() as file:
         skipped = max(0, file.seek(0, os.SEEK_END) - SEARCH_LIMIT)
         file.seek(skipped)
         matches = [
@@ -91,26 +92,26 @@ def search(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"lines": [line[:4000] for line in matches[-MATCHES:]], "found": len(matches), "skipped": skipped}
 
 
-def describe(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def describe(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return `spec`, the text of the spec; `origin`, what it calls model and dataset; `logs`, {file: bytes}."""
     folder = _run_dir(runs_dir, request)
     try:
-        with os.fdopen(open_regular(folder / "spec.yml"), "rb") as file:
+        with (folder / "spec.yml").open_read() as file:
             spec = file.read(SPEC_LIMIT).decode(errors="replace")
     except FileNotFoundError:
         spec = ""
-    logs = {path.name: path.stat().st_size for path in sorted((folder / "logs").glob("*.log"))[:4096]}
+    logs = {path.name: path.stat().st_size for path in matching(folder, "logs/*.log")[:4096]}
     return {"spec": spec, "origin": read_json(folder / "origin.json") or {}, "logs": logs}
 
 
-def progress(runs_dir: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def progress(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `records` of the progress of queued runs: answers of teachers, and deployments.
 
     A record whose process has ended without a result has the state `interrupted`.
     """
     found: list[dict[str, Any]] = []
     for pattern in PROGRESS:
-        files = newest_first((runs_dir.parent / "queue").glob(pattern))[:PROGRESS_FILES]
+        files = newest_first(matching(LinkFreePath(runs_dir.path.parent / "queue"), pattern))[:PROGRESS_FILES]
         found += [record for path in files if (record := read_json(path))]
     return {"records": [one | ({"state": "interrupted"} if is_orphan(one) else {}) for one in found]}
 
@@ -122,7 +123,7 @@ def is_orphan(record: Mapping[str, Any]) -> bool:
     return record.get("state") == "running" and (process is None or process[2] != record.get("pid_start"))
 
 
-QUERIES: dict[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = {
+QUERIES: dict[str, Callable[[LinkFreePath, Mapping[str, Any]], dict[str, Any]]] = {
     "records": records,
     "log": log,
     "search": search,

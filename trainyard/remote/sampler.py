@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError, read_json
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.status import read_state
 from trainyard.remote import queue as slurm_queue
 from trainyard.remote.host_use import HostUse, gpu_use, ollama_use
 from trainyard.remote.run_queries import QUERIES, RUN_NAME
+from trainyard.remote.trees import files_below, matching
 
 TICK = 0.5  # s between two checks of the runs that are alive
 SCAN = 2.0  # s between two checks of all run folders, and between two samples of the host
@@ -49,7 +51,7 @@ class Sampler:
     """One connection: what was sent, and the queries that have arrived."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        self.runs_dir = Path(request["data_dir"]) / "runs"
+        self.runs_dir = LinkFreePath(Path(request["data_dir"], "runs"))
         self._queue_dir = Path(request["data_dir"]) / "queue"
         self._queue_asked = threading.Lock()
         self._known: dict[str, tuple[Any, ...]] = {}  # run: when its files changed last
@@ -146,9 +148,8 @@ class Sampler:
 
     def _names(self) -> set[str]:
         with contextlib.suppress(OSError):
-            return {
-                entry.name for entry in os.scandir(self.runs_dir) if RUN_NAME.fullmatch(entry.name) and entry.is_dir()
-            }
+            names = filter(RUN_NAME.fullmatch, self.runs_dir.entries())
+            return {name for name in names if (self.runs_dir / name).is_folder()}
         return set()
 
     def _send_run(self, name: str, every: bool) -> bool:
@@ -157,7 +158,7 @@ class Sampler:
         if stamp == self._known.get(name) and not (every and name in self._alive):
             return False
         try:
-            os.lstat(folder / "state/node.json")
+            (folder / "state/node.json").stat()
             state = read_state(folder)
         except (FileNotFoundError, NotADirectoryError):
             return False  # not started yet
@@ -180,17 +181,17 @@ class Sampler:
         return True
 
 
-def checkpoints(run_dir: Path) -> list[dict[str, Any]]:
+def checkpoints(run_dir: LinkFreePath) -> list[dict[str, Any]]:
     """Return `step`, `bytes` and `time` of the newest complete checkpoints, by step."""
     found = []
-    for folder in sorted((run_dir / "checkpoints").glob("step-*"))[-CHECKPOINTS:]:
+    for folder in matching(run_dir, "checkpoints/step-*")[-CHECKPOINTS:]:
         with contextlib.suppress(OSError, ValueError):
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            size = sum((folder / name).stat().st_size for name in files_below(folder))
             found.append({"step": int(folder.name[5:]), "bytes": size, "time": folder.stat().st_mtime})
     return found
 
 
-def _changed(path: Path) -> int:
+def _changed(path: LinkFreePath) -> int:
     """Return when a file was replaced, or an entry of a folder changed, in ns; 0 for a missing one."""
     try:
         return path.stat().st_mtime_ns

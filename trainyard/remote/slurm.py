@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError
+from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.slurm_state import command, find_program
 
 INSPECT_LIMIT = 60.0  # s for a step that inspects the nodes
@@ -59,10 +60,9 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 def _inspect_nodes(request: dict[str, Any]) -> list[tuple[str, bool, str]]:
     """Return the properties of the nodes. Raises SupervisorError if no node is free now, or Slurm refuses the step."""
-    data_dir = Path(request["data_dir"])
-    data_dir.mkdir(parents=True, exist_ok=True)
-    file = data_dir / f".shared-{secrets.token_hex(8)}"
-    file.touch()
+    file = LinkFreePath(Path(request["data_dir"]), f".shared-{secrets.token_hex(8)}")
+    file.root.mkdir(parents=True, exist_ok=True)
+    file.make_file()
     # One core of each node, for a minute; the working directory may be missing there.
     words = [
         "srun",
@@ -76,6 +76,6 @@ def _inspect_nodes(request: dict[str, Any]) -> list[tuple[str, bool, str]]:
     try:
         text = command([*words, "/bin/sh", "-c", _INSPECT, "sh", str(file), request["python"]], limit=INSPECT_LIMIT)
     finally:
-        file.unlink(missing_ok=True)
+        file.remove(missing_ok=True)
     found = [match for line in text.splitlines() if (match := _FOUND.fullmatch(line))]
     return [(match[1], match[2] == "shared", match[3]) for match in found]

@@ -50,6 +50,10 @@ class ReadFiles(OpenReply):
     sha256: Annotated[dict[str, Digest], Field(max_length=FILES_LIMIT)]
 
 
+class Exchange(OpenReply):
+    """Nothing."""
+
+
 class KeepRecord(OpenReply):
     kept: Flag
 
@@ -61,5 +65,6 @@ FILE_REPLY_TYPES: dict[str, Any] = {
     "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
+    "exchange": Exchange,
     "keep_record": KeepRecord,
 }

@@ -7,14 +7,16 @@ import json
 import re
 import shlex
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.data.report import DataReport
 from trainer.formats import counted
+from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
-from trainyard.run.copy_files import copy_artifacts, fetch_file, put_file
+from trainyard.run.copy_files import Exchange, copy_artifacts, fetch_file, lent_files, split_run
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 
@@ -93,7 +95,7 @@ def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConn
         entry["host"]: functools.partial(
             connections[entry["host"]].call,
             "read_files",
-            wanted | {"folder": entry["run_dir"], "text": ["result.json", *on_nodes[entry["host"]]]},
+            wanted | {"run_dir": entry["run_dir"], "text": ["result.json", *on_nodes[entry["host"]]]},
         )
         for entry in entries
     }
@@ -159,22 +161,39 @@ def _gather_logs(
     present = results[head["host"]]["logs"]
     # A host delivers the logs of its own ranks only, each file once.
     taken = {f"rank{rank}.log" for rank in results[head["host"]]["ranks"]} | {"torchrun.0.log"}
-    copied = []
+    copied: list[str] = []
     for entry in entries[1:]:
         answer = results[entry["host"]]
         # torchrun renumbers the ranks of an elastic run: logs of other ranks belong to earlier starts.
         ranks = answer["ranks"] if entry.get("elastic") else entry["ranks"]
         current = {f"torchrun.{entry['node_rank']}.log", *(f"rank{rank}.log" for rank in ranks)} - taken
         taken |= current
-        for name, size in sorted(answer["logs"].items()):
-            if name in current and present.get(name) != size and size <= LOG_LIMIT:
-                try:
-                    fetch_file(connections[entry["host"]], f"{entry['run_dir']}/logs/{name}", folder / name, size)
-                except RemoteError as error:
-                    raise RunError(f"{entry['host']}: {error}") from None
-                put_file(connections[head["host"]], folder / name, f"{head['run_dir']}/logs/{name}")
-                copied.append(name)
+        wanted = {
+            name: size
+            for name, size in sorted(answer["logs"].items())
+            if name in current and present.get(name) != size and size <= LOG_LIMIT
+        }
+        try:
+            _fetch_logs(connections[entry["host"]], entry["run_dir"], wanted, folder)
+        except RemoteError as error:
+            raise RunError(f"{entry['host']}: {error}") from None
+        copied += wanted
+    if copied:
+        root, run = split_run(head["run_dir"])
+        exchange = Exchange(connections[head["host"]], root)
+        exchange.call()
+        for name in copied:
+            exchange.put(folder / name, name)
+        exchange.call(take={f"{run}/logs/{name}": name for name in copied}, end=True)
     return copied
+
+
+def _fetch_logs(connection: HostConnection, run_dir: str, sizes: Mapping[str, int], folder: Path) -> None:
+    """Copy logs of a host to the controller. Raises RemoteError."""
+    root, run = split_run(run_dir)
+    with lent_files(connection, root, [f"{run}/logs/{name}" for name in sizes]) as lent:
+        for name, size in sizes.items():
+            fetch_file(connection, lent[f"{run}/logs/{name}"], folder / name, size)
 
 
 def _early_end(result: dict[str, Any], spec: dict[str, Any]) -> list[str]:
@@ -211,7 +230,7 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
     if result.get("tensorboard"):
         folder = f"{head['run_dir']}/tensorboard"
         lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection.host)}"]
-    lines.append("to start another run, change an option; -e run=NAME sets its name")
+    lines.append(f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name")
     return lines
 
 
@@ -228,7 +247,7 @@ def script_summary(result: dict[str, Any], head: dict[str, Any], hosts: int) -> 
         f"  result       {head['run_dir']}/result.json{where}",
         f"  logs         {head['run_dir']}/logs",
     ]
-    return [*lines, "to start another run, change an option; -e run=NAME sets its name"]
+    return [*lines, f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name"]
 
 
 def with_base_model(name: str, config: bytes) -> bytes:

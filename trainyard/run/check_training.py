@@ -166,7 +166,7 @@ def _measure(checks: Sequence[HostCheck]) -> None:
         one.host.name: functools.partial(
             one.session.connect(one.host.name).call,
             "read_files",
-            {"folder": plans[one.host.name]["run_dir"], "text": ["metrics.jsonl"]},
+            {"run_dir": plans[one.host.name]["run_dir"], "text": ["metrics.jsonl"]},
         )
         for one in checks
     }

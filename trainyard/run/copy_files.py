@@ -6,11 +6,13 @@ file must not exceed the size that the host reported, and a host that sends slow
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from trainer.files import sha256_file
 from trainer.formats import mib, quoted
 from trainyard.connection import FanOut, HostConnection, RemoteError
+from trainyard.remote.exchange import FOLDER
 
 PATIENCE = 60.0  # s for a copy, in addition to the time that its size takes
 MIN_RATE = 100_000  # bytes per second; a slower host is given up
@@ -34,6 +37,56 @@ def in_time(connection: HostConnection, work: Callable[[], Any], limit: float) -
         connection.transport.abort()
         raise RemoteError(done.errors[name])
     return done.answers[name]["result"]
+
+
+class Exchange:
+    """Copies between the controller and folders of a host that code of a rank may write, through a private folder of the host.
+
+    What copies the files follows links, so it gets only paths in that folder.
+    """
+
+    def __init__(self, connection: HostConnection, root: str) -> None:
+        """Take the folder of all runs, or the store: `root`."""
+        self.connection, self.root, self.token = connection, root, secrets.token_hex(8)
+
+    def call(self, **request: Any) -> None:
+        """Have the host carry out a request, see trainyard/remote/exchange.py. Raises RemoteError."""
+        full = {"root": self.root, "token": self.token, **request}
+        in_time(self.connection, lambda: self.connection.call("exchange", full), REPLY_LIMIT)
+
+    def path(self, name: str) -> str:
+        """Return the path of a file in the private folder."""
+        return f"{self.root}/{FOLDER}/{self.token}/{name}"
+
+    def put(self, source: Path, name: str) -> None:
+        """Copy a file of the controller to the private folder. Raises RemoteError."""
+        put_file(self.connection, source, self.path(name))
+
+
+@contextlib.contextmanager
+def lent_files(connection: HostConnection, root: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yield the paths at which files of a host can be fetched, by name. Raises RemoteError.
+
+    Args:
+        root: the folder of all runs, or the store.
+        names: of the files, below `root`. One that is reached through a link is refused.
+    """
+    if not names:
+        yield {}
+        return
+    exchange = Exchange(connection, root)
+    try:
+        exchange.call(lend=list(names))
+        yield {name: exchange.path(str(number)) for number, name in enumerate(names)}
+    finally:
+        with contextlib.suppress(RemoteError):  # the host removes it after a day
+            exchange.call(end=True)
+
+
+def split_run(run_dir: str) -> tuple[str, str]:
+    """Return the folder of all runs, and the name of a run's folder in it."""
+    root, _, run = run_dir.rpartition("/")
+    return root, run
 
 
 def fetch_file(connection: HostConnection, source: str, target: Path, size: int) -> None:
@@ -91,7 +144,7 @@ def copy_artifacts(
         RemoteError: a name, size or content is not what the host may send, or a copy fails.
         OSError: a file cannot be written.
     """
-    request = {"folder": run_dir, "sha256": patterns, "sizes": patterns}
+    request = {"run_dir": run_dir, "sha256": patterns, "sizes": patterns}
     answer = in_time(head, lambda: head.call("read_files", request), REPLY_LIMIT)
     digests: dict[str, str] = answer["sha256"]
     sizes: dict[str, int] = answer["sizes"]
@@ -107,10 +160,14 @@ def copy_artifacts(
     if wanted and total + FREE_SPACE > free:
         raise RemoteError(f"its files have {mib(total)} MiB, and {folder} has {mib(free)} MiB free: free disk space")
     changed = []
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as aside:
+    root, run = split_run(run_dir)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as aside,
+        lent_files(head, root, [f"{run}/{name}" for name in wanted]) as lent,
+    ):
         for name in wanted:
             arrived = Path(aside) / "file"
-            fetch_file(head, f"{run_dir}/{name}", arrived, sizes[name])
+            fetch_file(head, lent[f"{run}/{name}"], arrived, sizes[name])
             if sha256_file(arrived) != digests[name]:
                 raise RemoteError(f"{run_dir}/{name} arrived damaged: run the same command again")
             if name in edits:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.formats import counted, printable
+from trainyard import front_end
 from trainyard.connection import FanOut
 from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
 from trainyard.run.errors import RunFailedError
@@ -231,8 +232,8 @@ def follow_parts(
     if any(part.status not in ENDED for part in parts):
         report(f"following {run}: {counted(world_size, 'rank')} on {where}{teacher}")
         report(
-            f"Ctrl-C leaves it running; to follow it again: ansible-playbook playbooks/attach.yml -e run={run}; "
-            f"to stop it: ansible-playbook playbooks/stop.yml -e run={run}"
+            f"Ctrl-C leaves it running; to follow it again: {front_end.command('attach', run)}; "
+            f"to stop it: {front_end.command('stop', run)}"
         )
     progress = Progress(world_size, options.progress_interval, options.stall_limit)
     follower = Follower(parts, connect, progress, options, report, rejoin)
@@ -246,7 +247,7 @@ def follow_parts(
     ended: dict[str, Any] = {"hosts": part_ends(parts)}
     if all(part.status != "stopped" for part in parts):
         return ended | {"status": "finished"}
-    line = f"run {run} was stopped after step {last_step(parts)}: train.yml with the same spec continues it"
+    line = f"run {run} was stopped after step {last_step(parts)}: {front_end.playbook('train')} with the same spec continues it"
     return ended | {"status": "stopped", "lines": [line]}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.data.files import needs_library
 from trainer.formats import printable
 from trainer.strategy import AUTO, plan_of, possible_plans
+from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gpu_choice import assign_gpus
@@ -82,7 +83,7 @@ def gather_facts(
 def _missing_answer(host: HostState, message: str) -> str:
     """Return why a host did not answer: ssh's message, or that it has no Python where it should."""
     if "not found" in message or "No such file" in message:
-        return f"there is no Python at {host.host.python}: run site.yml, or correct cluster_python"
+        return f"there is no Python at {host.host.python}: run {front_end.playbook('site')}, or correct cluster_python"
     return f"does not answer: {message}"
 
 

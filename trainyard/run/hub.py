@@ -12,6 +12,7 @@ from typing import Any, Literal
 from trainer.errors import UserError
 from trainer.formats import printable
 from trainer.model_name import in_hub_cache
+from trainyard import front_end
 from trainyard.connection import RemoteError
 from trainyard.run.copy_files import NAME, in_time
 from trainyard.run.errors import StageError
@@ -87,7 +88,7 @@ def fetch_again(file: dict[str, Any], name: str, access: HostAccess, report: Cal
     if found["digest"] != file["digest"]:
         raise StageError(
             f"model: {name} on the hub has changed since this run started, and only {lost} has the files: "
-            f"start {lost}, or choose another name with -e run=NAME"
+            f"start {lost}, or choose another name with {front_end.option('run', 'NAME')}"
         )
     return found | {"kind": file["kind"]}
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard import front_end
 from trainyard.preflight.host_state import HostState
 
 
@@ -73,7 +74,7 @@ def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[st
     return [
         f"warning: isolate=never, and no firewall is active on {', '.join(open_hosts)}: every machine that reaches "
         "the ports of the run can read its weights and run code on the hosts; omit isolate, or run "
-        "site.yml --tags firewall"
+        f"{front_end.playbook('site')} --tags firewall"
     ]
 
 
@@ -113,6 +114,6 @@ def _unfiltered_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[
         unit = "" if isolation.outgoing else ", or set isolate=always"
         lines.append(
             f"warning: nothing keeps other machines from the ports of the run on {', '.join(bare)}: the kernel permits no socket "
-            f"filter without privileges, no firewall is active, and no system unit limits the ranks; run site.yml --tags firewall{unit}"
+            f"filter without privileges, no firewall is active, and no system unit limits the ranks; run {front_end.playbook('site')} --tags firewall{unit}"
         )
     return lines

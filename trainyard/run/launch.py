@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
+from trainyard import front_end
 from trainyard.connection import FanOut, HostConnection
 from trainyard.run.errors import LaunchError
 from trainyard.run.gather import Connect
@@ -119,9 +120,10 @@ def _paths(value: Any) -> set[str]:
 
 
 def _begin(connection: HostConnection, entry: dict[str, Any]) -> dict[str, Any]:
-    # A shell command, because Python would take longer to start and the ranks would start further apart.
+    # A shell command, because Python would take longer to start and the ranks would start further apart. The file
+    # must not exist (set -C): code of a rank could make it a link.
     file = shlex.quote(f"{entry['run_dir']}/state/go")
-    return connection.run(f": >{file} && date '+{{\"now\": %s.%N}}'", verb="begin")
+    return connection.run(f"set -C; : >{file} && date '+{{\"now\": %s.%N}}'", verb="begin")
 
 
 def stop_parts(
@@ -160,11 +162,11 @@ def stop_lines(run: str, parts: list[Part], was_alive: bool, request: dict[str, 
     leased = any(part.node.get("lease") and part.status != "finished" for part in parts)
     if not was_alive and leased:  # its job may wait
         lines.append(
-            f"if it waits in the queue, it starts again: ansible-playbook playbooks/queue.yml -e do=cancel -e run={run} prevents that"
+            f"if it waits in the queue, it starts again: {front_end.command('queue cancel', run)} prevents that"
         )
     if was_alive and killed and not request.get("now"):
         lines.append(
             f"killed, because their checkpoint took longer than {request['grace']:g} s: ranks {killed}; the run "
-            "continues from the previous checkpoint (-e grace=SECONDS allows more time)"
+            f"continues from the previous checkpoint ({front_end.option('grace', 'SECONDS')} allows more time)"
         )
     return lines

@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.formats import printable, quoted, table
 from trainer.inputs import user_path
+from trainyard import front_end
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.ollama.prompts import read_prompts
 from trainyard.playbook_options import PlaybookOptions
@@ -62,7 +63,7 @@ def make_merge_options(values: Mapping[str, Any]) -> MergeOptions:
     runs = options.runs
     if wrong := [name for name in runs if not _RUN.fullmatch(name)]:
         raise UserError(
-            f"merge: runs: {quoted(wrong[0])} is not the name of a run; ansible-playbook playbooks/status.yml lists the runs"
+            f"merge: runs: {quoted(wrong[0])} is not the name of a run; {front_end.command('status')} lists the runs"
         )
     if len(set(runs)) < len(runs) or options.run in runs:
         raise UserError("merge: runs: name each run once, and give the result another name with run=")

@@ -16,6 +16,7 @@ from trainer.planner.model_shape import shape_of
 from trainer.planner.packing import packing_text
 from trainer.strategy import AUTO, plan_of
 from trainer.strategy.pipeline_split import check_ranks, given_layers
+from trainyard import front_end
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.mesh import high_ports, measure_mesh
@@ -263,8 +264,7 @@ def _running_members(
         members = members_of(hosts, attempt)
     if not members and not (previous.begun or options.max_restarts):
         raise PartlyActiveError(
-            f"run {run} is only partly alive (on {', '.join(running)}): stop it first: "
-            f"ansible-playbook playbooks/stop.yml -e run={run}"
+            f"run {run} is only partly alive (on {', '.join(running)}): stop it first: {front_end.command('stop', run)}"
         )
     return members
 
@@ -287,7 +287,7 @@ def was_stopped(hosts: list[HostState], attempt: int) -> bool:
 
 def stopped_line(run: str) -> str:
     """Return what a user is told who stopped a run before its restart."""
-    return f"run {run} was stopped: train.yml with the same spec continues it"
+    return f"run {run} was stopped: {front_end.playbook('train')} with the same spec continues it"
 
 
 def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
@@ -333,7 +333,7 @@ def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:
     if names:
         different = "; ".join(f"{name}: is {quoted(before[name])}, wanted {quoted(now[name])}" for name in names)
         raise PlanError(
-            f"run {run} is running with another spec ({different}): choose another name with -e run=NAME, "
+            f"run {run} is running with another spec ({different}): choose another name with {front_end.option('run', 'NAME')}, "
             "or repeat the options with which it was started"
         )
 
@@ -350,10 +350,12 @@ def is_finished(hosts: list[HostState], spec: dict[str, Any], run: str) -> bool:
         if different := changed_fields(staged_spec(hosts[0]), now):
             raise PlanError(
                 f"run {run} exists with another spec ({'; '.join(different)}): repeat the options with which it was started, "
-                "or choose another name with -e run=NAME"
+                f"or choose another name with {front_end.option('run', 'NAME')}"
             )
         if now.resume == "never" and (facts["result"] or {}).get("status") != "finished":
-            raise PlanError(f"run {run} has checkpoints and resume is never: choose another name with -e run=NAME")
+            raise PlanError(
+                f"run {run} has checkpoints and resume is never: choose another name with {front_end.option('run', 'NAME')}"
+            )
     return all((host.facts["result"] or {}).get("status") == "finished" for host in hosts)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard import front_end
+
 MOST_DOUBLINGS = 64  # of a wait, which a limit ends long before; more would exceed the largest float
 
 
@@ -44,7 +46,7 @@ class RestartPolicy:
         self.best = max(step, self.best)
         cause = failure.get("cause") or {}
         if failure.get("stop_wanted"):
-            return "it was stopped: train.yml with the same spec continues it"
+            return f"it was stopped: {front_end.playbook('train')} with the same spec continues it"
         if cause.get("blocked_by") == "user":
             return "it would fail again"
         if cause.get("blocked_by") == "disk" and not 0 < self.min_nodes < hosts:

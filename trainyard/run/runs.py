@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainer.formats import counted
+from trainyard import front_end
 from trainyard.connection import Host, HostConnection
 from trainyard.preflight.hardware import gather_hardware, hardware_table
 from trainyard.run.errors import RunError, first_of
@@ -179,8 +180,8 @@ def manage_runs(
             raise RunError("name a run or all=true, not both")
         return stop_all_runs(hosts, connect_name, options, report, grace=grace, now=now, check=check)
     if not run:
-        hint = ", or -e all=true for every run" if state == "stopped" else ""
-        raise RunError(f"name the run: -e run=NAME{hint}")
+        hint = f", or {front_end.option('all')} for every run" if state == "stopped" else ""
+        raise RunError(f"name the run: {front_end.option('run', 'NAME')}{hint}")
     if state == "stopped":
         return stop_run(run, hosts, connect_name, options, grace=grace, now=now, check=check)
     return {"skipped": True} if check else follow_run(run, hosts, connect_name, options, report)

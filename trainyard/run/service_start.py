@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from trainer.config import RunSpec, make_spec
 from trainer.errors import UserError
 from trainer.files import sha256_file
+from trainyard import front_end
 from trainyard.connection import Host
 from trainyard.reply_fields import Digest
 from trainyard.run.file_entries import file_entry
@@ -98,7 +99,7 @@ class ServiceStart:
         here = {host.name: host for host in known}
         if missing := [name for name in self.env if name not in here]:
             raise UserError(
-                f"run {self.spec.run} was started on {missing[0]}, which the service does not know: run site.yml, or start the "
+                f"run {self.spec.run} was started on {missing[0]}, which the service does not know: run {front_end.playbook('site')}, or start the "
                 "run on the controller"
             )
         return [replace(here[name], env=dict(variables)) for name, variables in self.env.items()]

@@ -12,6 +12,7 @@ from typing import Any
 from trainer.formats import counted
 from trainer.slurm_script import gpus_of
 from trainer.strategy import AUTO
+from trainyard import front_end
 from trainyard.connection import RemoteError
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.commit import start_of
@@ -53,7 +54,7 @@ def check_options(options: LaunchOptions, hosts: int, spec: Mapping[str, Any]) -
     """
     if hosts != 1:
         raise PlanError(
-            f"launcher=slurm: the run has {hosts} hosts: name the login host of the Slurm cluster alone, as in -e limit=login1"
+            f"launcher=slurm: the run has {hosts} hosts: name the login host of the Slurm cluster alone, as in {front_end.option('limit', 'login1')}"
         )
     for name, why in _NOT_WITH_SLURM.items():
         if getattr(options, name) != OPTIONS[name].default:

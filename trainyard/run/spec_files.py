@@ -23,6 +23,7 @@ from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.inputs import host_path, path_kind, user_path
 from trainer.script import check_script
+from trainyard import front_end
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import file_entry, folder_entry
@@ -239,7 +240,7 @@ def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFi
     if spec.model == TINY and not spec.fake_data and not spec.script:
         raise UserError(TINY_NEEDS_DATASET)
     if access is None:
-        raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with train.yml")
+        raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with {front_end.playbook('train')}")
     elsewhere = {"teacher"} if spec.teacher_host else set()  # only one host needs it
     found: dict[str, HostFiles] = {}
     for names in (paths.keys() - elsewhere, paths.keys() & elsewhere):

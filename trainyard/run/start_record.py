@@ -77,7 +77,7 @@ def read_start(home: Path, run: str) -> StartRecord:
         raise UserError(
             f"run {run} was not started from this project folder: start it again with trainyard train SPEC --run {run}"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(
             f"run {run}: cannot read {path}: start it again with trainyard train SPEC --run {run}"
         ) from None

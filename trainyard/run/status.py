@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainer.formats import clock, counted, table, thousands
+from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, InvalidReplyError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
@@ -76,7 +77,7 @@ def find_parts(
     if unreadable and not every_start:
         raise RunError(
             f"{unreadable.host}: run {run} is alive, but its record state/node.json is unreadable: stop the run with "
-            f"ansible-playbook playbooks/stop.yml -e run={run}"
+            f"{front_end.command('stop', run)}"
         )
     found = newest_start(parts, every_start=every_start)
     members = {host for part in found for host in part.node.get("hosts", [])}
@@ -121,7 +122,7 @@ def with_absent_replicas(
     Raises:
         RunError: the head does not answer, or its plan is not valid.
     """
-    head, request = parts[0].host, {"folder": parts[0].run_dir, "text": ["plan.json"]}
+    head, request = parts[0].host, {"run_dir": parts[0].run_dir, "text": ["plan.json"]}
     asked = FanOut({head: functools.partial(connect(head).call, "read_files", request)}).wait(limit)
     if head in asked.errors:
         raise RunError(f"{head}: {asked.errors[head]}")
@@ -154,7 +155,7 @@ def parts_to_monitor(run: str, hosts: Iterable[Host], connect: Connect, limit: f
 
 def no_such_run(run: str) -> RunError:
     """Return the error for a run that no host has."""
-    return RunError(f"no host has a run {run}; ansible-playbook playbooks/status.yml lists the runs")
+    return RunError(f"no host has a run {run}; {front_end.command('status')} lists the runs")
 
 
 class RunList:
@@ -237,7 +238,9 @@ def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -
     rows += [["-", host.name, "-", "unreachable", *blank] for host in hosts if host.name in asked.errors]
     lines = table([STATUS_HEAD, *rows]) + jobs
     if hidden:
-        lines.append(f"{counted(len(hidden), 'older run')} not listed: -e all=true lists all runs, -e run=NAME one")
+        lines.append(
+            f"{counted(len(hidden), 'older run')} not listed: {front_end.option('all')} lists all runs, {front_end.option('run', 'NAME')} one"
+        )
     lines += warnings
     if not runs:
         where = hosts[0].name if len(hosts) == 1 else f"any of {len(hosts)} hosts"

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.files import sha256_file
 from trainyard.connection import FanOut, HostConnection, RemoteError
-from trainyard.run.copy_files import fetch_file
+from trainyard.run.copy_files import fetch_file, lent_files
 from trainyard.run.errors import LostSourceError, StageError
 from trainyard.run.gather import Connect
 from trainyard.run.relay import Copy, Member, plan_relay, run_relay
@@ -130,7 +130,9 @@ def _fetch_from_hosts(
             holder = first if first in have or not have else have[0]  # it may be in another group of hosts
             try:
                 connection = connect(holder)
-                fetch_file(connection, f"{connection.host.data_dir}/{dest}", aside, copy.size)
+                name = dest.removeprefix("store/")
+                with lent_files(connection, f"{connection.host.data_dir}/store", [name]) as lent:
+                    fetch_file(connection, lent[name], aside, copy.size)
             except RemoteError as error:
                 raise StageError(f"{holder}: {error}") from None
             if sha256_file(aside) != copy.sha256:
@@ -163,7 +165,6 @@ def receive_request(
     return {
         "files": {f"{entry['data_dir']}/{dest}": copy.sha256 for dest, copy in copies.items()},
         "arrived": {},
-        "contents": {},
         "links": target_links(entry, files),
         "modes": {} if check else {f"{entry['data_dir']}/{dest}": copy.mode for dest, copy in copies.items()},
         "cache": f"{store}/digests.json",

@@ -23,6 +23,7 @@ from trainer_runs import TOP, Cluster, Here, lines, losses, until
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.errors import UserError
 from trainer.run_state import RunHistory
+from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import run_processes
 
 FIXED = LONG | {"strategy": "diloco", "local_steps": 5}
@@ -147,7 +148,7 @@ def test_a_lighthouse_that_cannot_listen_is_reported_and_ends_the_run(cluster: C
     assert status["node"]["error"].startswith(
         f"the run's lighthouse exited 3 times: cannot listen on {lighthouse}: Address already in use"
     )
-    assert not run_processes(part.run_dir)
+    assert not run_processes(link_free(part.run_dir))
 
 
 def halt_between_syncs(pid: int, samples: Path) -> bool:
@@ -197,7 +198,7 @@ def test_replica_leaves_and_rejoins(victim: int, number: signal.Signals, cluster
             until(lambda part=part: part.status()["status"] != "running", 200, "the end of the run")
             assert part.status()["status"] == "finished", cluster.logs()
         assert [part.status()["node"].get("restarted") for part in parts] == [None, 1][:: 1 if victim else -1]
-        assert not run_processes(cluster.run_dir(0)) and not run_processes(cluster.run_dir(1)), (
+        assert not run_processes(link_free(cluster.run_dir(0))) and not run_processes(link_free(cluster.run_dir(1))), (
             "the lighthouse has ended"
         )
     finally:

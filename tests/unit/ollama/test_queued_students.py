@@ -36,7 +36,7 @@ def cluster() -> Cluster:
         return type("Connection", (), {"host": next(host for host in HOSTS if host.name == name)})()
 
     groups = {"cluster": ["node1", "node2"]}
-    return Cluster(HOSTS, groups, lambda host, name: None, connect, make_options)
+    return Cluster(HOSTS, groups, {host.name: {} for host in HOSTS}, connect, make_options)
 
 
 def made(hybrid: bool = False, **values: Any) -> StudentQueue:
@@ -66,7 +66,7 @@ def test_hybrid_students_have_two_hosts() -> None:
 )
 def test_mistakes_are_found_before_a_host_is_asked(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        distill(GIVEN | values, cluster(), {}, TOP, print, False)
+        distill(GIVEN | values, cluster(), TOP, print, False)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 

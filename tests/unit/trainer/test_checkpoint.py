@@ -52,6 +52,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "manifest.json is unreadable (JSONDecodeError)",
     ),
     "no mapping": (lambda path: (path / MANIFEST).write_text("[]"), "manifest.json is unreadable (TypeError)"),
+    "list of files": (
+        lambda path: (path / MANIFEST).write_text('{"files": []}'),
+        "manifest.json is unreadable (AttributeError)",
+    ),
+    "deep json": (
+        lambda path: (path / MANIFEST).write_text("[" * 100_000),
+        "manifest.json is unreadable (RecursionError)",
+    ),
     "other json": (lambda path: (path / MANIFEST).write_text("{}"), "manifest.json is unreadable (KeyError)"),
     "cut off": (lambda path: os.truncate(path / "optimizer.pt", 100), "optimizer.pt has 100 of "),
     "file lost": (lambda path: (path / "trained.safetensors").unlink(), "trained.safetensors is missing"),

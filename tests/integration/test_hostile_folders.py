@@ -1,0 +1,243 @@
+"""What code of a rank leaves in folders of a run: programs of the host follow no link, wait for nobody, and end with their connection."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_hosts import free_port, until
+from ssh_server import Server, control_folder, server
+
+from trainer.supervise.processes import all_pids, environ, is_running
+from trainyard.connection import Host, HostConnection, RemoteError
+from trainyard.openssh import LocalTransport, OpenSSHTransport
+from trainyard.remote_archive import remote_command, remote_input
+
+__all__ = ["control_folder", "server"]
+
+LIMIT = 10.0  # s for a program to end on a loaded machine; its own limit is much longer
+
+
+class Here:
+    """A data folder of this machine with one run, and a home that no verb may touch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data, self.home = folder / "data", folder / "home"
+        self.run = self.data / "runs/r"
+        for path in (self.run, self.data / "store", self.home):
+            path.mkdir(parents=True)
+        (self.home / "authorized_keys").write_text("key")
+        self.home.chmod(0o750)
+        self.connection = HostConnection(Host("node1", "127.0.0.1", str(self.data), sys.executable), LocalTransport())
+
+    def call(self, verb: str, **request: Any) -> dict[str, Any]:
+        """Run a verb in time."""
+        start = time.monotonic()
+        try:
+            return self.connection.call(verb, request)
+        finally:
+            assert time.monotonic() - start < LIMIT
+
+    def start(self) -> dict[str, Any]:
+        return self.call("run_start", run_dir=str(self.run), command=["/bin/sleep", "60"], backend="process")
+
+    def receive(self, **more: Any) -> dict[str, Any]:
+        store = self.data / "store"
+        request = {"files": {str(store / "datasets/d"): "0" * 64}, "arrived": {}, "check": False, **more}
+        return self.call("receive", **request, cache=str(store / "digests.json"), incoming=str(store / "incoming"))
+
+    def check_home(self) -> None:
+        """Check that nothing has changed outside."""
+        assert [path.name for path in self.home.iterdir()] == ["authorized_keys"]
+        assert (self.home / "authorized_keys").read_text() == "key" and self.home.stat().st_mode & 0o777 == 0o750
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    return Here(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["state", "logs"])
+def test_a_restart_does_not_follow_a_link(name: str, here: Here) -> None:
+    """A start removes the files in `state`: it deleted authorized_keys where that was a link to ~/.ssh."""
+    (here.run / name).symlink_to(here.home)
+    with pytest.raises(RemoteError, match=f"it is a symbolic link: remove it: '{here.run}/{name}'"):
+        here.start()
+    here.check_home()
+
+
+def test_a_start_through_a_link_in_place_of_the_run_folder_is_refused(here: Here) -> None:
+    here.run.rmdir()
+    here.run.symlink_to(here.home)
+    with pytest.raises(RemoteError, match="there is no run folder"):
+        here.start()
+    with pytest.raises(RemoteError, match="symbolic link"):
+        here.call(
+            "commit", run_dir=str(here.run), token="t", contents={}, trainer=f"{here.data}/store/t", previous=None
+        )
+    here.check_home()
+
+
+@pytest.mark.parametrize("name", ["incoming", "datasets"])
+def test_staging_does_not_follow_a_link(name: str, here: Here) -> None:
+    """It set the mode of the folder, and removed old files in it."""
+    os.utime(here.home / "authorized_keys", (0, 0))
+    (here.data / "store" / name).symlink_to(here.home)
+    arrived = here.data / "store/new"
+    arrived.write_text("x")
+    more = {"arrived": {str(here.data / "store/datasets/d"): str(arrived)}} if name == "datasets" else {}
+    digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
+    with pytest.raises(RemoteError, match="symbolic link"):
+        here.receive(files={str(here.data / "store/datasets/d"): digest}, **more)
+    here.check_home()
+
+
+def test_staging_does_not_wait_for_a_fifo(here: Here) -> None:
+    os.mkfifo(here.data / "store/digests.json")
+    assert here.receive()["lacking"] == [str(here.data / "store/datasets/d")]
+    assert (here.data / "store/digests.json").exists()
+    os.mkfifo(here.data / "store/incoming/x")
+    with pytest.raises(RemoteError, match="not a regular file"):
+        here.receive(arrived={str(here.data / "store/datasets/d"): str(here.data / "store/incoming/x")})
+
+
+FIFOS = ["lock", "claim.json", "env", "state/node.json", "state/rank0.json", "state/standby.json", "metrics.jsonl"]
+FIFOS += ["result.json", "spec.yml", "logs/rank0.log", "checkpoints/step-00000001/manifest.json", "trainer.zip"]
+
+
+@pytest.mark.parametrize("name", FIFOS)
+def test_no_verb_waits_for_a_fifo(name: str, here: Here) -> None:
+    path = here.run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("run_status", {"run_dir": str(here.run), "logs_from": {"rank0.log": -5}}),
+        ("run_list", {"data_dir": str(here.data)}),
+        ("run_stop", {"run_dir": str(here.run), "grace": 0.5}),
+        ("checkpoints", {"run_dir": str(here.run)}),
+        ("read_files", {"run_dir": str(here.run), "text": [name], "sizes": ["*", "*/*"], "sha256": ["*", "*/*"]}),
+        ("exchange", {"root": str(here.data / "runs"), "token": "t", "lend": [f"r/{name}"]}),
+    ]
+    for verb, request in calls:
+        try:
+            answer = here.call(verb, **request)
+        except RemoteError as error:
+            assert "no answer" not in str(error)
+        else:
+            assert verb != "read_files" or (answer["text"] == {name: None} and name not in answer["sizes"])
+
+
+def test_links_to_secrets_are_not_read(here: Here) -> None:
+    secret = here.home / "authorized_keys"
+    for name in ("logs/rank0.log", "result.json", "checkpoints/step-00000001/state.pt"):
+        (here.run / name).parent.mkdir(parents=True, exist_ok=True)
+        (here.run / name).symlink_to(secret)
+        with pytest.raises(RemoteError, match="symbolic link"):
+            here.call("exchange", root=str(here.data / "runs"), token="t", lend=[f"r/{name}"])
+        answer = here.call("read_files", run_dir=str(here.run), text=[name], sizes=["*", "*/*"], sha256=["*", "*/*"])
+        assert answer == {"text": {name: None}, "sizes": {}, "sha256": {}}
+    (here.run / "state").mkdir()
+    answer = here.call("run_status", run_dir=str(here.run), logs_from={"rank0.log": -5})
+    assert answer["logs"]["rank0.log"]["lines"] == []
+    here.check_home()
+
+
+# Time limits and connections
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes of a verb that this test has started."""
+    return [pid for pid in all_pids() if environ(pid).get("TRAINYARD_TEST") == mark and is_running(pid)]
+
+
+def waiting_relay(folder: Path) -> tuple[str, bytes, int]:
+    """Return command and input of a verb that waits for a host that never connects, and its port."""
+    store, port = folder / "store", free_port()
+    store.mkdir()
+    file = {"target": f"{store}/a", "temporary": f"{store}/incoming/a", "size": 9, "sha256": "0", "mode": 0o644}
+    request = {
+        "files": [file | {"source": "host", "wanted": False}],
+        "address": "127.0.0.1",
+        "port": port,
+        "previous": "127.0.0.9",
+        "next": "",
+        "next_port": 0,
+        "certificate": "",
+        "key": "",
+        "cache": f"{store}/digests.json",
+        "connect": 600.0,
+        "idle": 600.0,
+    }
+    command = f"TRAINYARD_TEST={folder}; export TRAINYARD_TEST; {remote_command('relay', sys.executable)}"
+    return command, remote_input(request, "relay"), port
+
+
+def listens(port: int) -> bool:
+    return f":{port:04X} 00000000:0000 0A" in Path("/proc/net/tcp").read_text(encoding="utf-8")
+
+
+def test_a_program_ends_when_its_ssh_client_is_killed(server: Server, tmp_path: Path) -> None:
+    command, stdin, port = waiting_relay(tmp_path)
+    argv = OpenSSHTransport(server.login).stream_argv(command)
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+        assert client.stdin
+        client.stdin.write(stdin)
+        client.stdin.close()
+        until(functools.partial(listens, port), 30, "the relay to wait")
+        assert marked(str(tmp_path))
+        client.kill()
+    until(lambda: not marked(str(tmp_path)), LIMIT, "the program on the host to end")
+
+
+def test_a_program_ends_when_its_request_is_given_up_on_a_shared_connection(server: Server, tmp_path: Path) -> None:
+    command, stdin, port = waiting_relay(tmp_path)
+    transport = OpenSSHTransport(server.login)
+    thread = threading.Thread(target=lambda: transport.execute(command, stdin), daemon=True)
+    thread.start()
+    until(functools.partial(listens, port), 30, "the relay to wait")
+    transport.abort()
+    until(lambda: not marked(str(tmp_path)), LIMIT, "the program on the host to end")
+
+
+BLOCKED = """
+import os, subprocess, sys
+from trainyard.remote.watch import EndedError, kill_group, watch
+watch(0.5, finishes=False)
+try:
+    child = subprocess.Popen(["/bin/sleep", "60"])
+    os.open(sys.argv[1], os.O_RDONLY)
+except EndedError as error:
+    print(error, flush=True)
+    kill_group()
+"""
+
+
+def test_a_time_limit_ends_a_system_call_that_blocks_and_children(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    environment = {**os.environ, "TRAINYARD_TEST": str(tmp_path)}
+    command = [sys.executable, "-c", BLOCKED, str(tmp_path / "fifo")]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=LIMIT, check=False)
+    assert done.stdout == b"not done within 0 s\n" or done.stdout == b"not done within 1 s\n"
+    until(lambda: not marked(str(tmp_path)), LIMIT, "the child to end")
+
+
+def test_a_start_is_completed_without_its_connection(here: Here) -> None:
+    """Not half of it: the supervisor has its lock and its record, so that status and stop know it."""
+    request = {"run_dir": str(here.run), "command": ["/bin/sleep", "60"], "backend": "process"}
+    command = ["/bin/sh", "-c", remote_command("run_start", sys.executable)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        process.stdout.close()
+        process.stdin.write(remote_input(request, "run_start"))
+        process.stdin.close()
+        process.wait(60)
+    assert here.call("run_status", run_dir=str(here.run))["status"] == "running"
+    assert here.call("run_stop", run_dir=str(here.run), now=True)["status"] == "stopped"
+    assert here.call("run_status", run_dir=str(here.run))["alive"] is False

@@ -1,0 +1,66 @@
+"""The table of commands, and the checks of a call that both front ends share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.errors import UserError
+from trainyard.cluster import Cluster
+from trainyard.commands.call import Call, own_groups
+from trainyard.commands.role_steps import ROLE_STEPS
+from trainyard.commands.table import COMMANDS
+from trainyard.run.options import LaunchOptions
+
+TOP = Path(__file__).resolve().parents[2]
+
+
+def call(command: str, program: bool, **extra_vars: Any) -> Call:
+    cluster = Cluster([], {}, {}, lambda host: pytest.fail("no host is asked"), lambda values: LaunchOptions())
+    play = (lambda values: None) if program else None
+    groups = COMMANDS[command].all_groups
+    return Call(command, groups, {}, extra_vars, extra_vars, cluster, TOP, print, play=play)
+
+
+@pytest.mark.parametrize("program", [False, True], ids=["playbook", "program"])
+def test_unknown_names_are_errors(program: bool) -> None:
+    call("status", program, run="a", cluster_gpus=1, limit="node1", ollama_url="http://127.0.0.1:1").check_names()
+    call("train", program, lerning_rate=1).check_names()  # `spec` checks them
+    for command, name in (("status", "rnu"), ("merge", "foo"), ("queue list", "rnu"), ("dashboard", "dashboard_prt")):
+        with pytest.raises(UserError, match=f"-e {name}: unknown name"):
+            call(command, program, **{name: 1}).check_names()
+    with pytest.raises(UserError, match="takes NAME=VALUE"):
+        call("status", program, _raw_params="word").check_names()
+
+
+def test_a_playbook_takes_the_fields_of_a_run_beside_its_own_names() -> None:
+    call("status", False, lr=1, host="node1").check_names()
+    call("queue hold", False, do="hold", priority="low").check_names()
+    with pytest.raises(UserError, match="-e lr: unknown name"):
+        call("status", True, lr=1).check_names()
+
+
+def test_the_run_spec_leaves_the_options_of_the_command_out() -> None:
+    assert [group.title for group in own_groups(COMMANDS["data"].all_groups)] == ["command options"]
+    assert not own_groups(COMMANDS["train"].all_groups)
+    assert call("data", False, samples=1, model="tiny", lr="1e-3").spec().lr == 1e-3
+
+
+def tasks(content: Any) -> Iterator[dict[str, Any]]:
+    """Return the arguments of the tasks `trainyard` of a playbook, or of a role's tasks."""
+    for entry in content if isinstance(content, list) else []:
+        if "trainyard" in entry:
+            yield entry["trainyard"]
+        for part in ("tasks", "block", "rescue", "always"):
+            yield from tasks(entry.get(part))
+
+
+def test_playbooks_and_roles_name_commands_that_exist() -> None:
+    files = [*(TOP / "playbooks").glob("*.yml"), *(TOP / "roles").glob("*/tasks/*.yml")]
+    named = {task["command"] for file in files for task in tasks(yaml.safe_load(file.read_text(encoding="utf-8")))}
+    assert named <= {*COMMANDS, *ROLE_STEPS, "queue"}
+    assert set(ROLE_STEPS) <= named and {"train", "status", "stop", "check-training"} <= named

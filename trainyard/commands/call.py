@@ -1,0 +1,108 @@
+"""One call of a command, from the program or from a task of a playbook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.config import RunSpec, resolve_aliases
+from trainyard.cluster import Cluster
+from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
+from trainyard.extra_vars import check_names, check_pairs, read_run_spec
+from trainyard.playbook_options import PlaybookOptions
+from trainyard.run.options import LaunchOptions
+from trainyard.run.session import RunSession
+from trainyard.service_records import ServiceRecords, service_records
+
+Options = TypeVar("Options", bound=PlaybookOptions)
+_OF_PLAYBOOKS = (
+    "do",
+    "priority",
+    "host",
+)  # names of -e that a playbook takes, for another command: queue.yml, remove_host.yml
+
+
+def own_groups(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups of a command's own options: neither of the run spec, nor launch options, nor of every command."""
+    shared = (LAUNCH.title, COMMON.title)
+    return [group for group in groups if not isinstance(group, SpecGroup) and group.title not in shared]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a command.
+
+    Attributes:
+        command: its name.
+        groups: its options.
+        given: the command's own options, by name: flags, options of the task, or variables.
+        extra_vars: the values of `-e`.
+        values: `extra_vars`, and flags, which take precedence.
+        cluster: the inventory.
+        top: the project's folder.
+        report: receives lines while the command runs.
+        check: change nothing.
+        as_json: whether the front end prints the result as JSON.
+        play: runs the command's playbook with these values of `-e`; None in a task.
+    """
+
+    command: str
+    groups: Sequence[Group]
+    given: Mapping[str, Any]
+    extra_vars: Mapping[str, Any]
+    values: Mapping[str, Any]
+    cluster: Cluster
+    top: Path
+    report: Callable[[str], None]
+    check: bool = False
+    as_json: bool = False
+    play: Callable[[Mapping[str, Any]], None] | None = None
+
+    @property
+    def work(self) -> Path:
+        """Folder of created files and records."""
+        return self.top / ".trainyard"
+
+    @property
+    def launch(self) -> LaunchOptions:
+        """The launch options. Raises UserError for a bad value."""
+        return self.cluster.launch_of({})
+
+    @property
+    def source(self) -> str:
+        """The origin of the values, for messages."""
+        return "the command line" if self.play else "-e"
+
+    def check_names(self) -> None:
+        """Check the names of `-e`, unless `spec` does. Fields of the run spec may stand beside those of a playbook. Raises UserError."""
+        check_pairs(self.extra_vars)
+        if any(isinstance(group, SpecGroup) for group in self.groups):
+            return
+        given = self.extra_vars if self.play else resolve_aliases(self.extra_vars, source="-e")[0]
+        others = [name for name in given if not any(group.knows(name) for group in self.groups)]
+        fields = [name for group in self.groups for name in group.fields]
+        check_names(others, self.top, [*fields, *(() if self.play else _OF_PLAYBOOKS)], of_run=not self.play)
+
+    def options(self, kind: type[Options]) -> Options:
+        """Return the command's own options. Raises UserError for a bad value."""
+        return kind.from_variables(self.given, self.command)
+
+    def spec(self) -> RunSpec:
+        """Read the run spec, in which the command's own options have no place. Raises UserError."""
+        own = own_groups(self.groups)
+        values = {name: value for name, value in self.values.items() if not any(group.knows(name) for group in own)}
+        return read_run_spec(self.launch.spec, values, self.top, self.report, source=self.source)
+
+    def service_records(self) -> ServiceRecords | None:
+        """Return what sends records to the service of the dashboard; None without it."""
+        cluster = self.cluster
+        return service_records(cluster.groups, cluster.variable, cluster.connect, self.report, self.check)
+
+    def session(self, **start: Any) -> RunSession:
+        """Make the session of a run, with its `spec` or its `state`."""
+        records = self.service_records()
+        start |= {"home": self.top, "report": self.report, "check": self.check}
+        start["keep_record"] = records and records.keep
+        return RunSession(self.cluster.hosts, self.cluster.connect, self.launch, **start)

@@ -1,0 +1,193 @@
+"""The functions behind the commands. Each returns its result, whose `lines` are printed, or None if it has printed it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.inputs import user_path
+from trainyard import front_end
+from trainyard.commands.call import Call
+from trainyard.commands.options import (
+    DataOptions,
+    LogsOptions,
+    PreflightOptions,
+    RunOptions,
+    StatusOptions,
+    StopOptions,
+)
+from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboard
+from trainyard.dashboard.project import Project
+from trainyard.ollama.deploy import Deployment
+from trainyard.ollama.distill import distill as run_distill
+from trainyard.ollama.options import make_deploy_options
+from trainyard.ollama.servers import host_urls
+from trainyard.preflight.runner import run_preflight
+from trainyard.queue.host import queue_host
+from trainyard.queue.manage import manage_queue
+from trainyard.run.check_training import check_spec
+from trainyard.run.check_training import check_training as train_alone
+from trainyard.run.errors import RunError
+from trainyard.run.merge import make_merge_options, merge_runs
+from trainyard.run.plan import PORTS
+from trainyard.run.runs import manage_runs
+from trainyard.run.session_state import SessionState
+from trainyard.run.status import find_parts, no_such_run
+from trainyard.service_records import following
+
+
+def train(call: Call) -> dict[str, Any]:
+    """Start a run, follow it and collect its result."""
+    session = call.session(spec=call.spec())
+    ended = session.run()
+    status = session.state.status or session.state.phase
+    return {"run": session.run_name, "status": status, "result": ended.get("result")}
+
+
+def plan(call: Call) -> dict[str, Any]:
+    """Plan a run over the hosts."""
+    session = call.session(spec=call.spec())
+    planned = session.plan(preview=True)
+    if failure := session.state.failure:  # max_restarts leaves it to `follow`
+        raise RunError(failure["msg"])
+    state = session.state
+    found = {"run": session.run_name, "phase": state.phase, "plan": state.plan, "data": session.prepared.data}
+    return found | {"lines": planned["lines"]}
+
+
+def train_step(call: Call, step: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Do one step of a run, such as `stage`. Returns its result, and the `session` that the next step gets as `state`."""
+    session = call.session(state=SessionState(**state))
+    if step == "prepare":
+        session.spec = call.spec()
+    how = {"preview": True} if step == call.command == "plan" else {}
+    return getattr(session, step)(**how) | {"session": session.state.as_dict()}
+
+
+def data(call: Call) -> None:
+    """Show what a run trains on."""
+    from trainyard.run.data import show_data  # imports numpy, which other commands do not need
+
+    show_data(call.spec(), call.options(DataOptions).samples, call.as_json, call.work, call.report)
+
+
+def status(call: Call) -> dict[str, Any]:
+    """List hardware and runs."""
+    options = call.options(StatusOptions)
+    watch = options.interval if options.watch else 0.0
+    return _manage(call, "listed", options.run, watch=watch, every=options.all, hardware=options.hardware)
+
+
+def stop(call: Call) -> dict[str, Any]:
+    """Stop one run, or all."""
+    options = call.options(StopOptions)
+    if bool(options.run) == options.all:
+        raise UserError(
+            f"stop: name one run, as in {front_end.command('stop', 'RUN')}, or set {front_end.option('all')} for every run"
+        )
+    return _manage(call, "stopped", options.run, grace=options.grace, now=options.force, every=options.all)
+
+
+def attach(call: Call) -> dict[str, Any]:
+    """Follow a run that is already running."""
+    return _manage(call, "followed", _named_run(call, call.options(RunOptions)))
+
+
+def logs(call: Call) -> dict[str, Any]:
+    """Copy the logs of a run from all its hosts, by the playbook."""
+    assert call.play
+    options, cluster = call.options(LogsOptions), call.cluster
+    run = _named_run(call, options)
+    parts, missing = find_parts(run, cluster.hosts, cluster.connect, call.launch.answer_limit)
+    if not parts and not missing:
+        raise no_such_run(run)
+    default = call.top / "runs" / run / "logs-from"
+    folder = user_path(options.logs_to, "logs_to").absolute() if options.logs_to else default
+    call.play({"run": run, "logs_to": str(folder), "logs_max_mib": options.logs_max_mib})
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {"run": run, "folder": str(folder), "files": files}
+
+
+def distill(call: Call) -> dict[str, Any]:
+    """Ask the teachers, and train students on their answers."""
+    return run_distill(call.values, call.cluster, call.top, call.report, call.check)
+
+
+def merge(call: Call) -> dict[str, Any]:
+    """Merge finished runs."""
+    options, cluster = make_merge_options(call.given), call.cluster
+    how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
+    return merge_runs(options, cluster.hosts, cluster.connect, call.launch, **how)
+
+
+def deploy(call: Call) -> dict[str, Any]:
+    """Deploy a run to every Ollama."""
+    deployment = _deployment(call, remove=False)
+    with following(call.service_records(), call.work):
+        return deployment.deploy()
+
+
+def undeploy(call: Call) -> dict[str, Any]:
+    """Remove a deployed model."""
+    return _deployment(call, remove=True).remove()
+
+
+def preflight(call: Call) -> dict[str, Any]:
+    """Check all hosts before a run."""
+    options, cluster = call.options(PreflightOptions), call.cluster
+    for host in cluster.hosts:
+        host.check()
+    how = {"all_reduce": not options.quick, "write": not call.check}
+    report = run_preflight(
+        cluster.hosts, cluster.connect, call.launch.master_port or PORTS.start, run=options.run, **how
+    )
+    lines = report.output(str(call.extra_vars.get("json") or ""))
+    if report.error:
+        raise RunError(report.error, lines=lines, **report.as_dict())
+    return {"changed": False, "lines": lines, **report.as_dict()}
+
+
+def queue(call: Call, verb: str) -> dict[str, Any]:
+    """Add runs to the queue, list or change them."""
+    values = {name: value for name, value in call.values.items() if not call.play or name != "limit"} | {"do": verb}
+    return manage_queue(values, call.cluster, call.top, call.report, call.check)
+
+
+def dashboard(call: Call) -> dict[str, Any]:
+    """Serve the dashboard until Ctrl-C."""
+    options, cluster = call.options(DashboardOptions), call.cluster
+    find_queue = functools.partial(queue_host, cluster.groups)
+    password = str(cluster.variable(cluster.hosts[0].name, PASSWORD) or "")
+    project = Project.of(call.top, cluster.groups, cluster.variables)
+    how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check, "password": password}
+    return run_dashboard(cluster.hosts, cluster.connect, call.launch, options, call.report, **how)
+
+
+def check_training(call: Call) -> dict[str, Any]:
+    """Let every host train alone, and compare them."""
+    spec, cluster = check_spec(call.spec(), call.options(RunOptions).run), call.cluster
+    for host in cluster.hosts:
+        host.check()
+    how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
+    return train_alone(cluster.hosts, cluster.connect, call.launch, spec, **how)
+
+
+def _manage(call: Call, state: str, run: str, **how: Any) -> dict[str, Any]:
+    cluster = call.cluster
+    return manage_runs(state, run, cluster.hosts, cluster.connect, call.launch, call.report, check=call.check, **how)
+
+
+def _deployment(call: Call, remove: bool) -> Deployment:
+    options, cluster = make_deploy_options(call.given, remove=remove), call.cluster
+    urls = {host.name: host_urls(host) for host in cluster.hosts}
+    how: dict[str, Any] = {"work": call.work, "report": call.report, "check": call.check}
+    return Deployment(cluster.hosts, cluster.connect, urls, options, **how)
+
+
+def _named_run(call: Call, options: RunOptions) -> str:
+    if not options.run:
+        example, listed = front_end.command(call.command, "RUN"), front_end.command("status")
+        raise UserError(f"{call.command}: name the run, as in {example}; {listed} lists them")
+    return options.run

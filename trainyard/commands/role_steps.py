@@ -1,0 +1,62 @@
+"""Steps of roles that concern all hosts of the play at once. They are no commands: users do not call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Literal
+
+from trainer.config.fields import Words, declare
+from trainyard.commands.call import Call
+from trainyard.ollama.distill import student_specs
+from trainyard.ollama.distill_options import make_distill_options
+from trainyard.ollama.model_copy import copy_model, plan_copy
+from trainyard.ollama.teachers import candidates
+from trainyard.playbook_options import PlaybookOptions
+from trainyard.python_env.plan import plan_environments
+
+
+class EnvironmentOptions(PlaybookOptions):
+    """The Python environment of the role `python`."""
+
+    environments: dict[str, Any] = declare(..., "result of the module python_env_info for every host of the play")
+    port: int = declare(..., "TCP port at which a host serves its wheels to other hosts", ge=1, le=65_535)
+    torch: bool = declare(True, "whether it is for training, with the extra `node` of pyproject.toml")
+    extras: Words = declare((), "further extras of pyproject.toml")
+    lock: str = declare("", "constraints file on the controller; empty for that of `packages`")
+    flavour: str = declare("auto", "build of torch, or auto for the newest one that all drivers and GPUs support")
+    packages: Literal["standard", "unsloth"] = declare("standard", "set of packages, with its own constraints file")
+    conda_lock: str = declare("", "explicit conda lock on the controller; empty for conda.lock of the project")
+    conda_installer: str = declare("", "URL or file of the installer of conda; empty for the one that the lock names")
+    conda_sha256: str = declare("", "SHA-256 of the installer")
+
+
+def plan_python(call: Call) -> dict[str, Any]:
+    """Plan the Python environment of every host, and build what they get. Raises EnvironmentBuildError."""
+    options = call.options(EnvironmentOptions)
+    return plan_environments(
+        call.top, call.cluster.hosts, options.environments, options.model_dump(), build=not call.check
+    )
+
+
+def find_teacher(call: Call) -> dict[str, Any]:
+    """Return which hosts of the play lack the teacher (`targets`), and which host has it (`source`). Raises UserError."""
+    options, cluster = make_distill_options(call.values), call.cluster
+    spec_file = call.launch.spec
+    student_specs(spec_file, call.values, call.top, lambda line: None, queued=options.queue)  # mistakes first
+    machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables)
+    found = plan_copy(machines, options.teacher, [host.name for host in cluster.hosts], call.report)
+    return asdict(found) if found else {"targets": []}
+
+
+def copy_teacher(call: Call) -> dict[str, Any]:
+    """Copy the files of a model from the `source` to the `targets`, see `copy_model`. Raises RunError."""
+    copy_model(**call.given, connect=call.cluster.connect)
+    return {"changed": True}
+
+
+ROLE_STEPS: dict[str, Callable[[Call], dict[str, Any]]] = {
+    "plan-python": plan_python,
+    "find-teacher": find_teacher,
+    "copy-teacher": copy_teacher,
+}

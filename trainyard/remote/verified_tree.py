@@ -1,0 +1,158 @@
+"""Program trees that are compared with a list of digests before they run. Standard library only.
+
+The role dashboard installs this file for root, and runs it as a program:
+
+    verified_tree.py install ARCHIVE SHA256 TREE     unpack a zip file; prints `changed` or `unchanged`
+    verified_tree.py check TREE...                   compare
+    verified_tree.py run TREE... -- COMMAND...       compare, then become the command
+
+The list of a tree, `TREE.sha256`, has the format of sha256sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import stat
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+LIMIT = 1 << 30  # bytes of an archive, and of a file of a tree
+REFUSED = 78  # exit code, EX_CONFIG: the unit does not restart after it
+ADVICE = "run site.yml"
+
+
+class TreeError(Exception):
+    """A tree or an archive is not what was installed; the message is one line without a remedy."""
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the contents of a regular file that is no link. Raises OSError (for a link, too) and TreeError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LIMIT:
+            raise TreeError(f"{path} is not a regular file, or too large")
+        return file.read(LIMIT)
+
+
+def tree_digests(tree: Path) -> dict[str, str]:
+    """Return {name: SHA-256} of the files below a folder. Raises OSError, and TreeError for a link or a special file."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = {}
+    for folder, folders, names in os.walk(tree, onerror=fail):
+        if links := [path for path in (Path(folder), *(Path(folder, name) for name in folders)) if path.is_symlink()]:
+            raise TreeError(f"{links[0]} is a link")
+        for path in (Path(folder, name) for name in names):
+            found[str(path.relative_to(tree))] = hashlib.sha256(read_regular(path)).hexdigest()
+    return found
+
+
+def archive_digests(archive: zipfile.ZipFile) -> dict[str, str]:
+    """Return {name: SHA-256} of the files in a zip file."""
+    entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+    return {entry.filename: hashlib.sha256(archive.read(entry)).hexdigest() for entry in entries}
+
+
+def check_digests(tree: Path, expected: Mapping[str, str]) -> None:
+    """Raise TreeError if a tree has not exactly the expected files. Raises OSError if it is unreadable."""
+    found = tree_digests(tree)
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            what = "is missing" if name not in found else "was added" if name not in expected else "was changed"
+            raise TreeError(f"{tree / name} {what} after the program was installed")
+
+
+def unpack(content: bytes, tree: Path) -> bool:
+    """Make a read-only tree of a zip file, unless it is one; return whether it changed. Other files of the tree go.
+
+    Raises OSError, zipfile.BadZipFile, and TreeError for names that leave the tree.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        expected = archive_digests(archive)
+        try:
+            check_digests(tree, expected)
+            return False
+        except (OSError, TreeError):
+            pass
+        temporary = tree.with_name(f".tmp-{tree.name}")
+        remove(temporary)
+        temporary.mkdir(parents=True)
+        archive.extractall(temporary)
+    check_digests(temporary, expected)
+    _make_read_only(temporary)
+    remove(tree)
+    temporary.rename(tree)
+    return True
+
+
+def remove(tree: Path) -> None:
+    """Remove a tree that may be read-only. Raises OSError."""
+    if tree.is_symlink() or tree.is_file():
+        tree.unlink()
+    elif tree.exists():
+        for folder, _, _ in os.walk(tree):
+            Path(folder).chmod(0o700)
+        shutil.rmtree(tree)
+
+
+def _make_read_only(tree: Path) -> None:
+    for folder, _, names in os.walk(tree, topdown=False):
+        for name in names:
+            Path(folder, name).chmod(0o444)
+        Path(folder).chmod(0o555)
+
+
+def _list(tree: Path) -> Path:
+    return tree.with_name(f"{tree.name}.sha256")
+
+
+def install(archive: Path, sha256: str, tree: Path) -> bool:
+    """Unpack an archive with this digest, and write the list of its files; return whether anything changed.
+
+    Raises OSError, TreeError and zipfile.BadZipFile.
+    """
+    content = read_regular(archive)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise TreeError(f"{archive} was changed while it was installed")
+    changed = unpack(content, tree)
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(tree_digests(tree).items()))
+    if not _list(tree).is_file() or _list(tree).read_text(encoding="utf-8") != text:
+        _list(tree).write_text(text, encoding="utf-8")
+        changed = True
+    return changed
+
+
+def check(tree: Path) -> None:
+    """Compare a tree with its list. Raises OSError and TreeError."""
+    lines = read_regular(_list(tree)).decode().splitlines()
+    check_digests(tree, {name: digest for digest, _, name in (line.partition("  ") for line in lines)})
+
+
+def main(verb: str, *words: str) -> int:
+    """Carry out one verb; see the module."""
+    os.umask(0o022)
+    at = words.index("--") if verb == "run" else len(words)
+    try:
+        if verb == "install":
+            print("changed" if install(Path(words[0]), words[1], Path(words[2])) else "unchanged")
+            return 0
+        for tree in words[:at]:
+            check(Path(tree))
+    except (TreeError, OSError, ValueError, zipfile.BadZipFile) as error:
+        print(f"error: {' '.join(str(error).split())}: {ADVICE}", file=sys.stderr)
+        return REFUSED
+    if verb == "run":
+        os.execv(words[at + 1], words[at + 1 :])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
