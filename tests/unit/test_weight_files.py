@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
-from trainyard.connection import Host
+from trainer.distributed.kept_layers import kept_file
+from trainyard.connection import Host, RemoteError
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.host_facts import staged_bytes
 from trainyard.run.spec_files import spec_of
 from trainyard.run.weight_files import (
     hosts_that_share,
+    layers_are_kept,
     serves_layers,
     space_needed,
     staged_paths,
@@ -131,3 +135,44 @@ def test_what_a_host_has_needs_no_space(tmp_path: Path) -> None:
     assert space_needed([STAGED, DATA], host, "b", 0.5) == 5 + 40
     (store / "models/link").symlink_to(folder)
     assert staged_bytes(store / "models/link") == [0, 0]
+
+
+# Layers that hosts kept ---------------------------------------------------------------------------------------------------
+
+
+class Keeping:
+    """A host that kept some tensors; None: it does not answer."""
+
+    def __init__(self, stored: list[str] | None) -> None:
+        self.stored = stored
+
+    def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        if self.stored is None:
+            raise RemoteError("does not answer")
+        assert (verb, request["folder"]) == ("read_files", "/d/store/models/m-1.layers")
+        return {"text": {}, "sha256": {}, "sizes": {kept_file(name): 1 for name in self.stored}}
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "strategy", "kept"),
+    [
+        (["a", "b"], ["c"], "pipeline", True),
+        (["a", "b", "c", "other"], [], "pipeline", True),
+        (["a", "b"], ["a"], "pipeline", False),
+        (["a", "b"], None, "pipeline", False),
+        (["a", "b", "c"], ["c"], "ddp", False),
+    ],
+)
+def test_hosts_need_no_files_only_if_they_kept_every_tensor(
+    second: list[str], third: list[str] | None, strategy: str, kept: bool, tmp_path: Path
+) -> None:
+    for number, names in enumerate((["a", "b"], ["c"])):
+        save_file({name: numpy.zeros(1) for name in names}, tmp_path / f"{number}.safetensors")
+    hosts = {"node0": Keeping(second), "node1": Keeping(third)}
+    plan = [entry | {"data_dir": "/d"} for entry in entries(strategy, 2)]
+    connect: Any = hosts.__getitem__
+    model = STAGED | {"src": str(tmp_path)}
+    assert layers_are_kept(plan, [DATASET, model], connect) is kept
+    assert not layers_are_kept(plan, [DATASET, model | {"src": ""}], connect), "a host fetched it from the hub"
+    (tmp_path / "1.safetensors").write_bytes(b"damaged")
+    assert not layers_are_kept(plan, [DATASET, model], connect)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer.adapter_folder import refuse_adapter
 from trainer.base_weights import WeightDifferences, unexpected_names
 from trainer.config import RunSpec
 from trainer.distillation.loss import Divergence
+from trainer.distributed import SPARE_LAYERS
 from trainer.distributed.pipeline_weights import DTYPES, StageWeights, WeightFiles
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
@@ -225,7 +227,9 @@ def load_stage(
     check = file_check(spec, model, parts)  # before layers are replaced by quantized ones of another shape
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
     weights = StageWeights(spec, world, shapes, check, progress)
+    spare = stored_names(model, parts, _neighbours(model, parts, division, world.local_size))[0]
     _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
+    weights.keep_spare(spare if os.environ.get(SPARE_LAYERS) == "1" else {})
     if quantizer:
         model = quantizer.finish(model)
     if spec.gradient_checkpointing:
@@ -258,6 +262,12 @@ def _mine(model: Any, parts: Parts, division: Division) -> list[nn.Module]:
     if division.last:
         found += [getattr(decoder, parts.norm), getattr(model, parts.head)]
     return found
+
+
+def _neighbours(model: Any, parts: Parts, division: Division, distance: int) -> list[nn.Module]:
+    """Return the modules of the stages `distance` before and after that of this rank: those of the neighbouring hosts."""
+    ranks = [rank for rank in (division.rank - distance, division.rank + distance) if 0 <= rank < len(division.layers)]
+    return [module for rank in ranks for module in _mine(model, parts, replace(division, rank=rank))]
 
 
 def stored_names(

@@ -1,8 +1,9 @@
 """The weights of a pipeline's stages: read by name from the model's files, or received from a host that has them.
 
 Staging copies the files of weights to the host of rank 0 only. The other ranks receive the tensors of their own layers when the run
-starts, and keep them beside the model's folder for the next start. After the loss of the host with the files, the session copies
-them to the new host of rank 0.
+starts, and keep them beside the model's folder for the next start. Where the run may continue with fewer hosts, they also keep the
+layers of the neighbouring hosts, which they may hold after the loss of one host. If that was the host with the files, the ranks send
+each other what they kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -33,6 +35,7 @@ from trainer.inputs import path_kind
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _RESERVE = 200 << 20  # bytes that kept tensors leave free for checkpoints and logs
 _CHUNK = 64 << 20  # bytes of one message
+_WIDEST = 4  # bytes of a number of most models at most, to estimate the size of tensors before their data type is known
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # of safetensors
 
 
@@ -141,19 +144,34 @@ class ReceivedWeights:
         """Return the first of these names whose tensor is on this host; empty if there is none."""
         return next((name for name in candidates if self._path(name).is_file()), "")
 
+    def header(self, stored: str) -> tuple[list[int], str]:
+        """Return the shape of a tensor and its data type, as WeightFiles does. Raises OSError or SafetensorError if its file is damaged."""
+        return _header(self._path(stored), stored)
+
+    def tensor(self, stored: str) -> torch.Tensor:
+        """Return a tensor in host memory. Raises OSError or SafetensorError if its file is damaged."""
+        with safe_open(self._path(stored), "pt") as file:  # type: ignore[no-untyped-call]
+            tensor: torch.Tensor = file.get_tensor(stored)
+        return tensor
+
     def read(self, stored: str) -> torch.Tensor | None:
         """Return a tensor in host memory; None if its file is damaged."""
-        with contextlib.suppress(OSError, SafetensorError), safe_open(self._path(stored), "pt") as file:  # type: ignore[no-untyped-call]
-            tensor: torch.Tensor = file.get_tensor(stored)
-            return tensor
+        with contextlib.suppress(OSError, SafetensorError):
+            return self.tensor(stored)
         return None
+
+    def has_room(self, size: int) -> bool:
+        """Return whether the disk has room for `size` bytes of tensors; not if the folder cannot exist."""
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self._folder.parent).free >= size + _RESERVE
+        return False
 
     def keep(self, stored: str, tensor: torch.Tensor) -> None:
         """Write a tensor, unless the disk has little space. Without it the next start takes longer, but checkpoints have priority."""
         path = self._path(stored)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            if shutil.disk_usage(self._folder.parent).free < tensor.nbytes + _RESERVE:
+            if not self.has_room(tensor.nbytes):
                 return
             self._folder.mkdir(exist_ok=True)
             save_file({stored: tensor}, aside)
@@ -186,8 +204,9 @@ class Channel:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A tensor that ranks lack: its name in the files, and its data type."""
+    """A tensor that ranks lack: the rank that sends it, its name there, and its data type."""
 
+    rank: int
     stored: str
     dtype: torch.dtype
 
@@ -210,6 +229,8 @@ class StageWeights:
         """
         self._model, self._world, self._shapes, self._progress = spec.model, world, shapes, progress
         self._check_files = check
+        self._apart = False  # whether a host lacks files
+        self._source: WeightFiles | ReceivedWeights | None = None  # what this rank may send, if a host lacks files
 
     @property
     def device(self) -> torch.device:
@@ -224,6 +245,7 @@ class StageWeights:
 
         Raises:
             UserError: the files lack a tensor, it has another shape, or no host has the files.
+            RuntimeError: hosts kept layers, but not all that the ranks lack. The session copies the files before the next start.
         """
         files, why = self._files()
         complete = files is not None and files.complete
@@ -235,23 +257,56 @@ class StageWeights:
             yield from self._own(files, wanted)
             return
         owner = next((rank for rank, (each, _) in enumerate(everywhere) if each), None)
-        if owner is None:
-            raise UserError(why or f"model: no host of this run has all files of {self._model}: start the run again")
-        # The first rank with all files sends tensors.
-        source = files if owner == self._world.rank else None
+        # The first rank with all files sends tensors. Without such a rank, every one sends what it kept.
+        kept = ReceivedWeights(self._model) if owner is None else None
+        self._apart, self._source = True, files if owner == self._world.rank else kept
         yield from self._own(files, wanted) if complete and files else self._kept(wanted)
         lacking = {} if complete else {name: list(names) for name, names in wanted.items() if name not in self._done}
         everywhere_lacking = self._world.gather(lacking)
-        sent = self._offers(everywhere_lacking, source)
+        sent = self._offers(everywhere_lacking)
         for name in (name for each in everywhere_lacking for name in each):  # the same error on all ranks
-            if name not in sent:
+            if name not in sent and owner is not None:
                 raise UserError(f"model: the files of {self._model} have no {name}: set another strategy")
+            if name not in sent and not sent:
+                raise UserError(
+                    why or f"model: no host of this run has all files of {self._model}: start the run again"
+                )
+            if name not in sent:
+                raise RuntimeError(
+                    f"no host of this run has {name} of {self._model}: copy the model's files to the first host"
+                )
         if sent:
             # Over a slow network a rank may wait for its next tensor, or for the other ranks, longer than a collective may take.
             untimed = self._world.with_untimed_group()
             channel = Channel(untimed.untimed_group, self._progress)
-            yield from self._exchange(everywhere_lacking, sent, channel, owner, source)
+            yield from self._exchange(everywhere_lacking, sent, channel)
             untimed.sum_without_timeout([0.0], lambda: None)
+
+    def keep_spare(self, spare: Mapping[str, Sequence[str]]) -> None:
+        """Let a thread receive further tensors and keep them on disk, so that a start with other layers needs no transfer.
+
+        Every rank calls it after `read`. A rank takes none if they would fill half of the free space of its disk. The thread ends
+        with the process.
+
+        Args:
+            spare: {name: the names that the tensor can have in the files}.
+
+        Raises:
+            UserError: a tensor has another shape than in the model.
+        """
+        if not self._apart:
+            return
+        files, kept = self._files()[0], ReceivedWeights(self._model)
+        lacking = {name: list(names) for name, names in spare.items() if not kept.find(names)}
+        size = sum(self._shapes[name].numel() for name in lacking) * _WIDEST
+        if (files is not None and files.complete) or not kept.has_room(2 * size):
+            lacking = {}
+        everywhere = self._world.gather(lacking)
+        if sent := self._offers(everywhere):
+            # A group of its own: its messages cannot be taken for those of the training.
+            channel = Channel(self._world.with_untimed_group().untimed_group, lambda: None)
+            exchange = self._exchange(everywhere, sent, channel)
+            threading.Thread(target=_drain, args=(exchange,), name="spare layers", daemon=True).start()
 
     def _files(self) -> tuple[WeightFiles | None, str]:
         """Return the files of the model, or None and why this host cannot read them."""
@@ -294,45 +349,42 @@ class StageWeights:
                 "the files do not match config.json"
             )
 
-    def _offers(self, lacking: Sequence[Mapping[str, Sequence[str]]], source: WeightFiles | None) -> dict[str, _Sent]:
+    def _offers(self, lacking: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, _Sent]:
         """Return what is sent of the tensors that some rank lacks, by name. Every rank calls it, and gets the same.
 
         Args:
             lacking: for every rank, {name: the names that the tensor can have in the files}.
-            source: the files, on the rank that sends.
 
         Raises:
             UserError: a tensor has another shape than in the model, or a data type that ranks cannot send.
         """
         offers: dict[str, list[Any]] = {}
         for name, candidates in {name: found for each in lacking for name, found in each.items()}.items():
-            if source and (stored := source.find(candidates)):
-                offers[name] = [stored, *source.header(stored)]
+            if self._source and (stored := self._source.find(candidates)):
+                with contextlib.suppress(OSError, SafetensorError):  # a damaged file
+                    shape, dtype = self._source.header(stored)
+                    if isinstance(self._source, WeightFiles) or shape == list(self._shapes[name]):
+                        offers[name] = [stored, shape, dtype]
         sent: dict[str, _Sent] = {}
-        for each in self._world.gather(offers):
+        for rank, each in enumerate(self._world.gather(offers)):
             for name, (stored, shape, dtype) in each.items():
                 self._check(name, shape)
                 if dtype not in DTYPES:
                     raise UserError(
                         f"model: {name} of {self._model} has the data type {str(dtype)[:40]}: set another strategy"
                     )
-                sent[name] = _Sent(str(stored), DTYPES[dtype])
+                sent.setdefault(name, _Sent(rank, str(stored), DTYPES[dtype]))
         return sent
 
     def _exchange(
-        self,
-        lacking: Sequence[Mapping[str, Sequence[str]]],
-        sent: Mapping[str, _Sent],
-        channel: Channel,
-        owner: int,
-        source: WeightFiles | None,
+        self, lacking: Sequence[Mapping[str, Sequence[str]]], sent: Mapping[str, _Sent], channel: Channel
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Send missing tensors to every rank, and yield those that this rank receives.
 
         Args:
             lacking: for every rank, the names of the tensors, as for `_offers`.
-            owner: the rank that sends; `source`: the files there.
         """
+        rank = self._world.rank
         kept = ReceivedWeights(self._model)
         # One tensor for every rank in turn, so that none waits until another one has everything.
         for turn in zip_longest(*lacking):
@@ -340,10 +392,10 @@ class StageWeights:
                 if name is None or name not in sent:
                     continue
                 tensor = sent[name]
-                if source:
-                    channel.send(source.tensor(tensor.stored), place)
-                elif self._world.rank == place:
-                    received = channel.receive(self._shapes[name], tensor.dtype, owner)
+                if rank == tensor.rank and self._source:
+                    channel.send(self._source.tensor(tensor.stored), place)
+                elif rank == place:
+                    received = channel.receive(self._shapes[name], tensor.dtype, tensor.rank)
                     kept.keep(tensor.stored, received)
                     yield name, received
 
@@ -352,3 +404,10 @@ def _header(path: Path | None, stored: str) -> tuple[list[int], str]:
     with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
         part = file.get_slice(stored)
         return list(part.get_shape()), str(part.get_dtype())
+
+
+def _drain(exchange: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Receive tensors that are only kept. The training reports the loss of a peer; its own end closes the connections."""
+    with contextlib.suppress(RuntimeError, OSError, SafetensorError):
+        for _ in exchange:
+            pass

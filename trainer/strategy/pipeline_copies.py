@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from trainer.distributed import COPY_STAGES
+from trainer.distributed import SPARE_LAYERS
 
 if TYPE_CHECKING:
     from trainer.distributed.pipelines import Pipelines
@@ -61,7 +61,7 @@ class StageCopies:
 
         Several pipelines write every stage on several hosts anyway.
         """
-        wanted = all(pipelines.world.gather(os.environ.get(COPY_STAGES) == "1"))
+        wanted = all(pipelines.world.gather(os.environ.get(SPARE_LAYERS) == "1"))
         self._active = wanted and len(pipelines.ranks) == 1 and pipelines.world.size > 1
         self._world = pipelines.world.with_untimed_group() if self._active else pipelines.world
         self._given_up = False

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
-from trainer.distributed import COPY_STAGES, TEACHER_TOKEN
+from trainer.distributed import SPARE_LAYERS, TEACHER_TOKEN
 from trainer.formats import printable
 from trainer.supervise.start import STOPPED
 from trainyard.connection import Host, HostConnection
@@ -45,6 +45,7 @@ from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.start_record import keep_start
 from trainyard.run.status import planned_parts
 from trainyard.run.teacher_host import check_teacher_host, training_entries
+from trainyard.run.weight_files import layers_are_kept
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
@@ -291,14 +292,21 @@ class RunSession:
         state, deadline, waiting, fetched = self.state, time.monotonic() + CLAIM_WAIT, False, False
         while True:
             try:
+                head = state.plan[0]["host"]
+                is_new = head in state.staged and head not in state.served  # it had the place of another rank
+                kept = is_new and layers_are_kept(state.plan, self.prepared.files, self.connect)
                 done = stage_files(
                     *(state.plan, self.prepared, self.connect, self._environments(), state.token),
                     check=self.check,
                     transfer=self.options.transfer,
                     report=self.report,
                     staged=state.staged,
+                    layers_kept=kept,
                 )
+                if kept:
+                    self.report(f"no weights are copied to {head}: the hosts kept all layers")
                 if not self.check:
+                    state.served = sorted({*state.served, *([] if kept else [head])})
                     state.staged = sorted({*state.staged, *(entry["host"] for entry in state.plan)})
                 return done
             except LostSourceError:
@@ -321,10 +329,10 @@ class RunSession:
     def _environments(self) -> dict[str, dict[str, str]]:
         """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
         secret = {TEACHER_TOKEN: secrets.token_hex(32)} if self.prepared.spec["teacher_host"] else {}
-        # Hosts of a pipeline copy their stages of a checkpoint where the run may continue with fewer hosts.
+        # Ranks of a pipeline keep spare layers where the run may continue with fewer hosts.
         fewer = self.options.max_restarts and 0 < self.options.min_nodes < len(self.hosts)
-        copies = {COPY_STAGES: "1"} if fewer else {}
-        return {name: {**copies, **host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
+        spare = {SPARE_LAYERS: "1"} if fewer else {}
+        return {name: {**spare, **host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
 
     def _launch(self) -> dict[str, Any]:
         try:

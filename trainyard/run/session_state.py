@@ -20,6 +20,7 @@ class SessionState:
         status: how the run ended: finished, stopped, or empty.
         token: token of this session's claims on the run.
         staged: hosts that have the large files.
+        served: those of them that were the first host, and have all weights of the model.
         attempt: number of the last start that this session made or followed; 0 if there was none.
     """
 
@@ -31,6 +32,7 @@ class SessionState:
     status: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     staged: list[str] = field(default_factory=list)
+    served: list[str] = field(default_factory=list)
     attempt: int = 0
 
     def as_dict(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def stage_files(
     check: bool = False,
     report: Report = print,
     staged: Collection[str] = (),
+    layers_kept: bool = False,
 ) -> dict[str, list[str]]:
     """Copy what differs to every host of the plan, claim the run, and write the run folder's small files.
 
@@ -52,6 +53,7 @@ def stage_files(
         transfer: `auto`: from host to host where that is faster; `controller`: from the controller only.
         report: receives a warning if a relay between the hosts fails.
         staged: hosts that have all large files from an earlier start of this session: they are not asked again.
+        layers_kept: the ranks need no files of weights, see `layers_are_kept`.
 
     Returns:
         The paths that changed (or would change) on each host.
@@ -65,7 +67,8 @@ def stage_files(
     commits = {e["host"]: commit_request(e, plan, prepared, environments.get(e["host"], {}), token) for e in entries}
     changed: dict[str, list[str]] = {entry["host"]: [] for entry in entries}
     for hosts, files in weight_groups(staged_groups(entries, prepared.files)):
-        if group := [entry for entry in hosts if entry["host"] not in staged or serves_layers(entry)]:
+        asked = (entry for entry in hosts if entry["host"] not in staged or (serves_layers(entry) and not layers_kept))
+        if group := list(asked):
             changed |= copy_to_hosts(
                 *(group, files, connect, token), check=check, transfer=transfer, report=report, sources=entries
             )

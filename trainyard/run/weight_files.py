@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from trainer.config import RunSpec
-from trainer.distributed.kept_layers import kept_folder
+from trainer.distributed.kept_layers import kept_file, kept_folder
 from trainer.strategy import plan_of
+from trainyard.connection import FanOut, HostConnection
 from trainyard.preflight.host_state import HostState
 from trainyard.run.spec_files import spec_of
 
+ASK_LIMIT = 10.0  # s for a host to list the layers that it kept
+WEIGHTS = "*.safetensors"
 Files = list[dict[str, Any]]
 Group = tuple[list[dict[str, Any]], Files]
 
@@ -50,6 +57,30 @@ def serves_layers(entry: dict[str, Any]) -> bool:
 def _receives_layers(entry: dict[str, Any]) -> bool:
     """Return whether ranks receive the weights that their host lacks."""
     return hosts_that_share(spec_of(entry["spec"]), 2) > 1
+
+
+def layers_are_kept(entries: Sequence[dict[str, Any]], files: Files, connect: Callable[[str], HostConnection]) -> bool:
+    """Return whether the hosts of a plan together kept every tensor of the model from an earlier start, so that none needs its files.
+
+    Only then they can start without the host that had the files. A host that does not answer has kept nothing.
+    """
+    model = next((file for file in files if file["kind"] == "model"), None)
+    if not model or not model["src"] or not _receives_layers(entries[0]):
+        return False
+    needed = set()
+    for path in Path(model["src"]).glob(WEIGHTS):
+        try:
+            with safe_open(path, framework="numpy") as file:  # type: ignore[no-untyped-call]
+                needed |= {kept_file(stored) for stored in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return False
+    requests = {
+        entry["host"]: {"folder": f"{entry['data_dir']}/{kept_folder(model['dest'])}", "sizes": [WEIGHTS]}
+        for entry in entries
+    }
+    calls = {host: functools.partial(connect(host).call, "read_files", request) for host, request in requests.items()}
+    answers = FanOut(calls).wait(ASK_LIMIT).answers.values()
+    return bool(needed) and needed <= {name for answer in answers for name in answer["sizes"]}
 
 
 def staged_paths(files: Files, data_dir: str) -> list[str]:

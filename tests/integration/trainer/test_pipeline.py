@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from trainer_runs import Cluster, Here, losses
+from trainer_runs import Cluster, Here, losses, until
 
-from trainer.distributed import COPY_STAGES
+from trainer.distributed import SPARE_LAYERS
 
 PIPELINE = {"strategy": "pipeline"}
 # Five rows in micro-batches of two: three micro-batches of different sizes.
@@ -122,7 +123,7 @@ def test_full_weights_resume_after_the_permanent_loss_of_a_host(
 ) -> None:
     """Every host has a copy of the layers of the host before it."""
     assert deep("ddp", **STEPS, **FULL) == 0, deep.err
-    monkeypatch.setenv(COPY_STAGES, "1")
+    monkeypatch.setenv(SPARE_LAYERS, "1")
     fields = STEPS | FULL | PIPELINE
     stop_at(deep_cluster, 6, 3, **fields)
     newest = max((deep_cluster.run_dir() / "checkpoints").glob("step-*")).name
@@ -212,13 +213,64 @@ def test_ranks_of_a_quantized_model_receive_their_own_layers_once(
     compare(deep_cluster, 3, deep, "adapter/adapter_model.safetensors")
 
     (deep_cluster.run_dir(0).parents[1] / "model" / "model.safetensors").unlink()
+    shutil.rmtree(deep_cluster.run_dir(0).parents[1] / "runs")
     del fields["quantize"]  # ranks without bitsandbytes start faster
+    launchers = deep_cluster.start(2, run="lost", **fields)
+    assert 0 not in deep_cluster.wait(launchers)
+    assert "of ./model: copy the model's files to the first host" in deep_cluster.logs("lost"), "host 1 has some layers"
     for host in (0, 1):
         shutil.rmtree(deep_cluster.run_dir(host).parents[1] / "model.layers", ignore_errors=True)
         shutil.rmtree(deep_cluster.run_dir(host).parents[1] / "runs")
     launchers = deep_cluster.start(2, run="none", **fields)
     assert 0 not in deep_cluster.wait(launchers)
     assert "model: ./model has no model.safetensors, which strategy=pipeline needs" in deep_cluster.logs("none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "complete"), [(2, 1), (0, 0)])
+def test_ranks_keep_the_layers_of_their_neighbours(
+    lost: int, complete: int, deep_cluster: Cluster, deep_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host is lost: the others have its layers already, also if it was the one with the files of the model.
+
+    `complete`: the number then of the host that has kept all tensors.
+    """
+    monkeypatch.setenv(SPARE_LAYERS, "1")
+    kept = weights_on_the_first_host(deep_cluster, deep_model)
+    data = [deep_cluster.run_dir(host).parents[1] for host in range(3)]
+
+    def layers(host: int) -> set[str]:
+        return {name.split(".")[2] for name in kept(host) if ".layers." in name}
+
+    fields = STEPS | PIPELINE | {"model": "./model", "max_steps": 1000, "epochs": 10000}
+    launchers = deep_cluster.start(3, pipeline_layers="1,1,2", **fields)
+    until(
+        lambda: (layers(1), layers(2)) == ({"0", "1", "2", "3"}, {"1", "2", "3"}), what="the layers of the neighbours"
+    )
+    deep_cluster.at_step(2)
+    assert len(kept(1)) == len(load_file(deep_model / "model.safetensors")) and not kept(0)
+    (deep_cluster.run_dir() / "stop").touch()
+    assert deep_cluster.wait(launchers) == [0] * 3, deep_cluster.logs()
+    done = len(losses(deep_cluster.run_dir()))
+    if lost == 0:  # the other two are the first ones now
+        data[0].rename(data[0].with_name("lost"))
+        data[1].rename(data[0])
+        data[2].rename(data[1])
+        damaged = next(
+            file for file in (data[1] / "model.layers").iterdir() if any(".3." in name for name in load_file(file))
+        )
+        os.truncate(damaged, 100)
+    before = kept(complete)
+    for host in range(2):
+        (deep_cluster.run_dir(host) / "stop").unlink(missing_ok=True)
+    launchers = deep_cluster.start(2, pipeline_layers="2,2", **fields)
+    deep_cluster.at_step(done + 2)
+    assert kept(complete) == before, "nothing travels"
+    if lost == 0:
+        assert load_file(damaged), "the first host has sent it again"
+        assert not list(data[0].glob("model/*.safetensors"))
+    (deep_cluster.run_dir() / "stop").touch()
+    assert deep_cluster.wait(launchers) == [0] * 2, deep_cluster.logs()
 
 
 @pytest.mark.slow

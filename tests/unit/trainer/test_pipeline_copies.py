@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.distributed import COPY_STAGES
+from trainer.distributed import SPARE_LAYERS
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
 from trainer.strategy import pipeline_copies
@@ -48,7 +48,7 @@ def rank(number: int, folder: Path, case: str) -> None:
     """Write a file, copy it as one of two hosts, and finish."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
     world = World(number, 2, 0, number, torch.device("cpu"))
-    os.environ[COPY_STAGES] = "1" if case != "off" else "0"
+    os.environ[SPARE_LAYERS] = "1" if case != "off" else "0"
     pipeline_copies._CHUNK, pipeline_copies._PATIENCE = 1000, 0.2 if case == "slow" else 60.0
     send = dist.send
     if case == "slow":
