@@ -96,8 +96,18 @@ def machine(*host_keys: str, address: str = "10.0.0.5", port: int = 22) -> Machi
         ("node1 {0}", 22, True, "is known"),
         ("@revoked * {0}\n10.0.0.5 {0}", 22, False, "is revoked"),
         ("10.0.0.* {0}", 22, True, "is known"),
-        ("|1|MDEyMzQ1Njc4OWFiY2RlZmdoaWo=|tqOTpNs0t5h9UUelNIhycuqnx9A= {0}", 22, True, "is known"),  # as ssh writes it with HashKnownHosts
-        ("|1|MDEyMzQ1Njc4OWFiY2RlZmdoaWo=|g8PrFxbGo//yuJx5qOSSpuM+9uk= {0}", 22, False, "has not been accepted"),  # of 10.0.0.6
+        (
+            "|1|MDEyMzQ1Njc4OWFiY2RlZmdoaWo=|tqOTpNs0t5h9UUelNIhycuqnx9A= {0}",
+            22,
+            True,
+            "is known",
+        ),  # as ssh writes it with HashKnownHosts
+        (
+            "|1|MDEyMzQ1Njc4OWFiY2RlZmdoaWo=|g8PrFxbGo//yuJx5qOSSpuM+9uk= {0}",
+            22,
+            False,
+            "has not been accepted",
+        ),  # of 10.0.0.6
     ],
 )
 def test_check_trust(tmp_path, keys, line, port, ready, reason):
