@@ -24,6 +24,7 @@ from trainer.inputs import open_regular
 from trainer.text_encoding import first_not_utf8, has_characters, not_utf8
 
 MAX_LINE = 16 * 1024 * 1024  # bytes of one record
+PIECE = 1024**2  # bytes of one read
 MAX_LIST = 4 * 1024**3  # bytes of a JSON list, whose text is read as a whole
 MIN_DECODED, MAX_RATIO = 256 * 1024**2, 200  # limits of what a file decodes to: bytes, and multiple of its size
 _TEXT = (".txt", ".md", ".text", ".rst")
@@ -126,7 +127,10 @@ def _unpacked(raw: BinaryIO, path: Path) -> BinaryIO:
 
 def _list_or_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the records of a .json file: a list, or one object per line."""
-    data = file.read(MAX_LIST + 1)
+    # In pieces: a read reserves as much memory as it asks for.
+    data = bytearray()
+    while piece := file.read(min(PIECE, MAX_LIST + 1 - len(data))):
+        data += piece
     if len(data) > MAX_LIST:
         raise UserError(f"{path}: longer than {MAX_LIST // 1024**3} GiB: use .jsonl, one sample per line")
     try:
@@ -198,7 +202,7 @@ def _after_space(text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def _not_a_list(data: bytes, path: Path, number: int, error: ValueError) -> UserError:
+def _not_a_list(data: bytes | bytearray, path: Path, number: int, error: ValueError) -> UserError:
     """Return the error of a .json file: the first line that is not UTF-8, or what the parser says of line `number`."""
     line, reason = first_not_utf8(io.BytesIO(data), MAX_LINE)
     return _not_json(path, line, reason) if reason else _not_json(path, number, _reason(error))

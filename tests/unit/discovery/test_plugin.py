@@ -440,7 +440,9 @@ def test_inventory_without_the_package_is_a_one_line_error(tmp_path, without_tra
     assert line.startswith("error: Ansible's Python (") and "the package trainyard: run make setup" in line
 
 
-@pytest.mark.parametrize("task", [{"preflight": {}}, {"debug": {"msg": "{{ hostvars | netplan_problems(['a']) }}"}}])
+@pytest.mark.parametrize(
+    "task", [{"trainyard": {"command": "preflight"}}, {"debug": {"msg": "{{ hostvars | netplan_problems(['a']) }}"}}]
+)
 def test_playbook_without_the_package_is_a_one_line_error(tmp_path, without_trainyard, task):
     """Action plugins and filters import the package; the callback is loaded before them."""
     (tmp_path / "play.yml").write_text(yaml.safe_dump([{"hosts": "all", "gather_facts": False, "tasks": [task]}]))
