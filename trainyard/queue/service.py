@@ -3,9 +3,8 @@
     python service.py FOLDER      `FOLDER` is <cluster_data_dir>/queue, with a folder for each run
 
 A waiting run costs only a line in Slurm's answer. A driver that crashed is started again, and monitors the ranks, which
-do
-not depend on it. So does this service after a reboot. It runs as the user of the hosts; the role queue installs this file, which
-needs the standard library alone. The run contains its driver: `program.zip`.
+do not depend on it. So does this service after a reboot. It runs as the user of the hosts; the role queue installs this
+file, which needs the standard library alone. The run contains its driver: `program.zip`.
 """
 
 from __future__ import annotations
