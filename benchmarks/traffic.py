@@ -17,9 +17,10 @@ from typing import Any
 
 from benchmarks.inputs import build_inputs, model_of
 from benchmarks.linked_hosts import linked_hosts, parse, run
-from trainer.config import RunSpec, make_spec
-from trainer.planner.cost import Layout, Rows, micro_batches
-from trainer.planner.model_shape import shape_of
+from trainer.config import RunSpec
+from trainer.costs.cost import Layout, Rows, micro_batches
+from trainer.costs.model_shape import shape_of
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 
 

@@ -14,7 +14,7 @@ import yaml
 from trainer import config
 from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED
 from trainer.config.conversions import CONVERSIONS
-from trainer.strategy import summaries
+from trainer.strategy import STRATEGIES
 from trainyard.cli.commands import COMMANDS
 from trainyard.cli.flags import COMMON
 from trainyard.cli.options import SHORT, DataOptions, LogsOptions, PreflightOptions, StatusOptions, StopOptions
@@ -194,7 +194,7 @@ Keep secrets for `run_env` in Ansible Vault.
 
 def strategies(page: str) -> str:
     """Return docs/strategies.md with the strategies of the registry."""
-    rows = [f"| `{name}` | {summary} |" for name, summary in summaries().items()]
+    rows = [f"| `{name}` | {summary} |" for name, summary in STRATEGIES.items()]
     table = "\n".join(["| strategy | description |", "| --- | --- |", *rows])
     return STRATEGIES_BLOCK.sub(lambda block: f"{block[1]}{table}\n{block[2]}", page)
 

@@ -14,11 +14,11 @@ import yaml
 
 from trainer import __version__
 from trainer.config import RunSpec
+from trainer.costs.cost import EXPORT_PART
 from trainer.data.files import HUB_ID
 from trainer.data.report import DataReport
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
-from trainer.planner.cost import EXPORT_PART
 from trainer.strategy import plan_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
-from trainer.config import RunSpec, read_spec
+from trainer.config import RunSpec
 from trainer.connection import end_with_connection
 from trainer.data.corpus import Corpus, split
 from trainer.data.encode import encoded_dataset
@@ -28,6 +28,7 @@ from trainer.errors import UserError, first_line
 from trainer.files import atomic_folder, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
 from trainer.model import TokenLoss, load_tokenizer, read_causal_model
+from trainer.spec import read_spec
 from trainer.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
 
 MERGED = "merged"  # name of the merged adapter in memory

@@ -12,7 +12,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, fie
 from pydantic.fields import FieldInfo
 
 from trainer.config import diloco_fields
-from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
 from trainer.config.fields import (
     MAX_COUNT,
@@ -27,8 +26,8 @@ from trainer.config.fields import (
 )
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.run_name import default_name, spec_digest
+from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.config.tool_files import DeepSpeedOptions
-from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -476,11 +475,6 @@ class RunSpec(BaseModel):
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
         return preset_of(given) | given if isinstance(given, dict) else given
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> "RunSpec":
-        check_combinations(self)
-        return self
 
     @property
     def sources(self) -> tuple[DatasetSource, ...]:

@@ -134,8 +134,9 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
 
 def compute(request: dict[str, Any], work: Path) -> None:
     """Compute missing data in this process. Raises UserError, and the exceptions of the converter."""
-    from trainer.config import RunSpec, make_spec, read_yaml
+    from trainer.config import RunSpec, read_yaml
     from trainer.export import merge_adapter, merged_rightly
+    from trainer.spec import make_spec
 
     run_dir = Path(request["run_dir"])
     values = read_yaml(run_dir / "spec.yml")

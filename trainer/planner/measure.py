@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import TINY, RunSpec
+from trainer.costs.cost import Rows
 from trainer.data.tiny import CONFIG, VOCABULARY
 from trainer.distributed.world import World
 from trainer.model import TokenLoss, add_lora, apply_liger, fast_kernels, isolates_packed_samples
-from trainer.planner.cost import Rows
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from trainer.config import RunSpec, read_spec
+from trainer.config import RunSpec
+from trainer.costs.alternatives import Alternative, shown
+from trainer.costs.cost import Layout, Memory, Rows, row_flops, unpacking_factor
+from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
+from trainer.costs.model_shape import Shape, shape_of
+from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.errors import UserError
-from trainer.planner.alternatives import Alternative, shown, variants
-from trainer.planner.cost import Layout, Memory, Rows, row_flops, unpacking_factor
-from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
-from trainer.planner.model_shape import Shape, shape_of
-from trainer.planner.teacher import teacher_flops, teacher_shape
+from trainer.planner.variants import variants
+from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
 from trainer.strategy.plan import every
 
@@ -136,9 +136,10 @@ def options(spec: RunSpec, setting: Setting) -> list[Option]:
     """Return the cost of one process alone, and of every registered strategy that the spec allows."""
     found = []
     for label, strategy, place in _candidates(setting):
+        candidate = spec.model_copy(update={"strategy": strategy})
         try:
-            candidate = RunSpec.model_validate(spec.model_dump() | {"strategy": strategy})
-        except ValidationError:
+            check_spec(candidate)
+        except ValueError:
             continue  # other fields of the spec exclude the strategy
         found.append(_option(label, candidate, place, setting.speed))
     return found

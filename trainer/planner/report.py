@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
+from trainer.costs.alternatives import shown
+from trainer.costs.cost import Layout, Rows, row_flops, unpacking_factor
+from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
+from trainer.costs.model_shape import Shape, shape_of
+from trainer.costs.packing_forecast import packing_text
+from trainer.costs.teacher_cost import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.data.report import DataReport
 from trainer.errors import model_errors
 from trainer.formats import counted, mib, table
 from trainer.inputs import path_kind, user_path
-from trainer.planner.alternatives import shown
-from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
-from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib, speeds
-from trainer.planner.model_shape import Shape, shape_of
-from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
-from trainer.planner.teacher import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.strategy import possible_plans
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
@@ -132,7 +132,7 @@ def plan(
     """Return the plan for JSON; `lines` in it are the plan as text.
 
     Args:
-        hosts: as `trainer.planner.hosts.read_hosts` returns them.
+        hosts: as `trainer.costs.host_memory.read_hosts` returns them.
         link: Mbit/s between hosts, or None if unknown.
         fast: use nominal speed instead of a measurement.
         data_dir: where encoded datasets are cached.

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.costs.alternatives import Alternatives, whole_model_alternatives
 from trainer.data.shares import share
 from trainer.errors import UserError
-from trainer.planner.alternatives import Alternatives, whole_model_alternatives
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP
 from trainer.strategy.lazy import LazyModule
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from trainer.config import RunSpec
+    from trainer.costs.cost import Layout, State
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
     from trainer.model import TokenLoss
-    from trainer.planner.cost import Layout, State
-    from trainer.planner.model_shape import Shape
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
@@ -43,7 +43,6 @@ _STOP = "averaging/stop"
 class AveragingPlan(StrategyPlan):
     """The plan of averaging. The defaults apply: no communication within a step."""
 
-    summary = "hosts train independently and are averaged once, at the end"
     cost = "another result: workers never synchronize before the end"
     has_replicas = True
 
@@ -62,6 +61,9 @@ class AveragingPlan(StrategyPlan):
         workers = -(-len(layout.processes) // spec.replica_hosts)
         # The new adapter, its largest layer once more in transit, and the worker's own adapter.
         return state.base + state.adapters * (workers + 1) if spec.lora_r else 0
+
+
+PLAN = AveragingPlan()
 
 
 class Averaging(DDP):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.planner.alternatives import NONE, Alternative, Alternatives, switch
+from trainer.costs.alternatives import NONE, Alternative, Alternatives, switch
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

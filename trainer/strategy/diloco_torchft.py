@@ -32,7 +32,7 @@ from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.model import TokenLoss
 from trainer.strategy.base import Rows, Stopped, Update
-from trainer.strategy.diloco import DiLoCo
+from trainer.strategy.diloco_fixed import DiLoCo
 from trainer.strategy.replicas import check_rows, deal
 
 os.environ.setdefault("RUST_LOG", "warn")  # the default logs every message

@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.shares import share
-from trainer.errors import UserError
-from trainer.planner.alternatives import ROUNDED, Alternative, Alternatives, quantize_alternatives, switch
-from trainer.planner.cost import (
+from trainer.costs.alternatives import ROUNDED, Alternative, Alternatives, quantize_alternatives, switch
+from trainer.costs.cost import (
     Layout,
     Memory,
     State,
@@ -29,6 +27,8 @@ from trainer.planner.cost import (
     micro_batches,
     ring_fraction,
 )
+from trainer.data.shares import share
+from trainer.errors import UserError
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.pipeline_split import (
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
+    from trainer.costs.cost import Rows as MeanRows
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.pipeline_stage import StageLoss
     from trainer.distributed.world import World
     from trainer.model import TokenLoss
-    from trainer.planner.cost import Rows as MeanRows
-    from trainer.planner.model_shape import Shape
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -149,7 +149,6 @@ def check_stages(spec: RunSpec, field: str) -> None:
 class PipelinePlan(StrategyPlan):
     """The plan of pipeline parallelism. Costs use the speeds of the layout; a run divides the layers by measured speed."""
 
-    summary = "every rank holds some of the layers"
     auto = "exact"
     gain = 1.1
     cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
@@ -172,11 +171,11 @@ class PipelinePlan(StrategyPlan):
         return False
 
     def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+        from trainer.costs.cost import Rows as MeanRows
+        from trainer.costs.model_shape import shape_of
         from trainer.distributed.pipeline_measure import divide_model
         from trainer.distributed.pipeline_stage import load_stage
         from trainer.distributed.pipelines import Pipelines
-        from trainer.planner.cost import Rows as MeanRows
-        from trainer.planner.model_shape import shape_of
 
         cuda = world.device.type == "cuda"
         pipelines = Pipelines.find(spec, world)
@@ -272,7 +271,7 @@ class PipelinePlan(StrategyPlan):
 
     def _passed_bytes(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
         """Return the bytes that a rank sends to its neighbours: activations to the next, their gradients to the one before."""
-        from trainer.planner.cost import Rows as MeanRows
+        from trainer.costs.cost import Rows as MeanRows
 
         pipeline, count = one_pipeline(spec, layout)
         directions = min(2, pipeline.world - 1)
@@ -280,7 +279,7 @@ class PipelinePlan(StrategyPlan):
 
     def replica_comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
         """Return the bytes that a process sends in a step within a replica of `layout`, of which every rank had `micro` micro-batches."""
-        from trainer.planner.cost import Rows as MeanRows
+        from trainer.costs.cost import Rows as MeanRows
 
         directions = min(2, layout.world - 1)
         return directions * micro * layout.world * boundary_bytes(spec, shape, MeanRows.full(spec))
@@ -332,6 +331,9 @@ class PipelinePlan(StrategyPlan):
         hop = crossing / min(2, len(counts) - 1)
         # The first micro-batch crosses every link twice. Further ones travel while ranks compute.
         return compute, 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, crossing - slowest)
+
+
+PLAN = PipelinePlan()
 
 
 class Pipeline(Strategy):

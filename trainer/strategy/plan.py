@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trainer.costs.alternatives import Alternatives, activation_alternatives
+from trainer.costs.cost import Memory, State, activation_bytes, autocast_bytes, full_state
+from trainer.costs.teacher_cost import teacher_memory, teacher_weights
 from trainer.errors import UserError
-from trainer.planner.alternatives import Alternatives, activation_alternatives
-from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
-from trainer.planner.teacher import teacher_memory, teacher_weights
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
+    from trainer.costs.cost import Layout, Rows
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
     from trainer.model import TokenLoss
-    from trainer.planner.cost import Layout, Rows
-    from trainer.planner.model_shape import Shape
     from trainer.strategy.base import Strategy
 
 # Values that need the full model on every rank.
@@ -33,12 +33,11 @@ UNSHARDABLE: dict[str, Any] = {
 class StrategyPlan:
     """The properties and the cost model of one strategy.
 
-    A new strategy is one file with a subclass of this class and a subclass of `Strategy`, and one line in
-    `trainer.strategy.STRATEGIES`. The defaults describe a strategy that holds the full model on every rank and
+    A new strategy is one file with a subclass of this class, which is its `PLAN`, and a subclass of `Strategy`; and one line
+    in `trainer.config.strategies.STRATEGIES`. The defaults describe a strategy that holds the full model on every rank and
     communicates nothing.
     """
 
-    summary: ClassVar[str] = ""  # a few words for help texts and documentation
     # Whether `strategy=auto` may choose it: as a strategy with the result of a single process ("exact"), or as the one for
     # slow links, with a different result ("low_communication"). None: the planner lists it without recommending it.
     auto: ClassVar[Literal["exact", "low_communication"] | None] = None
@@ -99,9 +98,21 @@ class StrategyPlan:
             progress: called after every part that ranks send each other, which may take longer than the run may show none.
         """
         from trainer.distillation.loss import Divergence
-        from trainer.model import TokenLoss, load_model
+        from trainer.model import TokenLoss, base_dtype, fast_kernels, load_model
+        from trainer.unsloth_model import load_unsloth
 
-        model = load_model(spec, world.device)
+        dtype = base_dtype(spec, uniform=self.uniform_dtype)
+        if spec.backend == "unsloth":
+            model = load_unsloth(spec, dtype)
+        else:
+            model = load_model(
+                spec,
+                world.device,
+                dtype=dtype,
+                sharded=self.sharded_weights(spec),
+                own_shard=self.reads_own_shard(spec),
+                kernels=fast_kernels(spec, world.device) if self.supports_fast_kernels(spec) else (),
+            )
         return TokenLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
 
     # Costs --------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config import TINY, RunSpec, make_spec
+from trainer.config import TINY, RunSpec
 from trainer.errors import UserError
 from trainer.formats import printable, table
+from trainer.spec import make_spec
 from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError

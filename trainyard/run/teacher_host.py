@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config import RunSpec
+from trainer.costs.cost import Rows
+from trainer.costs.host_memory import BASE
+from trainer.costs.teacher_cost import teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.errors import UserError
 from trainer.formats import mib
-from trainer.planner.cost import Rows
-from trainer.planner.hosts import BASE
-from trainer.planner.teacher import teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from trainer_runs import WORDS, Cluster, Here, records, write_jsonl
 
-from trainer.config import make_spec
 from trainer.data.logprobs import TOP
+from trainer.spec import make_spec
 
 FEW = {"max_steps": 6, "eval_split": 0.1}
 

@@ -16,12 +16,12 @@ from run_hosts import free_port
 from small_models import assert_equal_work, batch, loss_and_gradient, small_model
 from trainer_runs import TOP, WIDE, Here, llama
 
-from trainer.config import make_spec
+from trainer.costs.cost import Layout
+from trainer.costs.model_shape import shape_of
 from trainer.data.packing import best_fit
 from trainer.errors import UserError
 from trainer.model import TokenLoss, fast_kernels, load_model
-from trainer.planner.cost import Layout
-from trainer.planner.model_shape import shape_of
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 
 CPU = torch.device("cpu")

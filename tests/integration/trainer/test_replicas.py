@@ -25,12 +25,13 @@ from transformers import AutoModelForCausalLM
 
 from trainer import merge
 from trainer.checkpoint import complete_checkpoints
-from trainer.config import make_spec, parse_flags, read_spec, resolve_aliases
+from trainer.config import parse_flags, resolve_aliases
+from trainer.costs.cost import Layout
+from trainer.costs.model_shape import shape_of
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import TokenLoss, load_model
-from trainer.planner.cost import Layout
-from trainer.planner.model_shape import shape_of
+from trainer.spec import make_spec, read_spec
 from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.four_bits import BYTES_PER_VALUE, RESIDUAL_FILE
 from trainer.strategy.replicas import by_speed, deal

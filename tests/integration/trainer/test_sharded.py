@@ -18,10 +18,11 @@ from trainer_runs import Cluster, Here, losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.checkpoint import HostCheckpoint, _in_place, _owners, complete_checkpoints
-from trainer.config import make_spec
+from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.files import sha256_file
-from trainer.model import load_model
+from trainer.spec import make_spec
+from trainer.strategy import plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.fsdp import FSDP
 
@@ -247,9 +248,9 @@ def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) ->
     AutoModelForCausalLM.from_pretrained(here.model, dtype=torch.bfloat16).save_pretrained(half)
     here.model = half
     spec = make_spec({"model": str(half), "strategy": "fsdp", "seq_length": 64}, "here")
-    assert {p.dtype for p in load_model(spec.model_copy(update={"lora_r": 0}), torch.device("cpu")).parameters()} == {
-        torch.bfloat16
-    }
+    full = spec.model_copy(update={"lora_r": 0})
+    module = plan_of(spec).load_module(full, World(0, 1, 0, 0, torch.device("cpu")), lambda: None)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     few = {"max_steps": 4, "checkpoint_interval": 2}
     for name, fields in {"lora": {}, "full": {"lora_r": 0}, "mixed": {"precision": "bf16-mixed"}}.items():
         for strategy in ("ddp", "fsdp"):

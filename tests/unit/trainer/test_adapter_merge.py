@@ -17,9 +17,9 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import adapter_merge, export
-from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.model import load_model
+from trainer.spec import make_spec
 
 KINDS = (
     "bloom", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",

@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 from ansible.vars.reserved import get_reserved_names
 
-from trainer.config import (
-    ALIASES,
-    DEPRECATED,
-    FIELDS,
-    SUGGESTED,
-    is_known,
-    make_spec,
-    parse_flags,
-    parse_mapping,
-    read_spec,
-)
+from trainer.config import ALIASES, DEPRECATED, FIELDS, SUGGESTED, is_known, parse_flags, parse_mapping
 from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED, resolve_aliases, takes_no_value
 from trainer.config.conversions import CONVERSIONS
 from trainer.errors import UserError
+from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import known_variables, read_run_spec
 from trainyard.run.options import OPTIONS, make_options
 

@@ -13,24 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import (
-    ALIASES,
-    FIELDS,
-    MUTABLE,
-    PRESETS,
-    SUGGESTED,
-    RunSpec,
-    changed_fields,
-    make_spec,
-    parse_flags,
-    read_spec,
-    read_yaml,
-    suggest,
-    table,
-)
+from trainer.config import ALIASES, FIELDS, MUTABLE, PRESETS, SUGGESTED, RunSpec, parse_flags, read_yaml, suggest, table
 from trainer.config.aliases import IGNORED, REFUSED
 from trainer.config.fields import metadata, mismatch
 from trainer.errors import UserError
+from trainer.spec import changed_fields, make_spec, read_spec
 
 
 def error_of(values: dict[Any, Any]) -> str:

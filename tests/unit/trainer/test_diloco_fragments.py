@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import Layout, Rows
+from trainer.costs.model_shape import shape_of
 from trainer.distributed.world import World
 from trainer.errors import NonFiniteError, UserError
 from trainer.model import TokenLoss, load_model
-from trainer.planner.cost import Layout, Rows
-from trainer.planner.model_shape import shape_of
+from trainer.spec import make_spec
 from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.diloco_fragments import DiLoCoFragments, divide
 

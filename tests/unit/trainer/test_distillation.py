@@ -18,7 +18,6 @@ from small_models import batch
 from torch import nn
 from trainer_runs import records, write_jsonl
 
-from trainer.config import make_spec
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, split
 from trainer.data.encode import Encoder, encode_all, encoded_dataset
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
@@ -36,6 +35,7 @@ from trainer.distillation.loss import (
 )
 from trainer.errors import UserError
 from trainer.model import TokenLoss
+from trainer.spec import make_spec
 
 VALUES = Path(__file__).with_name("trl_gkd.json")
 

@@ -10,13 +10,13 @@ import torch
 from small_models import MODELS, assert_equal_work, batch, loss_and_gradient, small_model
 from torch import nn
 
-from trainer.config import make_spec
 from trainer.data.corpus import Corpus
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World
 from trainer.model import TokenLoss, isolates_packed_samples, load_model
 from trainer.optim import make_optimizer
+from trainer.spec import make_spec
 from trainer.strategy import make_strategy
 
 CPU = torch.device("cpu")

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
 from trainer.distributed.pipeline_measure import layer_seconds
 from trainer.distributed.pipeline_stage import PARTS, Division, StageLoss, load_stage
 from trainer.distributed.pipeline_weights import WeightFiles
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import TokenLoss, isolates_packed_samples, load_model
+from trainer.spec import make_spec
 from trainer.strategy.base import Batch, autocast
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}

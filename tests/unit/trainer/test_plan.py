@@ -20,22 +20,23 @@ from trainer_runs import TOP, Here, llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.__main__ import main
-from trainer.config import RunSpec, make_spec, read_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import Layout, Memory, Rows
+from trainer.costs.host_memory import BASE, read_hosts
+from trainer.costs.model_shape import Shape, read_shape, shape_of
+from trainer.costs.teacher_cost import teacher_step_bytes, teacher_weights
 from trainer.distillation.loss import Divergence, TeacherLogits
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import TokenLoss, add_lora, lora_config, loss_positions
-from trainer.planner.cost import Layout, Memory, Rows
-from trainer.planner.hosts import BASE, read_hosts
-from trainer.planner.model_shape import Shape, read_shape, shape_of
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend
 from trainer.planner.report import plan
-from trainer.planner.teacher import teacher_step_bytes, teacher_weights
+from trainer.spec import make_spec, read_spec
 from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 from trainer.strategy.deepspeed_config import engine_config
-from trainer.strategy.diloco import CHUNK
+from trainer.strategy.diloco_costs import CHUNK
 from trainyard.remote.host_facts import allocator
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from trainer_runs import TOP
 
 from trainer.__main__ import main
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import Rows
+from trainer.costs.host_memory import layout_of
+from trainer.costs.model_shape import Shape, read_shape
 from trainer.errors import UserError
-from trainer.planner.alternatives import variants
-from trainer.planner.cost import Rows
-from trainer.planner.hosts import layout_of
-from trainer.planner.model_shape import Shape, read_shape
 from trainer.planner.recommend import ERROR, Advice, Option, Setting, Speed, options, plans, recommend
+from trainer.planner.variants import variants
+from trainer.spec import make_spec
 from trainer.strategy import STRATEGIES, plan_named
 from trainer.strategy.pipeline import PipelinePlan, one_pipeline
 

@@ -11,11 +11,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import Rows, activation_bytes, autocast_bytes
+from trainer.costs.model_shape import shape_of
 from trainer.data.tiny import CONFIG, make_tiny
 from trainer.model import TokenLoss, load_model
-from trainer.planner.cost import Rows, activation_bytes, autocast_bytes
-from trainer.planner.model_shape import shape_of
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 from trainer.strategy.base import Batch
 

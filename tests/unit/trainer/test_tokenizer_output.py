@@ -182,8 +182,9 @@ def test_answers_of_an_earlier_version_are_computed_again(tmp_path: Path) -> Non
 
 
 def test_a_merged_model_of_an_earlier_version_is_checked(here: Here, other_end_model: Path) -> None:
-    from trainer.config import make_spec, read_yaml
+    from trainer.config import read_yaml
     from trainer.export import merged_rightly
+    from trainer.spec import make_spec
 
     here.model = other_end_model
     assert here(max_steps=2, lora_r=4, lr=0.1, precision="32-true") == 0, here.err

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,44 +91,3 @@ def optimizer_alternatives(spec: RunSpec) -> list[Alternatives]:
 def gradient_alternatives(spec: RunSpec) -> list[Alternatives]:
     """Return the alternatives of gradients in transit."""
     return [switch(spec, "gradient_comm_dtype", "bf16", "gradients are rounded to bfloat16 in transit", ROUNDED)]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A spec with some alternatives. `alternatives`: those that change it."""
-
-    spec: RunSpec
-    alternatives: tuple[Alternative, ...]
-
-    @property
-    def gain(self) -> float:
-        """How many times faster the plan must be than one without the alternatives."""
-        found = 1.0
-        for alternative in self.alternatives:
-            found *= alternative.gain
-        return found
-
-    @property
-    def costs(self) -> list[str]:
-        """A description of the costs of the alternatives."""
-        return [alternative.cost for alternative in self.alternatives if alternative.cost]
-
-
-def variants(spec: RunSpec, groups: Sequence[Alternatives]) -> Iterator[Variant]:
-    """Yield `spec` with every combination of alternatives, one from each group, that the fields of a spec permit.
-
-    The first variant has no alternative. `spec` has the strategy whose alternatives these are.
-    """
-    from trainer.config.combinations import check_combinations
-
-    for chosen in product(*groups):
-        used = tuple(alternative for alternative in chosen if alternative.fields)
-        changed: dict[str, Any] = {}
-        for alternative in used:
-            changed |= alternative.fields
-        variant = spec.model_copy(update=changed)
-        try:
-            check_combinations(variant)
-        except ValueError:
-            continue  # the fields exclude each other
-        yield Variant(variant, used)
