@@ -1,7 +1,7 @@
 """The run spec: its schema, other names of its fields, and flags. `trainer.spec` builds and checks a spec. Importable without torch."""
 
+from trainer.config.alias_table import ALIASES
 from trainer.config.aliases import (
-    ALIASES,
     DEPRECATED,
     MUTABLE,
     SUGGESTED,
