@@ -15,7 +15,7 @@ from typing import Any
 
 from lying_host import RUN, honest
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainer.supervise.status import shorten
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport

@@ -1,7 +1,7 @@
 """Compare the strategies for a run, and recommend one. No torch: the controller resolves `strategy=auto` with it.
 
-`options` compares the strategies for a spec as it is, `plans` with the alternatives of each strategy. Both are compared by the same
-score: tokens per second, divided by how many times faster a plan must be to justify its other costs.
+`options` compares the strategies for a spec as it is, `plans` with the alternatives of each strategy. The fastest plan that fits wins;
+of plans that differ by no more than the error of predicted speeds, the one with fewer concessions, such as a result that is not exact.
 """
 
 import math
@@ -27,9 +27,8 @@ ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
 # Operations per second, if speed was not measured: one core with AVX2, and an older GPU in 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
-# A plan that leaves less than this fraction of a rank's memory must be faster than others by the error of predicted speeds.
-TIGHT = 0.05
-ERROR = 1.15
+TIGHT = 0.05  # a plan that leaves less than this fraction of a rank's memory makes a concession
+ERROR = 1.15  # of predicted speeds: a plan must be that many times faster for every concession
 _QUIET = 0.05  # fraction of time in communication that is acceptable
 _LOUD = 0.5  # fraction from which a strategy with less communication justifies a different result
 
@@ -71,7 +70,7 @@ class Option:
         comm_seconds: communication that computation does not hide.
         host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
         free: the smallest fraction of its memory that the plan leaves to a rank, None if unknown.
-        gain: how many times faster the plan must be to justify its strategy and alternatives; 0: never recommended.
+        concessions: number of things that its strategy and alternatives give up, such as exactness; None: never recommended.
         fields: values of the spec that the alternatives change.
         costs: description of other costs of strategy and alternatives.
     """
@@ -86,15 +85,19 @@ class Option:
     tokens_per_second: float
     host_memory: int = 0
     free: float | None = None
-    gain: float = 1.0
+    concessions: int | None = 0
     fields: dict[str, Any] = field(default_factory=dict)
     costs: tuple[str, ...] = ()
 
     @property
     def score(self) -> float:
-        """What the planner compares, rounded so that the order of operations does not matter."""
-        gain = self.gain * (ERROR if self.tight else 1.0)
-        return float(f"{self.tokens_per_second / gain:.9g}") if gain else 0.0
+        """What the planner compares: tokens per second, less the error of predictions for every concession.
+
+        It is rounded so that the order of operations does not matter.
+        """
+        if self.concessions is None:
+            return 0.0
+        return float(f"{self.tokens_per_second / ERROR ** (self.concessions + self.tight):.9g}")
 
     @property
     def tight(self) -> bool:
@@ -172,7 +175,7 @@ def plans(spec: RunSpec, setting: Setting) -> list[Option]:
 
 def _could_be_best(option: Option, tried: Sequence[Option]) -> bool:
     """Return whether the option would be the best one of `tried` if it spent no time in communication."""
-    if option.fits is False or not option.comm_seconds or not option.gain:
+    if option.fits is False or not option.comm_seconds or option.concessions is None:
         return False
     silent = option.score * (option.compute_seconds + option.comm_seconds) / option.compute_seconds
     best = _best(tried)
@@ -221,7 +224,9 @@ def _option(
         tokens_per_second=spec.rows_per_step * rows.tokens / (compute + communication),
         host_memory=0 if gloo else plan.host_memory(spec, shape, layout),
         free=min(known, default=None),
-        gain=math.prod((alternative.gain for alternative in alternatives), start=plan.gain or 0.0),
+        concessions=None
+        if plan.concessions is None
+        else plan.concessions + sum(alternative.concessions for alternative in alternatives),
         fields={name: value for alternative in alternatives for name, value in alternative.fields.items()},
         costs=tuple(
             text
@@ -254,7 +259,7 @@ class Advice:
 
 
 def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advice:
-    """Recommend the fastest plan that fits and whose gain justifies its other costs.
+    """Recommend the fastest plan that fits and that is worth its concessions.
 
     Args:
         found: result of `options` or `plans`.
@@ -267,11 +272,11 @@ def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advic
         if alone.fits is False:
             raise UserError(f"plan: {_too_large(spec, alone)}")
         return _advice(alone, "one process, so there is nothing to distribute")
-    best = _best([option for option in found if option.strategy != ALONE and option.gain])
+    best = _best([option for option in found if option.strategy != ALONE and option.concessions is not None])
     if not best:
         raise UserError(f"plan: {_too_large(spec, min(found, key=lambda option: option.memory.total))}")
     if plan_named(best.strategy).auto == "low_communication":
-        exact = _best([option for option in found if option.gain == 1.0 and option.strategy != ALONE])
+        exact = _best([option for option in found if option.concessions == 0 and option.strategy != ALONE])
         why = _why_low_communication(spec, best, exact or found[1], alone, setting.link)
     else:
         why = _why_exact(spec, best, found, alone, setting.link)

@@ -17,19 +17,6 @@ class Variant:
     spec: RunSpec
     alternatives: tuple[Alternative, ...]
 
-    @property
-    def gain(self) -> float:
-        """How many times faster the plan must be than one without the alternatives."""
-        found = 1.0
-        for alternative in self.alternatives:
-            found *= alternative.gain
-        return found
-
-    @property
-    def costs(self) -> list[str]:
-        """A description of the costs of the alternatives."""
-        return [alternative.cost for alternative in self.alternatives if alternative.cost]
-
 
 def variants(spec: RunSpec, groups: Sequence[Alternatives]) -> Iterator[Variant]:
     """Yield `spec` with every combination of alternatives, one from each group, that the fields of a spec permit.

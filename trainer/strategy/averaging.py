@@ -43,6 +43,7 @@ _STOP = "averaging/stop"
 class AveragingPlan(StrategyPlan):
     """The plan of averaging. The defaults apply: no communication within a step."""
 
+    concessions = None
     cost = "another result: workers never synchronize before the end"
     has_replicas = True
 

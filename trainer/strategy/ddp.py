@@ -57,7 +57,6 @@ class DDPPlan(StrategyPlan):
     """The plan of DistributedDataParallel."""
 
     auto = "exact"
-    gain = 1.0
     shares_rows_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DDP]:

@@ -65,9 +65,9 @@ _HOOK_SECONDS = 1.5e-3  # of stage 3, per module and micro-batch
 
 
 class DeepSpeedPlan(StrategyPlan):
-    """The plan of ZeRO. Figures without a source were measured with benchmarks/memory.py and benchmarks/plan.py."""
+    """The plan of ZeRO. Figures without a source were measured."""
 
-    gain = 1.1
+    concessions = 1
     cost = "requires the package deepspeed on every host"
     uniform_dtype = True
     library_bytes = 20 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer.costs.alternatives import CHANGED, Alternatives, optimizer_alternatives, quantize_alternatives
+from trainer.costs.alternatives import Alternatives, optimizer_alternatives, quantize_alternatives
 from trainer.costs.cost import Layout, Memory, State
 from trainer.strategy.ddp import DDPPlan, gradient_copies
 from trainer.strategy.diloco_alternatives import exchange_alternatives, replica_alternatives
@@ -40,7 +40,7 @@ class DiLoCoPlan(StrategyPlan):
     """The plan of DiLoCo, with fixed replicas or with torchft."""
 
     auto = "low_communication"
-    gain = CHANGED
+    concessions = 1
     cost = "another result: replicas hold different weights between synchronizations"
     has_replicas = True
     shares_steps_by_speed = True

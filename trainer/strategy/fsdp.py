@@ -77,7 +77,6 @@ class FSDPPlan(StrategyPlan):
     """The plan of FSDP2."""
 
     auto = "exact"
-    gain = 1.0
     cost = "every pass sends the weights of all layers"
 
     def strategy_class(self, spec: RunSpec) -> type[FSDP]:

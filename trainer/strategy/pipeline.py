@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.costs.alternatives import ROUNDED, Alternative, Alternatives, quantize_alternatives, switch
+from trainer.costs.alternatives import Alternative, Alternatives, quantize_alternatives, switch
 from trainer.costs.cost import (
     Layout,
     Memory,
@@ -150,7 +150,7 @@ class PipelinePlan(StrategyPlan):
     """The plan of pipeline parallelism. Costs use the speeds of the layout; a run divides the layers by measured speed."""
 
     auto = "exact"
-    gain = 1.1
+    concessions = 1
     cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
 
     def strategy_class(self, spec: RunSpec) -> type[Pipeline]:
@@ -195,7 +195,7 @@ class PipelinePlan(StrategyPlan):
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         cost = "activations and their gradients are rounded to bfloat16 in transit"
         # Also where hidden states have 16 bits and travel as they are: those of a base in 4 bits have 32.
-        comm = switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)
+        comm = switch(spec, "pipeline_comm_dtype", "bf16", cost, 1)
         sizes = [Alternative(), *(Alternative({"pipeline_hosts": hosts}) for hosts in (2, 3, 4))]
         groups = [quantize_alternatives(spec), comm, [Alternative()] if spec.pipeline_hosts else sizes]
         return [*super().alternatives(spec), *groups]

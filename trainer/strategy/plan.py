@@ -41,9 +41,9 @@ class StrategyPlan:
     # Whether `strategy=auto` may choose it: as a strategy with the result of a single process ("exact"), or as the one for
     # slow links, with a different result ("low_communication"). None: the planner lists it without recommending it.
     auto: ClassVar[Literal["exact", "low_communication"] | None] = None
-    # How many times faster the strategy must be than one that needs no more packages and gives the result of one process;
-    # None: the planner never recommends it. `cost` describes the reason and other costs.
-    gain: ClassVar[float | None] = None
+    # Number of things that the strategy gives up beside speed (see `Alternative`), which `cost` describes; None: the planner
+    # never recommends it.
+    concessions: ClassVar[int | None] = 0
     cost: ClassVar[str] = ""
     has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks

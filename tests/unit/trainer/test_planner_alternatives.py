@@ -249,7 +249,7 @@ def test_1b_full_weights_on_laptops_over_wi_fi() -> None:
     """A pipeline with 16 GB: weights, gradients and moments need 18.4 GiB, which only sharding divides, and FSDP sends 27 GB a step.
 
     With 64 GB, diloco: it also holds the full model and the outer optimizer, and gradients would take 1054 s of every step of ddp.
-    A pipeline stays in reach, because it has the result of a single process: diloco must be twice as fast.
+    A pipeline with the result of a single process is faster.
     """
     advice, found = best("1B", laptops(3, 16), 50, {"lora_r": 0})
     assert advice.strategy == "pipeline" and advice.fields["batch_size"] == 1
