@@ -146,7 +146,7 @@ def apply_liger(model: Any) -> None:
     """Replace modules of the model by Liger kernels."""
     from transformers.integrations.liger import apply_liger_kernel
 
-    # TokenLoss sums over the tokens with loss; liger's own loss would average.
+    # ModelWithLoss sums over the tokens with loss; liger's own loss would average.
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
@@ -226,7 +226,7 @@ def _starts(name: str) -> list[int]:
     return [0, *(place + 1 for place, char in enumerate(name) if char == ".")]
 
 
-class TokenLoss(nn.Module):
+class ModelWithLoss(nn.Module):
     """A causal language model whose forward returns the *sum* of the token losses, so that ranks can be weighted exactly."""
 
     def __init__(self, model: nn.Module, *, compiled: bool = False, divergence: Divergence | None = None) -> None:

@@ -345,11 +345,11 @@ def fuzz_settings(rng: random.Random, folder: Path) -> None:
 
 def require_estimates(spec: RunSpec, shape: Any) -> None:
     """Estimate memory and traffic of every strategy for a model's shape."""
-    from trainer.costs.cost import Layout, Rows
+    from trainer.costs.cost import Layout, RowStats
     from trainer.strategy import plan_named
 
     for name in STRATEGIES:
-        plan_named(name).memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+        plan_named(name).memory(spec, shape, Layout((1, 1)), RowStats.full(spec))
         plan_named(name).comm_bytes(spec, shape, Layout((1, 1)), gloo=True)
 
 

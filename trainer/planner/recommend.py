@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.config import RunSpec
 from trainer.costs.alternatives import Alternative, shown
-from trainer.costs.cost import Layout, Memory, Rows, row_flops, unpacking_factor
+from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
 from trainer.costs.model_shape import Shape, shape_of
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.planner.variants import variants
 from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
-from trainer.strategy.plan import every
+from trainer.strategy.plan import all_or_unknown
 
 ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
@@ -42,12 +42,12 @@ class Speed:
     measured: bool
 
     @classmethod
-    def nominal(cls, spec: RunSpec, shape: Shape, rows: Rows, device: str, threads: int = 1) -> "Speed":
+    def nominal(cls, spec: RunSpec, shape: Shape, rows: RowStats, device: str, threads: int = 1) -> "Speed":
         """Estimate the speed by figures of common hardware, within a factor of a few."""
         rate = NOMINAL[device] * (threads if device == "cpu" else 1)
         return cls(_work(spec, shape, rows, cuda=device == "cuda") / rate, 0.0, False)
 
-    def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> "Speed":
+    def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> "Speed":
         """Return the speed of the spec `other`, if this one is the speed of `spec`."""
         if other == spec:
             return self
@@ -55,7 +55,7 @@ class Speed:
         return replace(self, part=self.part * factor)
 
 
-def _work(spec: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> float:
+def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
     """Return the floating point operations of a full micro-batch; those of unpacking weights count as well."""
     flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
     return spec.batch_size * flops
@@ -128,7 +128,7 @@ class Setting:
 
     shape: Shape
     layout: Layout
-    rows: Rows
+    rows: RowStats
     speed: Speed
     link: float
     room: float | None
@@ -217,7 +217,7 @@ def _option(
         label,
         layout.world,
         max(memories, key=lambda memory: memory.total),
-        every([None if part is None else part >= 0 for part in left]),
+        all_or_unknown([None if part is None else part >= 0 for part in left]),
         sent,
         compute,
         communication,
@@ -383,7 +383,7 @@ def _nominal_setting(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shap
     device = "cuda" if have_gpus(hosts) else "cpu"
     links = [host["link_mbit"] for host in hosts if host.get("link_mbit")]
     link = min(links) if links else LINK
-    rows = Rows.full(spec)
+    rows = RowStats.full(spec)
     speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
     layout = layout_of(hosts, device)
     return Setting(shape, layout, rows, speed, link, None, gloo=device == "cpu"), bool(links)

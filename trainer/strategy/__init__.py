@@ -13,7 +13,7 @@ from trainer.strategy.plan import StrategyPlan
 if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def possible_plans(spec: RunSpec) -> list[StrategyPlan]:
     return [plan_named(name) for name in STRATEGIES] if spec.strategy == AUTO else [plan_of(spec)]
 
 
-def make_strategy(spec: RunSpec, world: World, module: TokenLoss) -> Strategy:
+def make_strategy(spec: RunSpec, world: World, module: ModelWithLoss) -> Strategy:
     """Create the spec's strategy for the model in `module`. Every rank calls it."""
     return plan_of(spec).strategy_class(spec)(spec, world, module)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.costs.cost import Layout, State
     from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
@@ -70,7 +70,7 @@ PLAN = AveragingPlan()
 class Averaging(DDP):
     """One of several workers."""
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         self.workers = Replicas.find(spec, world)
         replica_group = world.subgroup(self.workers.ranks, spec.collective_timeout)
         super().__init__(spec, world, module, replica_group)
@@ -204,7 +204,7 @@ class Averaging(DDP):
         super().load(folder)
 
 
-def _check_factors(module: TokenLoss) -> None:
+def _check_factors(module: ModelWithLoss) -> None:
     """Check that the factors of all adapters are matrices that can be concatenated. Raises UserError."""
     from trainer.adapters import lora_factors
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -111,7 +111,7 @@ def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch
 class DDP(Strategy):
     """Data parallel training on any number of ranks, including one."""
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, replica_group: World | None = None) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks that average gradients, if not all."""
         from trainer.optim import make_optimizer
 

@@ -21,7 +21,7 @@ from trainer.costs.cost import (
     PCI_EXPRESS,
     Layout,
     Memory,
-    Rows,
+    RowStats,
     State,
     activation_bytes,
     gradient_bytes_per_number,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 else:
     torch = LazyModule("torch")
 
@@ -154,7 +154,7 @@ class DeepSpeedPlan(StrategyPlan):
             base=state.base * (spec.deepspeed_offload != "all"),
         )
 
-    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
         memory = super().memory(spec, shape, layout, rows, cuda=cuda)
         if cuda or self.sharded_weights(spec):
             return memory
@@ -267,7 +267,7 @@ class DeepSpeedZeRO(Strategy):
 
     lockstep = True
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         super().__init__(spec, world, module)
         world.require_own_gpus("deepspeed")
         self.deepspeed = import_deepspeed(world)

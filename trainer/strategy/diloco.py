@@ -17,10 +17,10 @@ from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshar
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.costs.cost import Rows as MeanRows
+    from trainer.costs.cost import RowStats
     from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
     from trainer.strategy.diloco_fixed import DiLoCo
 
 _PIPELINE = PipelinePlan()
@@ -120,7 +120,7 @@ class DiLoCoPlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return not self._staged(spec)
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
         return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
@@ -152,12 +152,12 @@ class DiLoCoPlan(StrategyPlan):
         outer = 0 if cuda else outer_bytes(spec, shape)  # in host memory
         return replace(state, optimizer=state.optimizer + outer)
 
-    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool = False) -> Memory:
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
         if not self._staged(spec):
             return super().memory(spec, shape, layout, rows, cuda=cuda)
         return max(self.memories(spec, shape, layout, rows, cuda=cuda), key=lambda each: each.total)
 
-    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[Memory]:
+    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
         if not self._staged(spec):
             return super().memories(spec, shape, layout, rows, cuda=cuda)
         stages = _PIPELINE.memories(_as_pipeline(spec), shape, layout, rows, cuda=cuda)
@@ -178,7 +178,7 @@ class DiLoCoPlan(StrategyPlan):
         spec: RunSpec,
         shape: Shape,
         layout: Layout,
-        rows: MeanRows,
+        rows: RowStats,
         part: float,
         optimizer: float,
         communication: float,

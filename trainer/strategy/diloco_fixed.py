@@ -27,11 +27,11 @@ from trainer.strategy.diloco_costs import CHUNK
 from trainer.strategy.fsdp import FSDP
 from trainer.strategy.full_state_dict import MOMENTS
 from trainer.strategy.pipeline import Pipeline
-from trainer.strategy.replicas import Replicas, by_speed, deal
+from trainer.strategy.replicas import Replicas, apportion, by_speed
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 
 _LONG_ROUND = 20  # minimum steps of a round for the full outer momentum
 _NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed
@@ -46,7 +46,7 @@ class DiLoCo(Strategy):
     # Every replica has its own inner optimizer. A host that lost its state continues with that of another replica.
     per_host_files = ("optimizer.pt", four_bits.RESIDUAL_FILE, *(f"{moment}.safetensors" for moment in MOMENTS))
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         super().__init__(spec, world.with_untimed_group(), module)
         groups = self.find_replicas(spec, world)
         timeout = spec.collective_timeout
@@ -126,7 +126,7 @@ class DiLoCo(Strategy):
 
     def assign(self, turns: int) -> list[int]:
         """Return the replica of each of the `turns` portions of a round."""
-        return deal(turns, self._speeds(self.sizes, self.costs))
+        return apportion(turns, self._speeds(self.sizes, self.costs))
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         self.tokens += tokens if last else 0

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
     dcp, fsdp = LazyModule("torch.distributed.checkpoint"), LazyModule("torch.distributed.fsdp")
@@ -92,7 +92,7 @@ class FSDPPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
         # The layers are compiled after they were sharded.
         return super().load_module(spec.model_copy(update={"torch_compile": False}), world, progress)
 
@@ -263,7 +263,7 @@ class FSDP(Strategy):
 
     lockstep = True
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, replica_group: World | None = None) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks that shard one model, if not all."""
         from trainer.optim import make_optimizer
 

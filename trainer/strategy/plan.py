@@ -14,10 +14,10 @@ from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.costs.cost import Layout, Rows
+    from trainer.costs.cost import Layout, RowStats
     from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
     from trainer.strategy.base import Strategy
 
 # Values that need the full model on every rank.
@@ -91,14 +91,14 @@ class StrategyPlan:
         """Return whether Liger kernels and FlashAttention may be used."""
         return True
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
         """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError.
 
         Args:
             progress: called after every part that ranks send each other, which may take longer than the run may show none.
         """
         from trainer.distillation.loss import Divergence
-        from trainer.model import TokenLoss, base_dtype, fast_kernels, load_model
+        from trainer.model import ModelWithLoss, base_dtype, fast_kernels, load_model
         from trainer.unsloth_model import load_unsloth
 
         dtype = base_dtype(spec, uniform=self.uniform_dtype)
@@ -113,7 +113,7 @@ class StrategyPlan:
                 own_shard=self.reads_own_shard(spec),
                 kernels=fast_kernels(spec, world.device) if self.supports_fast_kernels(spec) else (),
             )
-        return TokenLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
+        return ModelWithLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
 
     # Costs --------------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class StrategyPlan:
         """Return whether the model can be divided over these ranks."""
         return True
 
-    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool) -> list[Memory]:
+    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
         """Return the peak memory of every rank; one value if all ranks need the same."""
         return [self.memory(spec, shape, layout, rows, cuda=cuda)]
 
@@ -137,10 +137,10 @@ class StrategyPlan:
         """Return the bytes that the ranks of `memories` have, or None where that is unknown."""
         return layout.rooms
 
-    def fits(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool) -> bool | None:
+    def fits(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> bool | None:
         """Return whether every rank of the layout has enough memory; None if that is unknown."""
         free = self.free(spec, shape, layout, self.memories(spec, shape, layout, rows, cuda=cuda), cuda=cuda)
-        return every([None if part is None else part >= 0 for part in free])
+        return all_or_unknown([None if part is None else part >= 0 for part in free])
 
     def free(
         self, spec: RunSpec, shape: Shape, layout: Layout, memories: Sequence[Memory], *, cuda: bool
@@ -183,7 +183,7 @@ class StrategyPlan:
         """
         return 0
 
-    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
         """Return the peak memory of one process.
 
         `cuda`: count the memory of a GPU. State that the strategy keeps in host memory does not count then.
@@ -226,7 +226,7 @@ class StrategyPlan:
         spec: RunSpec,
         shape: Shape,
         layout: Layout,
-        rows: Rows,
+        rows: RowStats,
         part: float,
         optimizer: float,
         communication: float,
@@ -287,7 +287,7 @@ def _free_part(needed: float, room: float | None) -> float | None:
     return (room - needed) / room if room > 0 else -1.0
 
 
-def every(enough: list[bool | None]) -> bool | None:
+def all_or_unknown(enough: list[bool | None]) -> bool | None:
     """Return whether all are true; None if that is unknown."""
     if False in enough:
         return False

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import FIELDS, RunSpec, parse_mapping
-from trainer.data.report import DataReport
+from trainer.data.data_report import DataReport
 from trainer.data.samples import read_records
 from trainer.errors import UserError, nearest
 from trainer.formats import counted, printable

@@ -11,7 +11,7 @@ from trainer.config import FIELDS, RunSpec
 from trainer.config.dataset_source import with_paths
 from trainer.costs.model_shape import shape_of
 from trainer.costs.packing_forecast import packing_text
-from trainer.data.report import DataReport
+from trainer.data.data_report import DataReport
 from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.spec import changed_fields, make_spec

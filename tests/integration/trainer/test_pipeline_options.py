@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from trainer_runs import Cluster, Here, losses
 
-from trainer import export
+from trainer import final_export as export
 from trainer.errors import UserError
 from trainer.spec import make_spec
 

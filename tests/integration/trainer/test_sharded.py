@@ -189,7 +189,7 @@ def test_a_sharded_model_is_written_in_parts(here: Here, monkeypatch: pytest.Mon
     """Only one part's weights are in memory at a time. transformers reads the parts as the model of ddp."""
     few = {"max_steps": 2, "lora_r": 0, "lr": 1e-3}
     assert here("ddp", **few) == 0, here.err
-    monkeypatch.setattr("trainer.export.EXPORT_PART", 20_000)
+    monkeypatch.setattr("trainer.final_export.EXPORT_PART", 20_000)
     held: list[int] = []
     monkeypatch.setattr(
         "transformers.PreTrainedModel.save_pretrained",
@@ -230,7 +230,7 @@ def test_a_checkpoint_of_zero_3_needs_memory_for_one_weight(here: Here, monkeypa
             yield name, value
 
     monkeypatch.setattr(DeepSpeedZeRO, "_full", watched)
-    monkeypatch.setattr("trainer.export.EXPORT_PART", 0)
+    monkeypatch.setattr("trainer.final_export.EXPORT_PART", 0)
     few = {"max_steps": 2, "lora_r": 0, "lr": 1e-3}
     assert here("ddp", **few) == here(strategy="deepspeed", deepspeed_stage=3, **few) == 0, here.err
     assert len(most) > 30 and max(most) <= 2

@@ -18,7 +18,7 @@ from trainer.distributed.pipeline_stage import PARTS, Division, StageLoss, load_
 from trainer.distributed.pipeline_weights import WeightFiles
 from trainer.distributed.world import World
 from trainer.errors import UserError
-from trainer.model import TokenLoss, isolates_packed_samples, load_model
+from trainer.model import ModelWithLoss, isolates_packed_samples, load_model
 from trainer.spec import make_spec
 from trainer.strategy.base import Batch, autocast
 
@@ -58,9 +58,9 @@ def batch() -> Batch:
     return Batch(ids, positions, labels)
 
 
-def undivided_model(spec: RunSpec) -> TokenLoss:
+def undivided_model(spec: RunSpec) -> ModelWithLoss:
     """Return the whole model as strategy=ddp loads it, without dropout."""
-    return TokenLoss(load_model(spec.model_copy(update={"strategy": "ddp"}), CPU)).eval()
+    return ModelWithLoss(load_model(spec.model_copy(update={"strategy": "ddp"}), CPU)).eval()
 
 
 def run(stages: list[StageLoss]) -> torch.Tensor:
