@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.inputs import build_inputs, model_of
 from benchmarks.linked_hosts import linked_hosts, parse, planned, run, shares_of
-from trainer.planner.hosts import BASE
+from trainer.costs.host_memory import BASE
 
 STRATEGIES = ("alone", "ddp", "fsdp", "deepspeed", "diloco", "averaging", "pipeline")
 

@@ -22,10 +22,10 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # before 
 import torch
 
 from benchmarks.peak import peak_mib
-from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.distributed.world import World, leave
 from trainer.model import lora_config
+from trainer.spec import make_spec
 from trainer.telemetry import Heartbeat
 from trainer.train import train
 

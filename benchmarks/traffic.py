@@ -17,16 +17,17 @@ from typing import Any
 
 from benchmarks.inputs import build_inputs, model_of
 from benchmarks.linked_hosts import linked_hosts, parse, run
-from trainer.config import RunSpec, make_spec
-from trainer.planner.cost import Layout, Rows, micro_batches
-from trainer.planner.model_shape import shape_of
+from trainer.config import RunSpec
+from trainer.costs.cost import Layout, RowStats, micro_batches
+from trainer.costs.model_shape import shape_of
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 
 
 def computation_alone(spec: RunSpec, hosts: int) -> float:
     """Return the speedup of equal hosts over one host if communication takes no time."""
     parts = micro_batches(spec, 1)
-    layout, rows = Layout((1,) * hosts), Rows.full(spec)
+    layout, rows = Layout((1,) * hosts), RowStats.full(spec)
     seconds, _ = plan_of(spec).step_seconds(spec, shape_of(spec), layout, rows, 1.0, 0.0, 0.0)
     return parts / seconds
 

@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 from trainer import config
-from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED
-from trainer.config.conversions import CONVERSIONS
-from trainer.strategy import summaries
+from trainer.config.alias_table import ACCUMULATION, REFUSED, WITHOUT_EFFECT, Alias
+from trainer.strategy import STRATEGIES
 from trainyard.commands.groups import COMMON
 from trainyard.commands.options import SHORT
 from trainyard.commands.table import COMMANDS
@@ -37,20 +36,29 @@ def names_table(aliases: dict[str, str], left: str, right: str) -> str:
 
 
 def other_names() -> str:
-    """Return the names of other tools: those with equal values by field, then those with a conversion."""
+    """Return the names of other tools by field, then the values of those that do not have the values of the field."""
     rows = ["| field | other names |", "| --- | --- |"]
     for target in config.FIELDS:
-        same = [name for name, field in config.ALIASES.items() if field == target and name not in CONVERSIONS]
-        if same and not set(same) <= ACCUMULATION:
-            rows.append(f"| `{target}` | {', '.join(f'`{name}`' for name in same)} |")
-    rows += ["", "Values of these names are converted. A message says how.", ""]
-    rows += ["| name | field | values |", "| --- | --- | --- |"]
-    for each in dict.fromkeys(CONVERSIONS.values()):
-        names = ", ".join(f"`{name}`" for name, conversion in CONVERSIONS.items() if conversion is each)
-        rows.append(
-            f"| {names} | `{each.field}` | {each.meaning}{f' ({each.difference})' if each.difference else ''} |"
-        )
+        names = [name for name, alias in config.ALIASES.items() if alias.field == target and name != ACCUMULATION]
+        if names:
+            rows.append(f"| `{target}` | {', '.join(f'`{name}`' for name in names)} |")
+    rows += ["", "Some of these names have values of their own:", ""]
+    rows += ["| name | values |", "| --- | --- |"]
+    special = {id(alias): alias for alias in config.ALIASES.values() if alias.words or alias.note}
+    for each in special.values():
+        same = ", ".join(f"`{name}`" for name, alias in config.ALIASES.items() if alias is each)
+        rows.append(f"| {same} | {'; '.join([*meanings(each), *([each.note] if each.note else [])])} |")
     return "\n".join(rows)
+
+
+def meanings(alias: Alias) -> list[str]:
+    """Return what the values of a name set, such as ``true: precision=bf16-mixed``."""
+    words: dict[str, list[str]] = {}
+    for word, fields in (alias.words or {}).items():
+        values = {name: ",".join(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        meaning = " ".join(f"{name}={value}" for name, value in values.items()) or "the default"
+        words.setdefault(meaning, []).append(word)
+    return [f"{' or '.join(each)}: {meaning}" for meaning, each in words.items()]
 
 
 def reasons(names: dict[str, str]) -> str:
@@ -64,7 +72,7 @@ def reasons(names: dict[str, str]) -> str:
 
 
 def run_spec() -> str:
-    """Return docs/run-spec.md."""
+    """Return the text of docs/run-spec.md."""
     preset = {
         name: ",".join(value) if isinstance(value, tuple) else str(value)
         for name, value in config.PRESETS[config.TINY].items()
@@ -135,7 +143,7 @@ def names_of_other_tools() -> str:
     """Return the section of docs/run-spec.md on names that are accepted for compatibility."""
     return f"""## Names of other tools
 
-Files, flags and `-e` also accept names of OpenDiLoCo, transformers, TRL, torchtune, axolotl and LLaMA-Factory, with dashes or
+Files, flags and `-e` also accept names of Hugging Face (transformers, TRL, peft, accelerate) and of OpenDiLoCo, with dashes or
 underscores. Two names of one field with different values are an error.
 
 YAML reads 0123 as 83 and 1:30 as 90: such numbers are refused, and so is a fraction where a text is expected (`run: 1.10` would be 1.1):
@@ -146,16 +154,13 @@ YAML reads the words no, off, yes and on as false and true. A field with one of 
 
 {other_names()}
 
-{", ".join(f"`{name}`" for name in sorted(ACCUMULATION))} count the micro-batches of one rank. The trainer multiplies them by the number
-of ranks. `train.yml` refuses them, because a step has the same rows on any number of ranks: set `total_batch_size` to their product with
+`{ACCUMULATION}` counts the micro-batches of one rank. The trainer multiplies it by the number of ranks. `train.yml` refuses it, because a step has the same rows on any number of ranks: set `total_batch_size` to its product with
 `batch_size` and the number of ranks.
 
 Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`. With `hv.galaxy_size`, `total_batch_size` is that of one replica, and is multiplied;
 `sharding_strategy` is that of a replica.
 
-These names have no effect, and a message says why:
-
-{reasons(IGNORED)}
+These names have no effect, and a message says so: {", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT))}.
 
 These names are refused unless their value is false:
 
@@ -166,7 +171,7 @@ accepted; the error message names the field."""
 
 
 def launch_options() -> str:
-    """Return docs/launch-options.md."""
+    """Return the text of docs/launch-options.md."""
     return f"""<!-- Generated by `make docs` from trainyard/run/options.py. Do not edit. -->
 
 # Launch options
@@ -194,7 +199,7 @@ Keep secrets for `run_env` in Ansible Vault.
 
 def strategies(page: str) -> str:
     """Return docs/strategies.md with the strategies of the registry."""
-    rows = [f"| `{name}` | {summary} |" for name, summary in summaries().items()]
+    rows = [f"| `{name}` | {summary} |" for name, summary in STRATEGIES.items()]
     table = "\n".join(["| strategy | description |", "| --- | --- |", *rows])
     return STRATEGIES_BLOCK.sub(lambda block: f"{block[1]}{table}\n{block[2]}", page)
 

@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer import unsloth_backend
-from trainer.config import (
-    FIELDS,
-    RunSpec,
-    parse_flags,
-    plain_name,
-    read_spec,
-    table,
-)
+from trainer.config import FIELDS, RunSpec, parse_flags, plain_name, table
 from trainer.distributed.replica import Replica
 from trainer.errors import DiskError, UserError, disk_failure, memory_failure
 from trainer.formats import quoted
 from trainer.imports import without_collector
 from trainer.inputs import path_kind, user_path
 from trainer.script import ScriptError, run_script
-from trainer.strategy import AUTO, plan_of, summaries
+from trainer.spec import read_spec
+from trainer.strategy import AUTO, STRATEGIES, plan_of
 from trainer.telemetry import Heartbeat
 from trainer.utf8 import require_utf8
 
@@ -175,7 +169,7 @@ def data(argv: list[str]) -> int:
 
 def plan(argv: list[str]) -> int:
     """Print the estimates for every strategy, and a recommendation."""
-    from trainer.planner.hosts import read_hosts
+    from trainer.costs.host_memory import read_hosts
     from trainer.planner.report import plan as make_plan
 
     data_dir, hosts = take_path(argv, "--data-dir") or Path.cwd(), read_hosts(take_value(argv, "--hosts") or "1")
@@ -235,7 +229,7 @@ def show_help() -> int:
 
     print(USAGE)
     print("strategies:")
-    for name, summary in summaries().items():
+    for name, summary in STRATEGIES.items():
         print(f"  {name:<11}{summary}")
     print()
     # tyro makes subcommands of a union with a model, and splits a mapping: both flags are one text.
@@ -264,7 +258,7 @@ def train(argv: list[str]) -> int:
             die_with_launcher()
             redirect_output(run_dir / "logs" / f"rank{rank}.log")
         spec = take_spec(argv, None if replica.count > 1 else _world_size()).named()
-        replica.check(spec)
+        replica.check(plan_of(spec).separate_launchers(spec))
     except UserError as error:
         if not under_torchrun or not run_dir:
             raise

@@ -31,7 +31,7 @@ class GpuMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop the thread that reads the use of the GPU."""
         self._stop.set()
 
     def _run(self) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
-from trainer.config import RunSpec, read_spec
+from trainer.config import RunSpec
 from trainer.connection import end_with_connection
 from trainer.data.corpus import Corpus, split
 from trainer.data.encode import encoded_dataset
@@ -27,7 +27,8 @@ from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line
 from trainer.files import atomic_folder, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
-from trainer.model import TokenLoss, load_tokenizer, read_causal_model
+from trainer.model import ModelWithLoss, load_tokenizer, read_causal_model
+from trainer.spec import read_spec
 from trainer.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
 
 MERGED = "merged"  # name of the merged adapter in memory
@@ -258,12 +259,12 @@ def _held_out(request: MergeRequest) -> Corpus:
     return split(corpus, held_out(spec, len(corpus), corpus.sources))[1]
 
 
-def _loss_of(model: Any, request: MergeRequest) -> TokenLoss:
-    return TokenLoss(model.to(request.device)).eval()
+def _loss_of(model: Any, request: MergeRequest) -> ModelWithLoss:
+    return ModelWithLoss(model.to(request.device)).eval()
 
 
 @torch.no_grad()
-def evaluate(module: TokenLoss, corpus: Corpus, spec: RunSpec) -> float | None:
+def evaluate(module: ModelWithLoss, corpus: Corpus, spec: RunSpec) -> float | None:
     """Return the mean loss per token, one sample per row; None without samples."""
     if not len(corpus):
         return None

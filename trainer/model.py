@@ -12,18 +12,16 @@ from torch import nn
 from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from trainer import unsloth_backend
 from trainer.base_weights import embedding_rows, load_causal_model
 from trainer.config import RunSpec
+from trainer.costs.model_shape import target_error, unknown_targets
 from trainer.data.packing import IGNORED
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.token_ids import set_padding
 from trainer.distillation.loss import Divergence, Teacher, distillation_loss
 from trainer.errors import UserError, first_line
 from trainer.model_name import check_model_name
-from trainer.planner.model_shape import target_error, unknown_targets
 from trainer.quantized import nf4_config, prepare_quantized
-from trainer.strategy import plan_of
 
 # Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
 _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -51,30 +49,44 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
     return tokenizer
 
 
-def base_dtype(spec: RunSpec) -> torch.dtype:
+def base_dtype(spec: RunSpec, *, uniform: bool = False) -> torch.dtype:
     """Return the dtype of the base model's weights; trained weights are always float32.
 
-    With bf16-mixed a frozen base is stored in bfloat16: autocast would convert it anyway.
+    With bf16-mixed a frozen base is stored in bfloat16: autocast would convert it anyway. `uniform`: all weights must have
+    the same dtype.
     """
-    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and not plan_of(spec).uniform_dtype
+    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and not uniform
     return torch.bfloat16 if half else torch.float32
 
 
-def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
+def load_model(
+    spec: RunSpec,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    sharded: bool = False,
+    own_shard: bool = False,
+    kernels: Sequence[str] = (),
+) -> nn.Module:
     """Load the model on `device`, with LoRA unless lora_r is 0. It is equal on every rank: the seed defines new weights.
 
-    Weights have the dtype `base_dtype`, or that of their files if the strategy converts its shard itself.
+    Args:
+        dtype: of the base model's weights; None: `base_dtype`.
+        sharded: leave the model in host memory, because the strategy shards it first.
+        own_shard: keep the data type of the files: the strategy reads its shard only, and converts it.
+        kernels: the fast kernels to use (see `fast_kernels`).
 
     Raises:
-        UserError: the model, its backend or its LoRA targets are unavailable.
+        UserError: the model or its LoRA targets are unavailable.
     """
     torch.manual_seed(spec.seed)
-    if spec.backend == "unsloth":
-        model = unsloth_backend.load(spec, base_dtype(spec))
-        model.train()
-        return model
-    kernels = fast_kernels(spec, device)
-    model = _load_pretrained(spec, device, kernels)
+    # With dtype "auto" weights stay memory-mapped until they are read: FSDP reads only its shard.
+    options: dict[str, Any] = {"dtype": "auto" if own_shard else dtype or base_dtype(spec)}
+    if "flash attention" in kernels:
+        options["attn_implementation"] = "flash_attention_2"
+    if spec.quantize == "nf4":
+        options |= {"quantization_config": nf4_config(spec), "device_map": {"": device}}
+    model = read_causal_model(spec, "model", spec.model, **options)
     if "liger" in kernels:
         apply_liger(model)
     if spec.quantize == "nf4":
@@ -83,21 +95,10 @@ def load_model(spec: RunSpec, device: torch.device) -> nn.Module:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
         model = add_lora(spec, model)
-    if spec.quantize == "none" and not plan_of(spec).sharded_weights(spec):
-        # A strategy with sharded weights shards them first: the full model need not fit on the device.
+    if spec.quantize == "none" and not sharded:  # the full model of a sharded one need not fit on the device
         model.to(device)
     model.train()
     return model
-
-
-def _load_pretrained(spec: RunSpec, device: torch.device, kernels: list[str]) -> Any:
-    # With dtype "auto" weights stay memory-mapped until they are read: FSDP reads only its shard.
-    options: dict[str, Any] = {"dtype": "auto" if plan_of(spec).reads_own_shard(spec) else base_dtype(spec)}
-    if "flash attention" in kernels:
-        options["attn_implementation"] = "flash_attention_2"
-    if spec.quantize == "nf4":
-        options |= {"quantization_config": nf4_config(spec), "device_map": {"": device}}
-    return read_causal_model(spec, "model", spec.model, **options)
 
 
 def read_causal_model(spec: RunSpec, setting: str, name: str, **options: Any) -> Any:
@@ -132,10 +133,8 @@ def check_positions(spec: RunSpec, setting: str, config: Any) -> None:
 
 
 def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
-    """Return the faster kernels that this process uses: the installed ones, on CUDA only; none with kernels=torch."""
+    """Return the faster kernels that a strategy with support for them uses here: the installed ones, on CUDA only."""
     if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
-        return []
-    if not plan_of(spec).supports_fast_kernels(spec):
         return []
     wanted = {"liger": "liger_kernel"}
     if spec.precision == "bf16-mixed":  # flash attention supports only 16-bit numbers
@@ -147,7 +146,7 @@ def apply_liger(model: Any) -> None:
     """Replace modules of the model by Liger kernels."""
     from transformers.integrations.liger import apply_liger_kernel
 
-    # TokenLoss sums over the tokens with loss; liger's own loss would average.
+    # ModelWithLoss sums over the tokens with loss; liger's own loss would average.
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
@@ -227,7 +226,7 @@ def _starts(name: str) -> list[int]:
     return [0, *(place + 1 for place, char in enumerate(name) if char == ".")]
 
 
-class TokenLoss(nn.Module):
+class ModelWithLoss(nn.Module):
     """A causal language model whose forward returns the *sum* of the token losses, so that ranks can be weighted exactly."""
 
     def __init__(self, model: nn.Module, *, compiled: bool = False, divergence: Divergence | None = None) -> None:

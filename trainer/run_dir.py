@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RunSpec, changed_fields, read_spec
+from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainer.files import write_atomic
+from trainer.spec import changed_fields, read_spec
 
 
 class StopRequest:

@@ -15,10 +15,10 @@ import yaml
 
 from trainer import slurm_script
 from trainer.config import RunSpec
+from trainer.costs.host_memory import read_hosts
+from trainer.costs.model_shape import layer_class, shape_of
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainer.planner.hosts import read_hosts
-from trainer.planner.model_shape import layer_class, shape_of
 from trainer.strategy import plan_of
 from trainer.strategy.deepspeed_config import file_config
 from trainer.strategy.fsdp import FSDPPlan, keeps_gathered

@@ -4,187 +4,53 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer import unsloth_backend
-from trainer.adapter_folder import refuse_adapter
-from trainer.base_digest import base_digest
-from trainer.base_weights import embedding_rows
 from trainer.checkpoint import Saver, find_checkpoint
 from trainer.config import RunSpec
-from trainer.data.corpus import Corpus, split
-from trainer.data.encode import encoded_dataset
-from trainer.data.mixture import describe_mixture
-from trainer.data.order import Order, held_out
+from trainer.data.corpus import Corpus
+from trainer.data.order import Order
 from trainer.data.packing import collate
 from trainer.data.shares import micro_batches
-from trainer.data.tiny import with_tiny_model
-from trainer.data.token_ids import check_token_ids, usable_tokens
 from trainer.distillation.loss import TopProbabilities
 from trainer.distillation.on_policy import Writer, is_on_policy
-from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
-from trainer.distillation.teacher_client import RemoteTeacher
 from trainer.distributed.world import World
-from trainer.errors import NonFiniteError, UserError
-from trainer.export import finalize, read_origin
-from trainer.inputs import user_path
-from trainer.model import TokenLoss, load_tokenizer, require_compiler
+from trainer.errors import NonFiniteError
+from trainer.final_export import finalize
 from trainer.optim import learning_rate
-from trainer.packing_check import resolve_packing
 from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
-from trainer.strategy import Batch, Stopped, Strategy, make_strategy, plan_of
+from trainer.strategy import Batch, Stopped, Strategy, make_strategy
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
-from trainer.template_date import prints_date, run_date
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run trains and on which data, loaded on this rank.
-
-    `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one; `template_date`: the
-    date that the chat template prints, empty if it prints none; `base`: the digest of the base model's files, empty if no host
-    has all of them.
-    """
-
-    spec: RunSpec
-    tokenizer: Any
-    module: TokenLoss
-    corpus: Corpus
-    train_set: Corpus
-    eval_set: Corpus
-    data: str
-    teacher: TeacherModel | RemoteTeacher | None = None
-    template_date: str = ""
-    base: str = ""
-
-    @cached_property
-    def order(self) -> Order:
-        """The samples of every step. It depends on the resolved `packing`."""
-        return Order.of(self.spec, self.train_set.lengths, self.train_set.sources)
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """The tokens of every training sample, int64 [samples]."""
-        return self.train_set.lengths
-
-    @cached_property
-    def trained_counts(self) -> np.ndarray:
-        """The tokens with loss of every training sample, int64 [samples]."""
-        return self.train_set.trained_counts()
-
-    def mixture(self, run_dir: Path) -> list[str]:
-        """Return one line for each of several datasets: its part of an epoch."""
-        sources = self.train_set.sources
-        numbers = np.zeros(len(self.train_set), int) if sources is None else sources
-        return describe_mixture(self.spec, numbers, read_origin(run_dir).get("dataset", ""))
-
-    def count_tokens(self, rows: Sequence[Sequence[int]]) -> int:
-        """Return the tokens with loss of `rows` (lists of sample indices)."""
-        return int(self.trained_counts[[sample for row in rows for sample in row]].sum())
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of the run."""
-        return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
-
-
-def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, checkpoints: Path) -> Job:
-    """Load tokenizer, data and model. Every rank calls it.
-
-    Args:
-        checkpoints: those of the run, whose date its chat template prints again.
-
-    Raises:
-        UserError: one of them is unavailable or invalid, or the ranks have different data.
-    """
-    paths = [source.path for source in spec.sources]
-    spec = spec.with_dataset_paths([str(user_path(p, "dataset")) if p.startswith("~") else p for p in paths])
-    spec = unsloth_backend.resolve_backend(spec, world)
-    requested = spec
-    spec = world.once_per_host(lambda: with_tiny_model(requested, store))
-    if spec.torch_compile:
-        require_compiler(world.device)
-    refuse_adapter(spec.model)
-    tokenizer = load_tokenizer(spec.model)
-    date = run_date(spec, tokenizer, checkpoints, world)
-    rows = embedding_rows(spec.model)
-    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
-    if spec.fake_data:
-        corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
-    corpus.report.loss.check(spec.allow_dropped)
-    data = common_digest(corpus, world)
-    check_token_ids(spec.model, tokenizer, corpus, rows)
-    train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
-    teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
-    module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
-    shown_date = date.isoformat() if prints_date(tokenizer) else ""
-    # A host of a pipeline may lack files: the first host that has all of them decides.
-    base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
-    return Job(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher, shown_date, base)
-
-
-def with_packing(job: Job, strategy: Strategy, world: World, store: Path) -> Job:
-    """Replace `packing: auto` by what suits the model. Every rank calls it.
-
-    Raises:
-        UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
-    """
-    name = "this model"
-    with strategy.autocast():
-        vocabulary = usable_tokens(job.tokenizer, embedding_rows(job.spec.model))
-        packing = resolve_packing(job.spec, job.module.model, vocabulary, world, store)
-        if packing and job.teacher:
-            name, packing = "the teacher", isolates_samples(job.spec, job.teacher, world, store)
-    if job.spec.packing and not packing and world.rank == 0:
-        print(f"packing: off, because {name} mixes the samples of a packed row")
-    return replace(job, spec=job.spec.model_copy(update={"packing": packing}))
-
-
-def common_digest(corpus: Corpus, world: World) -> str:
-    """Return the digest of the data after checking that it is the same on every rank. Every rank calls it.
-
-    Raises:
-        UserError: the digests differ, so the ranks would disagree about the samples of a step.
-    """
-    digests = world.gather(corpus.digest())
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise UserError(
-            f"dataset: the samples or the tokenizer of rank {other} differ from those of rank 0: "
-            "use the same dataset and model on all hosts"
-        )
-    return digests[0]
+from trainer.training_inputs import TrainingInputs, load_inputs, with_packing
 
 
 class Batches:
     """Arranges rows of a corpus as micro-batches on the device of this rank."""
 
-    def __init__(self, job: Job, world: World, strategy: Strategy, heartbeat: Heartbeat) -> None:
-        self._job, self._world, self._pad = job, world, job.tokenizer.pad_token_id or 0
+    def __init__(self, inputs: TrainingInputs, world: World, strategy: Strategy, heartbeat: Heartbeat) -> None:
+        self._inputs, self._world, self._pad = inputs, world, inputs.tokenizer.pad_token_id or 0
         self._strategy, self._heartbeat = strategy, heartbeat
         self._writer: Writer | None = None
         # A compiled model would be recompiled for every new length.
-        self._length = job.spec.seq_length if job.spec.torch_compile else None
+        self._length = inputs.spec.seq_length if inputs.spec.torch_compile else None
 
     def __call__(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> Batch:
         """Return the micro-batch of these rows (lists of sample indices): int64 [rows, T] each."""
         arrays = collate(corpus, rows, pad=self._pad, length=self._length)
         return Batch(*map(self._on_device, arrays))
 
-    def taught(self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int) -> Batch:
+    def with_teacher_targets(self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int) -> Batch:
         """Return the micro-batch of these rows at `step` (from 0) with the teacher's probabilities, if the run has a
         teacher."""
-        teacher, weights = self._job.teacher, None
-        if is_on_policy(self._job.spec, step):
+        teacher, weights = self._inputs.teacher, None
+        if is_on_policy(self._inputs.spec, step):
             corpus, rows, weights = self._write(corpus, rows, step)
         batch = self(corpus, rows)
         if teacher:
@@ -195,15 +61,17 @@ class Batches:
         arrays = corpus.targets.lay_out(rows, corpus.starts, batch.ids.shape[1])
         return batch._replace(teacher=TopProbabilities(*map(self._on_device, arrays)))
 
-    def all_taught(self, corpus: Corpus, parts: Sequence[Sequence[Sequence[int]]], step: int) -> Iterator[Batch]:
-        """Yield what `taught` returns for the rows of each micro-batch of an update.
+    def all_with_teacher_targets(
+        self, corpus: Corpus, parts: Sequence[Sequence[Sequence[int]]], step: int
+    ) -> Iterator[Batch]:
+        """Yield what `with_teacher_targets` returns for the rows of each micro-batch of an update.
 
         A teacher on another host receives the next micro-batch before the caller trains on this one.
         """
         ready: deque[Batch] = deque()
         for rows in parts:
-            ready.append(self.taught(corpus, rows, step))
-            if len(ready) > (self._job.teacher.ahead if self._job.teacher else 0):
+            ready.append(self.with_teacher_targets(corpus, rows, step))
+            if len(ready) > (self._inputs.teacher.ahead if self._inputs.teacher else 0):
                 yield ready.popleft()
         yield from ready
 
@@ -213,7 +81,7 @@ class Batches:
         """Let the student write the answers of these rows; see `Writer`."""
         module = self._strategy.plain
         if self._writer is None:
-            self._writer = Writer(self._job.spec, self._job.tokenizer, module.model, self._world.device)
+            self._writer = Writer(self._inputs.spec, self._inputs.tokenizer, module.model, self._world.device)
         module.eval()
         try:
             with self._strategy.autocast():
@@ -228,15 +96,17 @@ class Batches:
 class Evaluation:
     """Computes the loss on the held-out samples. `loss`: the newest result; `step`: the step it belongs to, or -1."""
 
-    def __init__(self, job: Job, world: World, strategy: Strategy, batches: Batches, heartbeat: Heartbeat) -> None:
-        self._job, self._world, self._strategy = job, world, strategy
+    def __init__(
+        self, inputs: TrainingInputs, world: World, strategy: Strategy, batches: Batches, heartbeat: Heartbeat
+    ) -> None:
+        self._inputs, self._world, self._strategy = inputs, world, strategy
         self._batches, self._heartbeat = batches, heartbeat
         self.loss: float | None = None
         self.step = -1
 
     def __call__(self) -> float | None:
         """Return the mean loss per token, the same on every rank; None without samples. Every rank calls it."""
-        corpus, spec, strategy, world = self._job.eval_set, self._job.spec, self._strategy, self._world
+        corpus, spec, strategy, world = self._inputs.eval_set, self._inputs.spec, self._strategy, self._world
         if not len(corpus):
             return None
         order = Order(
@@ -265,30 +135,30 @@ class Evaluation:
         if self.step != step:
             self.loss, self.step = self(), step
         if self.loss is not None and not math.isfinite(self.loss):
-            raise NonFiniteError("evaluation loss is not a number", step, self._job.spec.lr)
+            raise NonFiniteError("evaluation loss is not a number", step, self._inputs.spec.lr)
         return self.loss
 
 
 def train_step(
-    job: Job, strategy: Strategy, batches: Batches, global_rank: int, step: int, metrics: StepMetrics
+    inputs: TrainingInputs, strategy: Strategy, batches: Batches, global_rank: int, step: int, metrics: StepMetrics
 ) -> list[list[int]]:
     """Train this rank's share of `step` (from 0) and add its metrics; return its rows (lists of sample indices).
 
     Raises:
         NonFiniteError: the gradient is not finite; the weights are unchanged.
     """
-    spec = job.spec
+    spec = inputs.spec
     started = time.perf_counter()
-    rows = strategy.local_rows(job.order.step(step))
-    lr = learning_rate(spec, step, job.steps)
+    rows = strategy.local_rows(inputs.order.step(step))
+    lr = learning_rate(spec, step, inputs.steps)
     loss, position, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
     local: list[list[int]] = []
     for update in strategy.updates(step, rows):
         # Every rank knows all rows, so the token count of an update needs no communication.
-        tokens = job.count_tokens(update.rows)
+        tokens = inputs.count_tokens(update.rows)
         parts = micro_batches(update.computed, spec.batch_size, strategy.rounds(len(update.rows)))
         remaining = len(parts)
-        for batch in batches.all_taught(job.train_set, parts, step):
+        for batch in batches.all_with_teacher_targets(inputs.train_set, parts, step):
             # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
             # run draws the same numbers as an uninterrupted one.
             torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
@@ -304,13 +174,13 @@ def train_step(
     samples = [sample for row in local for sample in row]
     metrics.add(
         step + 1,
-        job.steps,
+        inputs.steps,
         loss=float(loss),
         lr=lr,
         grad_norm=norm,
         counts={
-            "tokens": int(job.lengths[samples].sum()),
-            "trained_tokens": job.count_tokens(local),
+            "tokens": int(inputs.lengths[samples].sum()),
+            "trained_tokens": inputs.count_tokens(local),
             "samples": len(samples),
         },
         scheduled=sum(map(len, rows)),
@@ -363,30 +233,55 @@ def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpe
         heartbeat("starting", force=True, resumed=state.step)
 
 
+def begin(
+    strategy: Strategy,
+    state: RunState,
+    spec: RunSpec,
+    run_dir: Path,
+    heartbeat: Heartbeat,
+    waiting: Callable[[], bool],
+) -> None:
+    """Restore the newest checkpoint, find the other replicas, and record the start in `state`. Every rank calls it.
+
+    Raises:
+        Stopped: the run was stopped while it waited for other replicas.
+    """
+    checkpoints = run_dir / "checkpoints"
+    restore(checkpoints, strategy, state, spec, heartbeat)
+    # Microseconds, because the strategy exchanges the name of the start as a float.
+    here = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
+    start = strategy.world.gather(here)[0]
+    if strategy.join(start["start"], state.steps, run_dir, state.checkpoint_state, waiting):
+        restore(checkpoints, strategy, state, spec, heartbeat)
+    state.begin(start)
+
+
 def is_due(interval: int, previous: int, step: int) -> bool:
     """Return whether a multiple of `interval` (0: never) lies after step `previous` and not after `step`."""
     return bool(interval) and step // interval > previous // interval
 
 
-def open_records(job: Job, run_dir: Path, world: World, state: RunState) -> Recorder:
+def open_records(inputs: TrainingInputs, run_dir: Path, world: World, state: RunState) -> Recorder:
     """Remove invalid records, replicate the metrics to all hosts, and open the records. Every rank calls it."""
     if world.is_host_leader:
         drop_invalid_records(run_dir, state.history)
     world.barrier()
     replicate_metrics(run_dir, world, state.step)
-    recorder = Recorder(job.spec, run_dir, world, state.history)
+    recorder = Recorder(inputs.spec, run_dir, world, state.history)
     if world.rank == 0:
-        for line in job.mixture(run_dir):
+        for line in inputs.mixture(run_dir):
             print(line)
         print(
-            f"{len(job.train_set)} samples, {job.order.rows_per_epoch} rows per epoch, {job.steps} steps of "
-            f"{job.spec.rows_per_step} rows on {world.size} ranks; {len(job.eval_set)} samples held out"
+            f"{len(inputs.train_set)} samples, {inputs.order.rows_per_epoch} rows per epoch, {inputs.steps} steps of "
+            f"{inputs.spec.rows_per_step} rows on {world.size} ranks; {len(inputs.eval_set)} samples held out"
         )
-        for line in job.corpus.report.lines("data: "):
+        for line in inputs.corpus.report.lines("data: "):
             print(line)
-        if job.teacher:
-            print(f"teacher: {job.spec.teacher}; {job.spec.gkd_lambda:.0%} of the steps use answers of the student")
-        if targets := job.corpus.targets:
+        if inputs.teacher:
+            print(
+                f"teacher: {inputs.spec.teacher}; {inputs.spec.gkd_lambda:.0%} of the steps use answers of the student"
+            )
+        if targets := inputs.corpus.targets:
             print(
                 f"{targets.matched} samples have log-probabilities of a teacher; {targets.unmatched} train on the text alone, "
                 "because the teacher splits their answers into other tokens"
@@ -406,41 +301,37 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
     checkpoints = run_dir / "checkpoints"
-    job = load_job(spec, data_dir / "store", world, heartbeat, checkpoints)
-    strategy = make_strategy(job.spec, world, job.module)
-    job = with_packing(job, strategy, world, data_dir / "store")
-    spec, steps = job.spec, job.steps
-    strategy.count_tokens = job.count_tokens
+    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, checkpoints)
+    strategy = make_strategy(inputs.spec, world, inputs.module)
+    inputs = with_packing(inputs, strategy, world, data_dir / "store")
+    spec, steps = inputs.spec, inputs.steps
+    strategy.count_tokens = inputs.count_tokens
     all_ranks, world = world, strategy.world
-    batches = Batches(job, world, strategy, heartbeat)
-    state = RunState(steps, world.size, job.data, bool(spec.packing), spec.backend, job.template_date, job.base)
+    batches = Batches(inputs, world, strategy, heartbeat)
+    state = RunState(
+        steps, world.size, inputs.data, bool(spec.packing), spec.backend, inputs.template_date, inputs.base
+    )
 
     def waiting() -> bool:
         status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")
         heartbeat(status, note=f"waiting for {awaited}")
         return bool(stop_request)
 
-    restore(checkpoints, strategy, state, spec, heartbeat)
-    # Microseconds, because the strategy exchanges the name of the start as a float.
-    here = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
-    start = world.gather(here)[0]
     try:
-        if strategy.join(start["start"], steps, run_dir, state.checkpoint_state, waiting):
-            restore(checkpoints, strategy, state, spec, heartbeat)
+        begin(strategy, state, spec, run_dir, heartbeat, waiting)
     except Stopped:
         if world.is_host_leader:
             stop_request.clear()
         return {"run": spec.run, "status": "stopped", "step": state.step, "steps": steps}
-    state.begin(start)
-    recorder = open_records(job, run_dir, world, state)
+    recorder = open_records(inputs, run_dir, world, state)
     saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
-    evaluation = Evaluation(job, world, strategy, batches, heartbeat)
+    evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
     metrics, stopping = StepMetrics(), False
     while state.step < steps and not stopping:
         try:
-            rows = train_step(job, strategy, batches, all_ranks.global_rank, state.step, metrics)
+            rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)
         except NonFiniteError:
             saver.finish()  # a pending checkpoint is finite, and all ranks that write it raise this error
             raise
@@ -457,7 +348,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         if not all(math.isfinite(record["loss"]) for record in reduced.records):
             raise NonFiniteError("loss is not a number", step, spec.lr)
 
-        if len(job.eval_set) and is_due(spec.eval_interval, previous, step) and step < steps:
+        if len(inputs.eval_set) and is_due(spec.eval_interval, previous, step) and step < steps:
             recorder.evaluation(evaluation.update(step), step)
         if reduced.written:
             saver.finish()
@@ -469,12 +360,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     saver.finish()
 
     finished = strategy.all_finished(state.step == steps, waiting)
-    result = finalize(job, strategy, state, evaluation, recorder, heartbeat, run_dir, finished=finished)
+    result = finalize(inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, finished=finished)
     if not finished and world.is_host_leader:
         stop_request.clear()
     recorder.close()
     # No rank exits before all have written their files: a launcher that exits early would end the store of its peers.
     all_ranks.barrier()
-    if job.teacher:
-        job.teacher.close()
+    if inputs.teacher:
+        inputs.teacher.close()
     return result

@@ -1,4 +1,4 @@
-"""The backend unsloth: when a run uses it, its import before transformers, and its model with LoRA.
+"""The backend unsloth: when a run uses it, and its import before transformers.
 
 unsloth replaces classes of transformers and peft when it is imported, and requires an NVIDIA GPU. Tests run this module with a
 stand-in for the package.
@@ -7,7 +7,7 @@ stand-in for the package.
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config import RunSpec
 from trainer.errors import UserError, first_line
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from trainer.distributed.world import World
 
 PACKAGE = "unsloth"
-_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # unsloth otherwise returns no logits while it trains, and reports each start to a server.
 _ENVIRONMENT = {"UNSLOTH_RETURN_LOGITS": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
@@ -79,33 +78,3 @@ def resolve_backend(spec: RunSpec, world: "World") -> RunSpec:
     if chosen == PACKAGE and world.rank == 0:
         print("backend: unsloth, because every rank has CUDA and the package")
     return spec.model_copy(update={"backend": chosen})
-
-
-def load(spec: RunSpec, dtype: Any) -> Any:
-    """Return the model with LoRA, as unsloth loads it on the current CUDA device in `dtype`. Raises UserError."""
-    from unsloth import FastLanguageModel
-
-    from trainer.base_weights import load_causal_model
-    from trainer.model import require_targets, target_names
-
-    # unsloth does not say which weights it drew at random. The files are mapped into memory, and hardly read.
-    load_causal_model(spec.model, dtype="auto")
-    targets = list(_TARGETS if spec.lora_targets == ("all-linear",) else spec.lora_targets)
-    try:
-        model, _ = FastLanguageModel.from_pretrained(
-            spec.model, max_seq_length=spec.seq_length, load_in_4bit=spec.quantize == "nf4", dtype=dtype
-        )
-        layers = sorted(target_names(model))
-        adapted = FastLanguageModel.get_peft_model(
-            model,
-            r=spec.lora_r,
-            lora_alpha=spec.lora_alpha,
-            lora_dropout=spec.lora_dropout,
-            target_modules=targets,
-            use_gradient_checkpointing="unsloth" if spec.gradient_checkpointing else False,
-            random_state=spec.seed,
-        )
-    except Exception as error:  # of many kinds, for a model that it does not support
-        raise UserError(f"backend: unsloth cannot load {spec.model} ({first_line(error)}): set backend=peft") from None
-    require_targets(spec, adapted.base_model.targeted_module_names, targets, layers)
-    return adapted

@@ -9,15 +9,18 @@ from typing import Any
 
 import yaml
 
-from trainer.config import FIELDS, RunSpec, make_spec, read_yaml, resolve_aliases, suggest
-from trainer.config.load import MAX_LISTED, and_more
+from trainer.config import FIELDS, RunSpec, read_yaml, resolve_aliases, suggest
 from trainer.config.tool_files import read_tool_files
 from trainer.errors import UserError, nearest
 from trainer.formats import printable
 from trainer.inputs import user_path
+from trainer.spec import make_spec
 from trainyard.run import options
 
 MAX_VALUES = 1_000_000  # in one variable; the state of a session with a thousand hosts has fewer
+
+
+MAX_LISTED = 5  # unknown names in an error message
 
 
 def known_variables(top: Path) -> set[str]:
@@ -64,7 +67,8 @@ def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of
     if strange := unknown(names, FIELDS if of_run else (), known):
         near = suggest if of_run else nearest
         lines = [f"-e {printable(name, 80)}: unknown name{near(name, sorted(known))}" for name in strange[:MAX_LISTED]]
-        raise UserError("; ".join(lines + and_more(strange)))
+        more_names = [f"and {len(strange) - MAX_LISTED} more"] if len(strange) > MAX_LISTED else []
+        raise UserError("; ".join(lines + more_names))
 
 
 def read_run_spec(

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.model import TokenLoss, isolates_packed_samples
+from trainer.model import ModelWithLoss, isolates_packed_samples
 
 LENGTHS = (61, 130, 17, 48)  # tokens of the samples that share a row
 
 
-def loss_and_gradient(module: TokenLoss, rows: list[list[torch.Tensor]]) -> tuple[float, torch.Tensor]:
+def loss_and_gradient(module: ModelWithLoss, rows: list[list[torch.Tensor]]) -> tuple[float, torch.Tensor]:
     """Return the summed loss of rows of samples, and the gradient of all weights in one float32 vector."""
     module.zero_grad()
     total = 0.0
@@ -41,7 +41,7 @@ def difference(folder: str, device: torch.device, kernel: str, dtype: torch.dtyp
     vocabulary = model.config.vocab_size
     generator = torch.Generator().manual_seed(1)
     samples = [torch.randint(3, vocabulary, (length,), generator=generator).to(device) for length in LENGTHS]
-    module = TokenLoss(model)
+    module = ModelWithLoss(model)
     half = torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
     with half:
         isolated = isolates_packed_samples(model, vocabulary)

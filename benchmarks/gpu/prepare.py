@@ -18,13 +18,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.cases import CASES, Case, Scale, Size, scale_for
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import Layout
+from trainer.costs.host_memory import BASE, own_memory_mib
+from trainer.costs.model_shape import shape_of
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
-from trainer.planner.cost import Layout
-from trainer.planner.hosts import BASE, own_memory_mib
-from trainer.planner.model_shape import shape_of
 from trainer.planner.report import plan, rows_of
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 
 TOP = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainer.supervise.files import read_json
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport

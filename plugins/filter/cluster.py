@@ -85,7 +85,7 @@ def peer_keys(
 
 
 class FilterModule:
-    """For Ansible."""
+    """Filters for the hosts of the cluster, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {

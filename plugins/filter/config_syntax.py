@@ -21,7 +21,7 @@ def _filter(function: Callable[..., str]) -> Callable[..., str]:
 
 
 class FilterModule:
-    """For Ansible."""
+    """Filters that quote values for configuration files, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
         names = ("systemd_quote", "config_line", "exports_path", "config_word", "config_string")

@@ -27,7 +27,7 @@ def dashboard_config(
 
 
 class FilterModule:
-    """For Ansible."""
+    """The filter for the dashboard's configuration, by its name in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {"dashboard_config": dashboard_config}

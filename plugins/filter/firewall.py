@@ -72,7 +72,7 @@ def firewall_rules(
 
 
 class FilterModule:
-    """For Ansible."""
+    """Filters for firewall rules, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {

@@ -24,7 +24,7 @@ def find_duplicates(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 class FilterModule:
-    """For Ansible."""
+    """The filter that finds hosts on the same machine, by its name in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {"find_duplicates": find_duplicates}

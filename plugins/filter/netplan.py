@@ -21,7 +21,7 @@ def netplan_problems(hostvars: Any, hosts: list[str]) -> list[str]:
 
 
 class FilterModule:
-    """For Ansible."""
+    """The filter that checks network settings, by its name in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {"netplan_problems": netplan_problems}

@@ -8,7 +8,7 @@ from trainyard.ollama.parameters import ollama_problems
 
 
 class FilterModule:
-    """For Ansible."""
+    """The filter that checks Ollama's settings, by its name in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {"ollama_problems": ollama_problems}

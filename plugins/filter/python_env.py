@@ -19,7 +19,7 @@ def python_environments(hostvars: Any, hosts: Sequence[str], built: bool = False
 
 
 def python_env_error(infos: Any, check_mode: bool = False) -> str:
-    """See trainyard.python_env.plan.consistency_error."""
+    """Return one line that says how the environments of the hosts differ, or an empty string."""
     # Every worker of Ansible that renders a template loads all filter plugins; this import takes a quarter of a second.
     from trainyard.python_env.plan import consistency_error
 
@@ -27,7 +27,7 @@ def python_env_error(infos: Any, check_mode: bool = False) -> str:
 
 
 class FilterModule:
-    """For Ansible."""
+    """Filters for Python environments, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {"python_environments": python_environments, "python_env_error": python_env_error}

@@ -53,7 +53,7 @@ def queue_oldest(hostvars: Any, addresses: Sequence[str]) -> str:
 
 
 class FilterModule:
-    """For Ansible."""
+    """Filters for the queue, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
         return {"queue_problems": queue_problems, "queue_nodes": queue_nodes, "queue_oldest": queue_oldest}

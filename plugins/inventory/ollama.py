@@ -175,7 +175,7 @@ GROUPS = ("discovered", "cluster", "head", "workers", "untrusted")
 
 
 class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
-    """`plugin: ollama`."""
+    """An inventory of the machines on the network that serve Ollama (`plugin: ollama`)."""
 
     NAME = "ollama"
 

@@ -19,12 +19,12 @@ from fake_target import Target, serve_target
 from netlab import daemon
 from safetensors.numpy import load_file, save_file
 
-from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.gguf.llama import write_llama
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection
 from trainyard.ollama import converter
 from trainyard.ollama.client import OllamaClient

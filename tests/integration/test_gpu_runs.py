@@ -12,7 +12,7 @@ from fake_nvidia_smi import write_nvidia_smi
 from run_hosts import Bed, bed
 from test_run_session import SMALL, hosts
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
 from trainyard.run.errors import PlanError

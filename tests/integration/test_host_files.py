@@ -17,11 +17,11 @@ import pytest
 from fake_hub import FakeHub
 from run_hosts import free_port, until
 
-from trainer.config import make_spec
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainer.files import sha256_file
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection, Login, RemoteError
 from trainyard.openssh import LocalTransport
 from trainyard.run import hub, relay

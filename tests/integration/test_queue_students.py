@@ -18,7 +18,7 @@ from fake_teacher import Teacher, serve
 from run_hosts import free_port
 from test_deploy import OLLAMA, Site, create_base, printable_answers_only, real_ollama
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.connection import Host, Login
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.client import OllamaClient

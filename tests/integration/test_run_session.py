@@ -15,7 +15,7 @@ import pytest
 from run_hosts import Bed, bed, until
 from ssh_server import control_folder, server
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection, Login
 from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.run.errors import LaunchError, PlanError, RunError

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from run_hosts import Bed, bed, until
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
 from trainyard.run.errors import PlanError, RunError

@@ -20,7 +20,7 @@ from run_hosts import free_port
 from small_slurm import SmallSlurm
 from trainer_runs import records, until, write_jsonl
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
 from trainyard.run.errors import RunError

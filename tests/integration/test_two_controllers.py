@@ -15,7 +15,7 @@ import pytest
 from run_hosts import Bed, bed
 from ssh_server import control_folder, server
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainer.supervise.claim import CLAIM_LIMIT, claimed_by_another, consume_claim, write_claim
 from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import link_free

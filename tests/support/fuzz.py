@@ -51,13 +51,14 @@ from fuzz_inputs import (
 from fuzz_runs import fuzz_runs, fuzz_verbs
 
 from trainer import __main__ as command_line
-from trainer.config import FIELDS, RunSpec, make_spec, read_spec
+from trainer.config import FIELDS, RunSpec
 from trainer.config.dataset_source import COLUMNS
+from trainer.costs.model_shape import layer_class, read_shape, shape_of
 from trainer.data import template_process
 from trainer.data.samples import check_source, read_samples, read_source, source_of
 from trainer.data.template_process import LimitedTemplate
 from trainer.errors import UserError
-from trainer.planner.model_shape import layer_class, read_shape, shape_of
+from trainer.spec import make_spec, read_spec
 from trainer.strategy import STRATEGIES
 from trainer.supervise.environment import run_environment
 from trainer.supervise.files import SupervisorError
@@ -348,11 +349,11 @@ def fuzz_settings(rng: random.Random, folder: Path) -> None:
 
 def require_estimates(spec: RunSpec, shape: Any) -> None:
     """Estimate memory and traffic of every strategy for a model's shape."""
-    from trainer.planner.cost import Layout, Rows
+    from trainer.costs.cost import Layout, RowStats
     from trainer.strategy import plan_named
 
     for name in STRATEGIES:
-        plan_named(name).memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+        plan_named(name).memory(spec, shape, Layout((1, 1)), RowStats.full(spec))
         plan_named(name).comm_bytes(spec, shape, Layout((1, 1)), gloo=True)
 
 

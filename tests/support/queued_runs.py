@@ -18,7 +18,7 @@ from fault_trial import questions
 from lab_hosts import VENV, Host, Lab, inventory_with, run_playbook
 from testbed.root import DATA_DIR, USER
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.ansible_adapter import Inventory
 from trainyard.queue.request import Request, slurm_options
 from trainyard.queue.run_folder import Session, program_archive

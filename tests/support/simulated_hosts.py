@@ -14,7 +14,7 @@ from typing import Any
 
 from lying_host import RUN, honest
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainer.supervise.status import shorten
 from trainyard.connection import Host, HostConnection
 from trainyard.run.spec_files import PreparedRun

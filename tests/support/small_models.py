@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.corpus import Corpus
 from trainer.data.packing import collate
-from trainer.model import TokenLoss
+from trainer.model import ModelWithLoss
 from trainer.strategy import Batch
 
 SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -32,7 +32,7 @@ def batch(corpus: Corpus, rows: list[list[int]], length: int | None = None) -> B
 
 
 def loss_and_gradient(model: nn.Module, batches: list[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    module = TokenLoss(model)
+    module = ModelWithLoss(model)
     module.zero_grad()
     loss = torch.stack([module(*part) for part in batches]).sum()
     loss.backward()

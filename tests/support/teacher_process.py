@@ -14,8 +14,8 @@ from typing import Any
 
 from run_hosts import free_port, until
 
-from trainer.config import make_spec
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
+from trainer.spec import make_spec
 
 TOP = Path(__file__).resolve().parents[2]
 RANK = 7  # the number of the teacher's heartbeat and log

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.run.check_training import (
     HostCheck,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from test_dashboard_state import OneHost, hosts, parsed, run_line
 
-from trainer.config import make_spec
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.dashboard import history as history_module
 from trainyard.dashboard import logs as logs_module

@@ -11,9 +11,9 @@ import pytest
 from trainer_fixtures import model_folder
 from trainer_runs import records, write_jsonl
 
-from trainer.config import make_spec
-from trainer.data.report import DataReport
+from trainer.data.data_report import DataReport
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainyard.run import data_check
 from trainyard.run.planning import data_lines
 from trainyard.run.spec_files import PreparedRun, prepare

@@ -27,8 +27,8 @@ from lying_host import (
     slowly,
 )
 
-from trainer.config import make_spec
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.ollama.converter import SHA256 as CONVERTER
 from trainyard.ollama.deploy import Deployment

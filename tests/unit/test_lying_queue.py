@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from lying_host import NONSENSE, RUN, STEP, Cluster, Lie, check_line, encode, honest, job_status, lies, lying, outside
 
-from trainer.config import make_spec
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainyard.connection import RemoteError
 from trainyard.queue import requests
 from trainyard.queue.carry import Copy

@@ -11,8 +11,8 @@ import pytest
 from trainer_fixtures import dataset, model_folder
 from trainer_runs import records, write_jsonl
 
-from trainer.config import make_spec
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainyard.ollama.trained_run import read_tokens
 from trainyard.run.choose_strategy import spec_here
 from trainyard.run.model_files import _check_targets

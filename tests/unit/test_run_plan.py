@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.run_state import RunHistory
+from trainer.spec import make_spec
 from trainer.supervise.files import SupervisorError, other_runs
 from trainer.supervise.link_free import link_free
 from trainer.supervise.start import check_idle

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import trainer
-from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.script import RESULT, Progress, ScriptError, check_script, environment, result
+from trainer.spec import make_spec
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import time_limit

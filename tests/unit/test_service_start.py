@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainer.config import make_spec
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainyard.connection import Host
 from trainyard.run.file_entries import file_entry
 from trainyard.run.options import LaunchOptions

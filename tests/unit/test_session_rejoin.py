@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.run import absent_hosts, gather

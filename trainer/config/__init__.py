@@ -1,7 +1,7 @@
-"""The run spec: its schema, other names of its fields, flags, and reading it from files. Importable without torch."""
+"""The run spec: its schema, other names of its fields, and flags. `trainer.spec` builds and checks a spec. Importable without torch."""
 
+from trainer.config.alias_table import ALIASES
 from trainer.config.aliases import (
-    ALIASES,
     DEPRECATED,
     MUTABLE,
     SUGGESTED,
@@ -11,9 +11,9 @@ from trainer.config.aliases import (
     suggest,
 )
 from trainer.config.flags import describe, expects, parse_flags, table
-from trainer.config.load import changed_fields, make_spec, parse_mapping, read_spec, read_yaml
 from trainer.config.presets import EMBEDDED_DATASET, PRESETS, TINY
 from trainer.config.run_spec import FIELDS, RunSpec
+from trainer.config.yaml_text import parse_mapping, read_yaml
 
 __all__ = [
     "ALIASES",
@@ -25,15 +25,12 @@ __all__ = [
     "SUGGESTED",
     "TINY",
     "RunSpec",
-    "changed_fields",
     "describe",
     "expects",
     "is_known",
-    "make_spec",
     "parse_flags",
     "parse_mapping",
     "plain_name",
-    "read_spec",
     "read_yaml",
     "resolve_aliases",
     "suggest",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.dataset_source import columns_error
 from trainer.config.presets import MAX_ANSWER, TINY
-from trainer.strategy import DEFAULT_STRATEGY, plan_of
+from trainer.config.strategies import DEFAULT_STRATEGY
 
 if TYPE_CHECKING:
     from trainer.config.run_spec import RunSpec
@@ -16,7 +16,7 @@ MAX_FAKE_ROWS = 2**20
 
 
 def check_combinations(spec: RunSpec) -> None:
-    """Check that the fields of a spec can be combined. Raises ValueError with one line."""
+    """Check that the fields of a spec can be combined, under any strategy. Raises ValueError with one line."""
     if spec.gradient_accumulation and spec.total_batch_size:
         product = spec.gradient_accumulation * spec.batch_size
         if product != spec.total_batch_size:
@@ -42,7 +42,6 @@ def check_combinations(spec: RunSpec) -> None:
         )
     _check_script(spec)
     _check_distillation(spec)
-    plan_of(spec).validate(spec)
 
 
 def _check_script(spec: RunSpec) -> None:
@@ -99,8 +98,4 @@ def _check_teacher_host(spec: RunSpec) -> None:
         raise ValueError(
             f"gkd_beta: {spec.gkd_beta:g} compares the probabilities of all tokens, but teacher_top_k is {spec.teacher_top_k}: "
             "set gkd_beta=0, or teacher_top_k=0 and no teacher_host"
-        )
-    if spec.teacher_host and plan_of(spec).separate_launchers(spec):
-        raise ValueError(
-            "teacher_host: replicas that leave and rejoin cannot share a teacher: set diloco_membership=fixed, or omit teacher_host"
         )

@@ -27,7 +27,6 @@ def declare(
     default: Any,
     description: str,
     *,
-    aliases: Sequence[str] = (),
     suggested_names: Sequence[str] = (),
     deprecated_names: Sequence[str] = (),
     mutable: bool = False,
@@ -41,7 +40,6 @@ def declare(
     Args:
         default: the default value.
         description: one line for `--help` and the documentation.
-        aliases: names that other tools use. They are accepted; `trainer.config.conversions` converts values that differ.
         suggested_names: names that are not accepted, because they are ambiguous or Ansible reserves them: an error
             message suggests the field instead.
         deprecated_names: former names of the field. They are accepted with a note.
@@ -52,7 +50,6 @@ def declare(
         constraints: passed on to pydantic (``ge=1``, ``pattern=...``).
     """
     extra: dict[str, Any] = {
-        "aliases": list(aliases),
         "suggested_names": list(suggested_names),
         "deprecated_names": list(deprecated_names),
         "mutable": mutable,
@@ -68,13 +65,13 @@ def declare(
 
 
 def metadata(field: FieldInfo) -> dict[str, Any]:
-    """Return what `declare` recorded: aliases, suggested_names, deprecated_names, mutable, unit, expected, minus_one."""
+    """Return what `declare` recorded: suggested_names, deprecated_names, mutable, unit, expected, minus_one."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
 
 
 def names_in(fields: Mapping[str, FieldInfo], kind: str) -> dict[str, str]:
-    """Return {other name: field name} for one kind of other names (``aliases``, ``deprecated_names``, ...) of all `fields`."""
+    """Return {other name: field name} for one kind of other names (``suggested_names``, ``deprecated_names``) of all `fields`."""
     return {other: name for name, field in fields.items() for other in metadata(field)[kind]}
 
 

@@ -6,9 +6,9 @@ from typing import get_origin
 from trainer.config.aliases import MUTABLE, field_of, is_known, plain_name, suggest, takes_no_value
 from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS
+from trainer.config.strategies import STRATEGIES
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainer.strategy import summaries
 
 
 def expects(name: str) -> str:
@@ -65,7 +65,7 @@ def _take_words(rest: list[str]) -> str:
 
 def describe(name: str) -> str:
     """Return the description of a field. That of `strategy` lists the registered strategies."""
-    listed = "; ".join(f"{each}: {summary}" for each, summary in summaries().items()) if name == "strategy" else ""
+    listed = "; ".join(f"{each}: {summary}" for each, summary in STRATEGIES.items()) if name == "strategy" else ""
     return f"{FIELDS[name].description}{'; ' if listed else ''}{listed}"
 
 

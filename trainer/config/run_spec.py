@@ -11,8 +11,6 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config import diloco_fields
-from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
 from trainer.config.fields import (
     MAX_COUNT,
@@ -27,8 +25,8 @@ from trainer.config.fields import (
 )
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.run_name import default_name, spec_digest
+from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.config.tool_files import DeepSpeedOptions
-from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -48,7 +46,6 @@ class RunSpec(BaseModel):
     run: str = declare(
         "",
         "name of the run and of its folder; empty: the model's name and a digest of the spec",
-        aliases=["run_name", "run_id", "output_dir"],
         suggested_names=["name"],
         mutable=True,
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
@@ -56,39 +53,24 @@ class RunSpec(BaseModel):
     model: str = declare(
         TINY,
         "'tiny' (generated locally), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
-        aliases=[
-            "model_name",
-            "model_name_or_path",
-            "path_model",
-            "base_model",
-            "model_id",
-            "pretrained_model_name_or_path",
-        ],
         min_length=1,
     )
     script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/scripts.md")
     backend: Literal["auto", "peft", "unsloth"] = declare(
         "auto",
         "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
-        aliases=["model_backend"],
     )
     dataset: Datasets = declare(
         EMBEDDED_DATASET,
         "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
-        aliases=["data", "dataset_name", "dataset_path", "dataset_name_or_path", "data_path", "train_file", "datasets"],
         expected=EXPECTED["dataset"],
     )
-    dataset_split: str = declare(
-        "train", "split of a hub dataset or a folder", min_length=1, aliases=["split", "dataset_train_split"]
-    )
-    dataset_config: str = declare(
-        "", "configuration (subset) of a hub dataset", aliases=["subset", "dataset_subset", "dataset_config_name"]
-    )
+    dataset_split: str = declare("train", "split of a hub dataset or a folder", min_length=1)
+    dataset_config: str = declare("", "configuration (subset) of a hub dataset")
     columns: Columns = declare(
         {},
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
-        aliases=["column_mapping", "dataset_columns", "field_mapping", "dataset_text_field"],
         expected=EXPECTED["columns"],
     )
     ignore_keys: Words = declare(
@@ -107,69 +89,31 @@ class RunSpec(BaseModel):
         "date that the chat template of the model prints, if it prints one; empty: the day of the run's first start, also after a resume",
         expected="a date such as 2026-01-31",
     )
-    fake_data: bool = declare(
-        False, "train on random tokens instead of the dataset, to measure speed", aliases=["dummy_data"]
-    )
+    fake_data: bool = declare(False, "train on random tokens instead of the dataset, to measure speed")
     train_on: Literal["answer", "all"] = declare(
-        "answer",
-        "tokens that contribute to the loss: only the assistant's answers, or all",
-        aliases=["train_on_inputs", "completion_only_loss", "assistant_only_loss"],
+        "answer", "tokens that contribute to the loss: only the assistant's answers, or all"
     )
     allow_dropped: bool = declare(
         False, "train even if more than half of the samples, or of a teacher's answers, are dropped", mutable=True
     )
     seq_length: int = declare(
-        1024,
-        "maximum length of a row; longer samples are truncated",
-        unit="tokens",
-        ge=8,
-        le=1_048_576,
-        aliases=[
-            "max_seq_length",
-            "max_seq_len",
-            "max_length",
-            "sequence_length",
-            "sequence_len",
-            "block_size",
-            "cutoff_len",
-            "tokenizer.max_seq_len",
-        ],
+        1024, "maximum length of a row; longer samples are truncated", unit="tokens", ge=8, le=1_048_576
     )
     packing: Literal["auto"] | bool = declare(
-        "auto",
-        "pack several samples into one row, separated by their positions; auto: if the model keeps them apart",
-        aliases=["sample_packing", "dataset.packed"],
+        "auto", "pack several samples into one row, separated by their positions; auto: if the model keeps them apart"
     )
-    epochs: int = declare(
-        1,
-        "number of passes over the dataset",
-        ge=1,
-        le=100_000,
-        aliases=["num_epochs", "num_train_epochs", "max_epochs"],
-    )
+    epochs: int = declare(1, "number of passes over the dataset", ge=1, le=100_000)
     max_steps: int = declare(
-        0,
-        "maximum number of optimizer steps; 0 or -1: run all epochs",
-        ge=0,
-        minus_one=0,
-        le=MAX_COUNT,
-        unit="steps",
-        aliases=["steps", "iters", "total_steps", "max_train_steps"],
+        0, "maximum number of optimizer steps; 0 or -1: run all epochs", ge=0, minus_one=0, le=MAX_COUNT, unit="steps"
     )
     batch_size: int = declare(
-        4,
-        "rows of a micro-batch, the input of one forward pass on one device",
-        ge=1,
-        le=65_536,
-        unit="rows",
-        aliases=["micro_batch_size", "per_device_train_batch_size", "per_device_batch_size", "device_batch_size"],
+        4, "rows of a micro-batch, the input of one forward pass on one device", ge=1, le=65_536, unit="rows"
     )
     gradient_accumulation: int | None = declare(
         None,
         "micro-batches of one optimizer step over all ranks; an alternative to total_batch_size",
         ge=1,
         le=1_048_576,
-        aliases=["gradient_accumulation_steps", "grad_accum", "accumulation_steps", "accumulate_grad_batches"],
     )
     total_batch_size: int | None = declare(
         None,
@@ -177,30 +121,19 @@ class RunSpec(BaseModel):
         ge=1,
         le=1_048_576,
         unit="rows",
-        aliases=["global_batch_size", "effective_batch_size"],
         suggested_names=["train_batch_size"],
     )
-    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER, aliases=["learning_rate", "optimizer.lr"])
-    schedule: Literal["cosine", "linear", "constant"] = declare(
-        "cosine", "learning rate schedule after the warmup", aliases=["lr_scheduler", "lr_scheduler_type", "scheduler"]
-    )
+    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER)
+    schedule: Literal["cosine", "linear", "constant"] = declare("cosine", "learning rate schedule after the warmup")
     warmup: float = declare(
         0.03,
         "length of the linear warmup: a number of steps (1 or more), or a fraction of all steps (below 1)",
         ge=0,
         le=MAX_COUNT,
-        aliases=["warmup_steps", "warmup_ratio", "num_warmup_steps", "lr_warmup_steps"],
     )
-    weight_decay: float = declare(
-        0.0, "weight decay of AdamW; applies to matrices only", ge=0, le=MAX_NUMBER, aliases=["optimizer.weight_decay"]
-    )
+    weight_decay: float = declare(0.0, "weight decay of AdamW; applies to matrices only", ge=0, le=MAX_NUMBER)
     max_grad_norm: float = declare(
-        1.0,
-        "maximum gradient norm; 0 or -1 disables clipping",
-        ge=0,
-        minus_one=0,
-        le=MAX_NUMBER,
-        aliases=["clip_grad_norm", "gradient_clip_val", "gradient_clipping"],
+        1.0, "maximum gradient norm; 0 or -1 disables clipping", ge=0, minus_one=0, le=MAX_NUMBER
     )
     distill_alpha: float = declare(
         0.0,
@@ -218,7 +151,6 @@ class RunSpec(BaseModel):
         "",
         "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
         "host:/folder for one that every host has, or a hub id (org/name); empty: the dataset has them as teacher_logprobs",
-        aliases=["teacher_model_name_or_path", "teacher_model"],
     )
     teacher_host: str = declare(
         "",
@@ -239,7 +171,6 @@ class RunSpec(BaseModel):
         "fraction of the steps in which the student writes the answers itself and the teacher judges them; requires teacher",
         ge=0,
         le=1,
-        aliases=["lmbda"],
     )
     gkd_beta: float = declare(
         0.0,
@@ -249,25 +180,13 @@ class RunSpec(BaseModel):
         suggested_names=["beta"],
     )
     lora_r: int = declare(
-        16,
-        "rank of the LoRA adapters; 0: full fine-tuning",
-        ge=0,
-        le=4096,
-        aliases=["lora_rank", "peft_lora_r", "model.lora_rank", "use_peft", "use_lora", "adapter", "finetuning_type"],
-        suggested_names=["lora", "r", "rank"],
+        16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, suggested_names=["lora", "r", "rank"]
     )
     lora_alpha: float = declare(
-        32.0,
-        "scaling of the adapters: lora_alpha / lora_r",
-        gt=0,
-        le=MAX_NUMBER,
-        aliases=["peft_lora_alpha", "model.lora_alpha"],
-        suggested_names=["alpha"],
+        32.0, "scaling of the adapters: lora_alpha / lora_r", gt=0, le=MAX_NUMBER, suggested_names=["alpha"]
     )
     quantize: Literal["none", "nf4"] = declare(
-        "none",
-        "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU",
-        aliases=["load_in_4bit", "use_4bit", "quantization", "bnb_4bit_quant_type"],
+        "none", "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU"
     )
     lora_dropout: float = declare(
         0.0,
@@ -279,42 +198,28 @@ class RunSpec(BaseModel):
     lora_targets: Words = declare(
         ("all-linear",),
         "names of the layers that get an adapter, all of which must exist, or all-linear",
-        aliases=["target_modules", "lora_target_modules", "lora_target", "lora_target_linear"],
         min_length=1,
         max_length=1000,
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
-        "32-true",
-        "precision of the computation; trained weights stay in float32",
-        aliases=["dtype", "torch_dtype", "bf16", "fp16", "mixed_precision"],
+        "32-true", "precision of the computation; trained weights stay in float32"
     )
     optimizer: Literal["adamw", "adamw8bit"] = declare(
-        "adamw", "adamw8bit keeps both moments in 8 bits; requires bitsandbytes", aliases=["optim"]
+        "adamw", "adamw8bit keeps both moments in 8 bits; requires bitsandbytes"
     )
     kernels: Literal["auto", "torch"] = declare(
-        "auto",
-        "auto: Liger kernels and FlashAttention on CUDA if installed; torch: neither",
-        aliases=["use_liger", "use_liger_kernel", "flash_attention", "attn_implementation"],
+        "auto", "auto: Liger kernels and FlashAttention on CUDA if installed; torch: neither"
     )
-    gradient_checkpointing: bool = declare(
-        False,
-        "recompute activations in the backward pass instead of storing them",
-        aliases=["activation_checkpointing", "enable_activation_checkpointing", "use_gradient_checkpointing"],
-    )
-    torch_compile: bool = declare(
-        False, "compile the model with torch.compile; requires a C++ compiler on every host", aliases=["compile"]
-    )
+    gradient_checkpointing: bool = declare(False, "recompute activations in the backward pass instead of storing them")
+    torch_compile: bool = declare(False, "compile the model with torch.compile; requires a C++ compiler on every host")
     strategy: StrategyName = declare(
-        DEFAULT_STRATEGY,
-        f"how ranks share the work; {AUTO}: the fastest strategy that fits in memory, with the reason",
-        aliases=["distributed_strategy", "parallelism", "sharding_strategy", "fsdp_sharding_strategy", "fsdp"],
+        DEFAULT_STRATEGY, f"how ranks share the work; {AUTO}: the fastest strategy that fits in memory, with the reason"
     )
     balance: Literal["auto", "even"] = declare(
         "auto",
         "distribution of rows over ranks: auto: by measured speed; even: equally; the result of a ddp step does "
         "not depend on it without dropout; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
         mutable=True,
-        aliases=["load_balancing"],
     )
     fsdp_shard: Literal["all", "gradients", "host"] = declare(
         "all",
@@ -324,7 +229,6 @@ class RunSpec(BaseModel):
         False,
         "fsdp: keep weights, gradients and optimizer state in host memory; every pass copies layers to the GPU",
         mutable=True,
-        aliases=["fsdp_cpu_offload", "fsdp_offload_params"],
     )
     deepspeed_stage: int = declare(
         2,
@@ -332,30 +236,54 @@ class RunSpec(BaseModel):
         ge=1,
         le=3,
         mutable=True,
-        aliases=["zero_stage"],
         suggested_names=["zero_optimization"],
     )
     deepspeed_offload: Literal["none", "optimizer", "all"] = declare(
         "none",
         "deepspeed: what ZeRO offloads to host memory: optimizer state, or with stage 3 all (also weights)",
         mutable=True,
-        aliases=["offload", "cpu_offload", "offload_optimizer", "offload_optimizer_device"],
     )
     deepspeed_config: DeepSpeedOptions = declare(
         {},
         "deepspeed: options of DeepSpeed that no field has, such as bucket sizes; a path is replaced by the file's contents",
         mutable=True,
-        aliases=["deepspeed"],
         expected="the path of a JSON file, or options of DeepSpeed as a mapping",
     )
-    local_steps: int = diloco_fields.LOCAL_STEPS
-    outer_lr: float = diloco_fields.OUTER_LR
+    local_steps: int = declare(
+        10, "diloco: inner steps between two synchronizations of the replicas", ge=1, le=100_000, unit="steps"
+    )
+    outer_lr: float = declare(0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER)
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
-    diloco_comm_dtype: DilocoCommDtype = diloco_fields.COMM_DTYPE
-    diloco_fragments: int = diloco_fields.FRAGMENTS
-    diloco_delay: int = diloco_fields.DELAY
-    diloco_mixing: float = diloco_fields.MIXING
-    diloco_membership: Literal["fixed", "torchft"] = diloco_fields.MEMBERSHIP
+    diloco_comm_dtype: DilocoCommDtype = declare(
+        "bf16",
+        "diloco: data type of the pseudo-gradients that replicas exchange; int4 keeps what rounding lost for the next exchange",
+        deprecated_names=["diloco_wire"],
+    )
+    diloco_fragments: int = declare(
+        1,
+        "diloco: parts of the model that replicas exchange one after the other while they train; 1: the whole model at the end of a round",
+        ge=1,
+        le=10_000,
+    )
+    diloco_delay: int = declare(
+        1,
+        "diloco_fragments: inner steps from the start of the exchange of a fragment until its result is applied; 0: wait for it",
+        ge=0,
+        le=10_000,
+        unit="steps",
+    )
+    diloco_mixing: float = declare(
+        0.5,
+        "diloco_fragments: part of its own weights that a replica keeps when it applies the result of a fragment",
+        ge=0,
+        lt=1,
+    )
+    diloco_membership: Literal["fixed", "torchft"] = declare(
+        "fixed",
+        "diloco: fixed: the same replicas for the duration of a start; torchft: replicas may leave and rejoin (requires the torchft extra)",
+        mutable=True,
+        deprecated_names=["diloco_members"],
+    )
     replica_hosts: int = declare(
         1, "diloco, averaging: number of consecutive hosts that form one replica", ge=1, le=4096, unit="hosts"
     )
@@ -372,7 +300,6 @@ class RunSpec(BaseModel):
         "32",
         "data type of gradients in transit between ranks: bf16 halves the bytes and rounds the values",
         deprecated_names=["gradient_wire"],
-        aliases=["ddp_comm_hook"],
     )
     pipeline_layers: str = declare(
         "",
@@ -394,68 +321,30 @@ class RunSpec(BaseModel):
         "pipeline: data type of activations and their gradients in transit between ranks: bf16 halves the bytes and "
         "rounds the values; a frozen model in bf16 always sends bf16",
     )
-    seed: int = declare(
-        1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32, aliases=["random_seed"]
-    )
-    eval_split: float = declare(
-        0.05,
-        "fraction of the samples held out for evaluation; 0: none",
-        ge=0,
-        le=0.5,
-        aliases=["val_set_size", "val_size", "validation_split"],
-    )
+    seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)
+    eval_split: float = declare(0.05, "fraction of the samples held out for evaluation; 0: none", ge=0, le=0.5)
     eval_interval: int = declare(
-        100,
-        "steps between evaluations; 0: only at the end",
-        ge=0,
-        le=MAX_COUNT,
-        unit="steps",
-        mutable=True,
-        aliases=["eval_steps", "val_check_interval", "eval_strategy", "evaluation_strategy"],
+        100, "steps between evaluations; 0: only at the end", ge=0, le=MAX_COUNT, unit="steps", mutable=True
     )
     eval_start: bool = declare(
         False, "also evaluate before the first step: the loss of the untrained model", mutable=True
     )
     checkpoint_interval: int = declare(
-        25,
-        "steps between checkpoints; 0: only at the end",
-        ge=0,
-        le=MAX_COUNT,
-        unit="steps",
-        mutable=True,
-        aliases=["save_steps", "save_interval", "ckpt.interval", "save_strategy"],
+        25, "steps between checkpoints; 0: only at the end", ge=0, le=MAX_COUNT, unit="steps", mutable=True
     )
     checkpoint_keep: int = declare(
-        2,
-        "number of checkpoints to keep; -1: all",
-        ge=1,
-        minus_one=MAX_COUNT,
-        le=MAX_COUNT,
-        mutable=True,
-        aliases=["save_total_limit", "keep_latest_k", "ckpt.topk"],
+        2, "number of checkpoints to keep; -1: all", ge=1, minus_one=MAX_COUNT, le=MAX_COUNT, mutable=True
     )
     resume: Literal["auto", "never"] = declare(
-        "auto",
-        "auto: resume from the newest complete checkpoint; never: fail if the run has one",
-        mutable=True,
-        aliases=["resume_from_checkpoint", "resume_from_previous_checkpoint", "ckpt.resume"],
+        "auto", "auto: resume from the newest complete checkpoint; never: fail if the run has one", mutable=True
     )
     merge: bool = declare(
-        False,
-        "also write base model and adapter merged into one model: merged/ on the head",
-        mutable=True,
-        aliases=["merge_adapter", "merge_lora", "merge_and_unload"],
+        False, "also write base model and adapter merged into one model: merged/ on the head", mutable=True
     )
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(split_words)] = declare(
-        ("tensorboard",),
-        "metric loggers",
-        mutable=True,
-        aliases=["report_to", "logger", "log_with", "metric_logger_type"],
-        min_length=1,
+        ("tensorboard",), "metric loggers", mutable=True, min_length=1
     )
-    wandb_project: str = declare(
-        "trainyard", "project of wandb", mutable=True, aliases=["project", "wandb_project_name"], min_length=1
-    )
+    wandb_project: str = declare("trainyard", "project of wandb", mutable=True, min_length=1)
     collective_timeout: float = declare(
         600.0,
         "timeout of a collective; the run fails when it expires",
@@ -463,7 +352,6 @@ class RunSpec(BaseModel):
         le=MAX_SECONDS,
         unit="seconds",
         mutable=True,
-        aliases=["ddp_timeout", "hv.averaging_timeout", "hv.timeout_waiting_for_peers"],
         suggested_names=["timeout"],
     )
 
@@ -476,11 +364,6 @@ class RunSpec(BaseModel):
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
         return preset_of(given) | given if isinstance(given, dict) else given
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> "RunSpec":
-        check_combinations(self)
-        return self
 
     @property
     def sources(self) -> tuple[DatasetSource, ...]:

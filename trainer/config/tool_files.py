@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from trainer.config.conversions import is_off
+from trainer.config.alias_table import is_off
 from trainer.errors import UserError
 from trainer.formats import printable
 from trainer.inputs import read_regular, user_path
@@ -61,8 +61,6 @@ def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
             found["deepspeed_config"] = options
         else:
             found[name] = options
-        if name == "deepspeed" and not any(
-            other in found for other in ("strategy", "distributed_strategy", "parallelism")
-        ):
-            found["strategy"] = "deepspeed"
+        if name == "deepspeed":
+            found.setdefault("strategy", "deepspeed")
     return found

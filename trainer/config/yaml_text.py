@@ -1,10 +1,15 @@
-"""Parse YAML of a bounded size: a small file cannot expand to gigabytes of values, and every error is one line."""
+"""Read and parse YAML of a bounded size: a small file cannot expand to gigabytes of values, and every error is one line."""
 
+import io
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainer.formats import quoted
+from trainer.errors import UserError
+from trainer.formats import printable, quoted
+from trainer.inputs import read_regular
+from trainer.text_encoding import first_not_utf8
 
 MAX_YAML = 256 * 1024  # bytes of a spec, and characters that its aliases may stand for
 
@@ -101,3 +106,36 @@ def parse_yaml(text: str) -> Any:
         raise YamlError(f"not YAML: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError):  # of PyYAML, for values such as `!!bool x`
         raise YamlError("not YAML: a value does not match its type") from None
+
+
+def read_yaml(path: Path, what: str = "run spec") -> dict[str, Any]:
+    """Read the names and values of a YAML file, which error messages call `what`.
+
+    Raises:
+        UserError: the file is missing, is not a regular file, is too large, is not YAML (with the line), or is not a
+            mapping.
+    """
+    try:
+        data = read_regular(path, MAX_YAML)
+    except OSError as error:
+        raise UserError(f"{what}: cannot read {printable(path)}: {error.strerror}") from None
+    line, reason = first_not_utf8(io.BytesIO(data), MAX_YAML + 1)
+    if reason:
+        raise UserError(f"{what}: {printable(path)}:{line}: {reason}")
+    return parse_mapping(data.decode(), str(path), what)
+
+
+def parse_mapping(text: str, source: str, what: str = "run spec") -> dict[str, Any]:
+    """Return the names and values of a YAML text; error messages name its `source`. Raises UserError as `read_yaml`."""
+    try:
+        values = parse_yaml(text)
+    except YamlError as error:
+        line = f":{error.line}" if error.line else ""
+        raise UserError(f"{what}: {source}{line}: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{what}: {source}: expected names and values (model: tiny), got a value of type {type(values).__name__}"
+        )
+    return {str(name): value for name, value in values.items()}

@@ -6,8 +6,8 @@ import random
 import time
 from collections.abc import Hashable, Sequence
 
+from trainer.data.data_report import DataReport
 from trainer.data.encode import Encoder
-from trainer.data.report import DataReport
 from trainer.data.shapes import Sample
 
 BUDGET = 8.0  # s

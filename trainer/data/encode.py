@@ -16,10 +16,10 @@ from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.corpus import NO_TARGETS, Corpus, joined, load_corpus, save_corpus
+from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, DataReport
 from trainer.data.files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.logprobs import COLUMN, Targets, Vocabulary
-from trainer.data.report import BEYOND, NO_ANSWER, NO_DATA, DataReport
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.template_process import limited_template

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from trainer.config import RunSpec
+from trainer.data.data_report import NO_DATA, DataReport
 from trainer.data.encode import Encoder, Fitted
-from trainer.data.report import NO_DATA, DataReport
 from trainer.data.shapes import Sample
 from trainer.errors import UserError
 from trainer.formats import counted, printable, quoted

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.data.limited_process import (
-    OUT_OF_MEMORY,
-    LimitedProcess,
-    LimitError,
-    limit_answer,
-    limit_process,
-    read_message,
-    write_message,
-)
+from trainer.data.limited_process import LimitedProcess, LimitError
 from trainer.errors import UserError
 
 MEMORY = 768 << 20  # bytes of the process; a third of it is the libraries
 SECONDS = 60  # of CPU time between two parts
-_PART = 64  # records of a part
 _PLAIN = (str, int, float, bool, bytes, type(None))
 REMEDY = "convert it to .jsonl, one sample per line, or split it into smaller files"
 
@@ -40,7 +28,7 @@ def records_apart(
         UserError: of the reader, or the dataset exceeds a limit.
     """
     number = total = 0
-    with LimitedProcess("trainer.data.table_process", memory, seconds) as process:
+    with LimitedProcess("trainer.data.table_reader", memory, seconds) as process:
         try:
             process.send((reader, arguments))
             while True:
@@ -68,44 +56,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(entry) for entry in value]
     return value if type(value) in _PLAIN else str(value).encode()
-
-
-def main() -> int:
-    """Read the table of the request on standard input, and write its records to standard output in parts."""
-    seconds = limit_process()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints
-    try:
-        from trainer.data import tables
-
-        name, arguments = read_message(sys.stdin.buffer)
-        limit_answer(seconds)
-        part: list[tuple[int, Any]] = []
-        error = ""
-        try:
-            for number, record in getattr(tables, name)(*arguments):
-                part.append((number, record))
-                if len(part) >= _PART or _size(record) > 1 << 20:
-                    write_message(answers, (part, None))
-                    limit_answer(seconds)
-                    part = []
-        except UserError as refused:
-            error = str(refused)
-        write_message(answers, (part, error))
-    except MemoryError:
-        return OUT_OF_MEMORY
-    except BrokenPipeError:  # the other process has read enough
-        return 0
-    return 0
-
-
-def _size(record: dict[str, Any]) -> int:
-    """Return the characters of the longest column that is text, without a look into the others."""
-    return max((len(value) for value in record.values() if isinstance(value, str | bytes)), default=0)
-
-
-if __name__ == "__main__":
-    code = main()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)  # not through the destructors of libraries

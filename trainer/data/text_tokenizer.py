@@ -31,7 +31,8 @@ class TextTokenizer:
         decode: returns the text of tokens, with that of special tokens.
         template: the default chat template; empty if the model has others only.
         tokens: the special tokens by name, such as bos_token.
-        bos, eos: the ids of these two; None if there is none.
+        bos: id of the token that begins a text; None if there is none.
+        eos: id of the token that ends a text; None if there is none.
         added: the texts of all tokens that are never split.
         vocabulary: a digest of the vocabulary.
         rows: of the model's embedding; None if that is unknown.

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import RunSpec
+from trainer.costs.teacher_cost import LOSS_CHUNK
 from trainer.data.packing import IGNORED
-from trainer.planner.teacher import LOSS_CHUNK
 
 
 class TopProbabilities(NamedTuple):

@@ -16,7 +16,7 @@ from trainer.distillation.teacher_protocol import vocabulary_digest
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.inputs import path_kind, user_path
-from trainer.model import TokenLoss, load_tokenizer, loss_positions, read_causal_model
+from trainer.model import ModelWithLoss, load_tokenizer, loss_positions, read_causal_model
 from trainer.packing_check import mixes_samples, resolve_packing
 from trainer.strategy import Batch
 
@@ -51,7 +51,7 @@ class TeacherModel:
             )
         self.model = model.requires_grad_(False).to(device)
         self._spec = spec
-        self._module = TokenLoss(self.model).eval()
+        self._module = ModelWithLoss(self.model).eval()
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import RunSpec, read_spec
+from trainer.config import RunSpec
 from trainer.distillation.teacher_protocol import (
     KEEPALIVE,
     Answer,
@@ -35,6 +35,7 @@ from trainer.distillation.teacher_protocol import (
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
 from trainer.distributed.listeners import listen
 from trainer.errors import UserError
+from trainer.spec import read_spec
 from trainer.strategy.lazy import LazyModule
 from trainer.telemetry import Heartbeat
 

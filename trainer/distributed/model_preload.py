@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import TINY, RunSpec
+from trainer.costs.host_memory import available_bytes
+from trainer.costs.model_shape import model_type
 from trainer.distributed.kept_layers import kept_folder
 from trainer.errors import UserError
 from trainer.inputs import path_kind
-from trainer.planner.hosts import available_bytes
-from trainer.planner.model_shape import model_type
 
 _CHUNK = 4 << 20  # bytes
 _SHARE = 2  # weights of up to 1/2 of the free memory are read

@@ -13,13 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import RunSpec
+from trainer.costs.cost import micro_batches
+from trainer.costs.host_memory import available_bytes
+from trainer.costs.model_shape import shape_of
 from trainer.distributed.pipeline_stage import Division, parts_of
 from trainer.distributed.pipelines import Pipelines
 from trainer.errors import UserError, model_errors
 from trainer.model import base_dtype
-from trainer.planner.cost import micro_batches
-from trainer.planner.hosts import available_bytes
-from trainer.planner.model_shape import shape_of
 from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, given_layers
 
 _PASSES = 4  # at least; the first one is not counted

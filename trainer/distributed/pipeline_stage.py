@@ -21,7 +21,7 @@ from trainer.distributed.pipeline_weights import DTYPES, StageWeights, WeightFil
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
 from trainer.errors import UserError, first_line, model_errors
-from trainer.model import TokenLoss, add_lora, base_dtype, check_positions
+from trainer.model import ModelWithLoss, add_lora, base_dtype, check_positions
 from trainer.quantized import Quantizer
 from trainer.strategy.base import Batch
 from trainer.strategy.pipeline_split import PIPELINE_KINDS, check_ranks
@@ -125,7 +125,7 @@ class TrainedWeight:
     shape: torch.Size
 
 
-class StageLoss(TokenLoss):
+class StageLoss(ModelWithLoss):
     """The part of a model that this rank holds: decoder layers, with the embedding on the first and the loss on the last rank.
 
     `trained`: all trained weights of the whole model, in the order of its parameters; `held`: those of this rank. A head that

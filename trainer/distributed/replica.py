@@ -4,10 +4,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainer.strategy import plan_of
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,8 @@ class Replica:
         restarted = any(int(os.environ.get(name, "0")) for name in restarts)
         return cls(int(match[1]), int(match[2]), int(first_rank or match[1]), lighthouse or "", restarted)
 
-    def check(self, spec: RunSpec) -> None:
-        """Check that the spec has replicas of this kind. Raises UserError."""
-        separate = plan_of(spec).separate_launchers(spec)
+    def check(self, separate: bool) -> None:
+        """Check that replicas are started as the spec's strategy requires (`separate_launchers`). Raises UserError."""
         if separate and not self.lighthouse:
             raise UserError(
                 "diloco_membership: with torchft every replica is started on its own and needs its number: set "

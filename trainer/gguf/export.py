@@ -23,7 +23,7 @@ from trainer.connection import end_with_connection
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
-from trainer.gguf.fields import adds_bos, is_byte_level
+from trainer.gguf.metadata import adds_bos, is_byte_level
 from trainer.gguf.special import complete
 from trainer.greedy_answers import greedy_answers, known_answers
 
@@ -134,8 +134,9 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
 
 def compute(request: dict[str, Any], work: Path) -> None:
     """Compute missing data in this process. Raises UserError, and the exceptions of the converter."""
-    from trainer.config import RunSpec, make_spec, read_yaml
-    from trainer.export import merge_adapter, merged_rightly
+    from trainer.config import RunSpec, read_yaml
+    from trainer.final_export import merge_adapter, merged_rightly
+    from trainer.spec import make_spec
 
     run_dir = Path(request["run_dir"])
     values = read_yaml(run_dir / "spec.yml")

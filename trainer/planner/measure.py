@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import TINY, RunSpec
+from trainer.costs.cost import RowStats
 from trainer.data.tiny import CONFIG, VOCABULARY
 from trainer.distributed.world import World
-from trainer.model import TokenLoss, add_lora, apply_liger, fast_kernels, isolates_packed_samples
-from trainer.planner.cost import Rows
+from trainer.model import ModelWithLoss, add_lora, apply_liger, fast_kernels, isolates_packed_samples
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 
@@ -85,7 +85,7 @@ def keeps_samples_apart(spec: RunSpec) -> bool:
     return isolates_packed_samples(model, config.vocab_size)
 
 
-def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, float]:
+def measure(spec: RunSpec, rows: RowStats, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a full micro-batch, forward and backward, and of an optimizer step, on `device` alone."""
     config = _config(spec)
     torch.manual_seed(spec.seed)
@@ -102,7 +102,7 @@ def measure(spec: RunSpec, rows: Rows, device: torch.device) -> tuple[float, flo
     total = config.num_hidden_layers
 
     def strategy_with(layers: int) -> DDP:
-        return DDP(spec, world, TokenLoss(_model(spec, config, layers, device)))
+        return DDP(spec, world, ModelWithLoss(_model(spec, config, layers, device)))
 
     small = strategy_with(1)
     ((part, _),) = _seconds([small], batch, 0.0)

@@ -1,7 +1,7 @@
 """Compare the strategies for a run, and recommend one. No torch: the controller resolves `strategy=auto` with it.
 
-`options` compares the strategies for a spec as it is, `plans` with the alternatives of each strategy. Both are compared by the same
-score: tokens per second, divided by how many times faster a plan must be to justify its other costs.
+`options` compares the strategies for a spec as it is, `plans` with the alternatives of each strategy. The fastest plan that fits wins;
+of plans that differ by no more than the error of predicted speeds, the one with fewer concessions, such as a result that is not exact.
 """
 
 import math
@@ -11,25 +11,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from trainer.config import RunSpec, read_spec
+from trainer.config import RunSpec
+from trainer.costs.alternatives import Alternative, shown
+from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
+from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
+from trainer.costs.model_shape import Shape, shape_of
+from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.errors import UserError
-from trainer.planner.alternatives import Alternative, shown, variants
-from trainer.planner.cost import Layout, Memory, Rows, row_flops, unpacking_factor
-from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib
-from trainer.planner.model_shape import Shape, shape_of
-from trainer.planner.teacher import teacher_flops, teacher_shape
+from trainer.planner.variants import variants
+from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
-from trainer.strategy.plan import every
+from trainer.strategy.plan import all_or_unknown
 
 ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
 # Operations per second, if speed was not measured: one core with AVX2, and an older GPU in 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
-# A plan that leaves less than this fraction of a rank's memory must be faster than others by the error of predicted speeds.
-TIGHT = 0.05
-ERROR = 1.15
+TIGHT = 0.05  # a plan that leaves less than this fraction of a rank's memory makes a concession
+ERROR = 1.15  # of predicted speeds: a plan must be that many times faster for every concession
 _QUIET = 0.05  # fraction of time in communication that is acceptable
 _LOUD = 0.5  # fraction from which a strategy with less communication justifies a different result
 
@@ -43,12 +42,12 @@ class Speed:
     measured: bool
 
     @classmethod
-    def nominal(cls, spec: RunSpec, shape: Shape, rows: Rows, device: str, threads: int = 1) -> "Speed":
+    def nominal(cls, spec: RunSpec, shape: Shape, rows: RowStats, device: str, threads: int = 1) -> "Speed":
         """Estimate the speed by figures of common hardware, within a factor of a few."""
         rate = NOMINAL[device] * (threads if device == "cpu" else 1)
         return cls(_work(spec, shape, rows, cuda=device == "cuda") / rate, 0.0, False)
 
-    def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> "Speed":
+    def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> "Speed":
         """Return the speed of the spec `other`, if this one is the speed of `spec`."""
         if other == spec:
             return self
@@ -56,7 +55,7 @@ class Speed:
         return replace(self, part=self.part * factor)
 
 
-def _work(spec: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> float:
+def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
     """Return the floating point operations of a full micro-batch; those of unpacking weights count as well."""
     flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
     return spec.batch_size * flops
@@ -71,7 +70,7 @@ class Option:
         comm_seconds: communication that computation does not hide.
         host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
         free: the smallest fraction of its memory that the plan leaves to a rank, None if unknown.
-        gain: how many times faster the plan must be to justify its strategy and alternatives; 0: never recommended.
+        concessions: number of things that its strategy and alternatives give up, such as exactness; None: never recommended.
         fields: values of the spec that the alternatives change.
         costs: description of other costs of strategy and alternatives.
     """
@@ -86,15 +85,19 @@ class Option:
     tokens_per_second: float
     host_memory: int = 0
     free: float | None = None
-    gain: float = 1.0
+    concessions: int | None = 0
     fields: dict[str, Any] = field(default_factory=dict)
     costs: tuple[str, ...] = ()
 
     @property
     def score(self) -> float:
-        """What the planner compares, rounded so that the order of operations does not matter."""
-        gain = self.gain * (ERROR if self.tight else 1.0)
-        return float(f"{self.tokens_per_second / gain:.9g}") if gain else 0.0
+        """What the planner compares: tokens per second, less the error of predictions for every concession.
+
+        It is rounded so that the order of operations does not matter.
+        """
+        if self.concessions is None:
+            return 0.0
+        return float(f"{self.tokens_per_second / ERROR ** (self.concessions + self.tight):.9g}")
 
     @property
     def tight(self) -> bool:
@@ -125,7 +128,7 @@ class Setting:
 
     shape: Shape
     layout: Layout
-    rows: Rows
+    rows: RowStats
     speed: Speed
     link: float
     room: float | None
@@ -136,9 +139,10 @@ def options(spec: RunSpec, setting: Setting) -> list[Option]:
     """Return the cost of one process alone, and of every registered strategy that the spec allows."""
     found = []
     for label, strategy, place in _candidates(setting):
+        candidate = spec.model_copy(update={"strategy": strategy})
         try:
-            candidate = RunSpec.model_validate(spec.model_dump() | {"strategy": strategy})
-        except ValidationError:
+            check_spec(candidate)
+        except ValueError:
             continue  # other fields of the spec exclude the strategy
         found.append(_option(label, candidate, place, setting.speed))
     return found
@@ -171,7 +175,7 @@ def plans(spec: RunSpec, setting: Setting) -> list[Option]:
 
 def _could_be_best(option: Option, tried: Sequence[Option]) -> bool:
     """Return whether the option would be the best one of `tried` if it spent no time in communication."""
-    if option.fits is False or not option.comm_seconds or not option.gain:
+    if option.fits is False or not option.comm_seconds or option.concessions is None:
         return False
     silent = option.score * (option.compute_seconds + option.comm_seconds) / option.compute_seconds
     best = _best(tried)
@@ -213,14 +217,16 @@ def _option(
         label,
         layout.world,
         max(memories, key=lambda memory: memory.total),
-        every([None if part is None else part >= 0 for part in left]),
+        all_or_unknown([None if part is None else part >= 0 for part in left]),
         sent,
         compute,
         communication,
         tokens_per_second=spec.rows_per_step * rows.tokens / (compute + communication),
         host_memory=0 if gloo else plan.host_memory(spec, shape, layout),
         free=min(known, default=None),
-        gain=math.prod((alternative.gain for alternative in alternatives), start=plan.gain or 0.0),
+        concessions=None
+        if plan.concessions is None
+        else plan.concessions + sum(alternative.concessions for alternative in alternatives),
         fields={name: value for alternative in alternatives for name, value in alternative.fields.items()},
         costs=tuple(
             text
@@ -253,7 +259,7 @@ class Advice:
 
 
 def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advice:
-    """Recommend the fastest plan that fits and whose gain justifies its other costs.
+    """Recommend the fastest plan that fits and that is worth its concessions.
 
     Args:
         found: result of `options` or `plans`.
@@ -266,11 +272,11 @@ def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advic
         if alone.fits is False:
             raise UserError(f"plan: {_too_large(spec, alone)}")
         return _advice(alone, "one process, so there is nothing to distribute")
-    best = _best([option for option in found if option.strategy != ALONE and option.gain])
+    best = _best([option for option in found if option.strategy != ALONE and option.concessions is not None])
     if not best:
         raise UserError(f"plan: {_too_large(spec, min(found, key=lambda option: option.memory.total))}")
     if plan_named(best.strategy).auto == "low_communication":
-        exact = _best([option for option in found if option.gain == 1.0 and option.strategy != ALONE])
+        exact = _best([option for option in found if option.concessions == 0 and option.strategy != ALONE])
         why = _why_low_communication(spec, best, exact or found[1], alone, setting.link)
     else:
         why = _why_exact(spec, best, found, alone, setting.link)
@@ -377,7 +383,7 @@ def _nominal_setting(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shap
     device = "cuda" if have_gpus(hosts) else "cpu"
     links = [host["link_mbit"] for host in hosts if host.get("link_mbit")]
     link = min(links) if links else LINK
-    rows = Rows.full(spec)
+    rows = RowStats.full(spec)
     speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
     layout = layout_of(hosts, device)
     return Setting(shape, layout, rows, speed, link, None, gloo=device == "cpu"), bool(links)

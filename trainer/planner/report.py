@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
-from trainer.data.report import DataReport
+from trainer.costs.alternatives import shown
+from trainer.costs.cost import Layout, RowStats, row_flops, unpacking_factor
+from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
+from trainer.costs.model_shape import Shape, shape_of
+from trainer.costs.packing_forecast import packing_text
+from trainer.costs.teacher_cost import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
+from trainer.data.data_report import DataReport
 from trainer.errors import model_errors
 from trainer.formats import counted, mib, table
 from trainer.inputs import path_kind, user_path
-from trainer.planner.alternatives import shown
-from trainer.planner.cost import Layout, Rows, row_flops, unpacking_factor
-from trainer.planner.hosts import BASE, have_gpus, layout_of, own_memory_mib, speeds
-from trainer.planner.model_shape import Shape, shape_of
-from trainer.planner.packing import packing_text
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
-from trainer.planner.teacher import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.strategy import possible_plans
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
@@ -32,14 +32,14 @@ _FULL_ROWS = "full rows, every token with loss"
 _HEAD = ["strategy", "processes", "memory MiB", "sent MB/step", "s/step", "tokens/s", "communication", "fits"]
 
 
-def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str, DataReport | None]:
+def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | None]:
     """Return the properties of the rows of the spec's dataset, a description, and the totals of the dataset.
 
     Without a local file of the dataset, or with `fake_data`, every row counts as full, and there are no totals.
     """
     paths = [user_path(source.path, "dataset") for source in spec.sources]
     if spec.fake_data or not all(path_kind(path) in ("file", "folder") for path in paths):
-        return Rows.full(spec), _FULL_ROWS, None
+        return RowStats.full(spec), _FULL_ROWS, None
     spec = spec.with_dataset_paths([str(path) for path in paths])
     import tempfile
 
@@ -66,7 +66,7 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[Rows, str, DataReport | None
     padded = [max(filled[first : first + spec.batch_size]) for first in range(0, len(filled), spec.batch_size)]
     places = sum(padded) / len(padded)
     return (
-        Rows(places, sum(filled) / len(filled), trained / (places * len(epoch))),
+        RowStats(places, sum(filled) / len(filled), trained / (places * len(epoch))),
         f"{spec.dataset_name}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
         corpus.report,
     )
@@ -92,7 +92,7 @@ def _other_cpu_seconds() -> float:
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def _measured(spec: RunSpec, shape: Shape, rows: Rows) -> tuple[Speed, str, list[str], str]:
+def _measured(spec: RunSpec, shape: Shape, rows: RowStats) -> tuple[Speed, str, list[str], str]:
     """Measure the speed of this device. Returns speed, device type, fast kernels in use, and a description."""
     import torch
 
@@ -132,7 +132,7 @@ def plan(
     """Return the plan for JSON; `lines` in it are the plan as text.
 
     Args:
-        hosts: as `trainer.planner.hosts.read_hosts` returns them.
+        hosts: as `trainer.costs.host_memory.read_hosts` returns them.
         link: Mbit/s between hosts, or None if unknown.
         fast: use nominal speed instead of a measurement.
         data_dir: where encoded datasets are cached.
@@ -145,7 +145,7 @@ def plan(
     totals: DataReport | None = None
     gpus = have_gpus(hosts)
     if fast or (gpus and not _has_gpu()):
-        rows, data, device = Rows.full(spec), _FULL_ROWS, "cuda" if gpus else "cpu"
+        rows, data, device = RowStats.full(spec), _FULL_ROWS, "cuda" if gpus else "cpu"
         threads = min(host.get("threads", 1) for host in hosts)
         speed = Speed.nominal(spec, shape, rows, device, threads)
         about_speed = f"nominal speed: {NOMINAL[device] * (1 if gpus else threads) / 1e9:,.0f} GFLOP/s per process"
@@ -206,7 +206,7 @@ def _teacher_lines(spec: RunSpec) -> list[str]:
     shape = teacher_shape(spec)
     if not shape:
         return []
-    rows = Rows.full(spec)
+    rows = RowStats.full(spec)
     where = "in full on every process"
     if spec.teacher_host:
         where = (

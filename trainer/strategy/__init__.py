@@ -1,4 +1,4 @@
-"""The registry of strategies. One line adds a strategy. Its module is imported on first use, and torch only when the strategy runs."""
+"""The strategies. Their modules are imported on first use, and torch only when a strategy runs."""
 
 from __future__ import annotations
 
@@ -6,32 +6,22 @@ import functools
 import importlib
 from typing import TYPE_CHECKING
 
+from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.strategy.base import Batch, Stopped, Strategy
 from trainer.strategy.plan import StrategyPlan
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
-
-# Value of the field `strategy` -> module and class of its plan. The first one is the default.
-STRATEGIES: dict[str, str] = {
-    "ddp": "trainer.strategy.ddp:DDPPlan",
-    "fsdp": "trainer.strategy.fsdp:FSDPPlan",
-    "deepspeed": "trainer.strategy.deepspeed:DeepSpeedPlan",
-    "diloco": "trainer.strategy.diloco:DiLoCoPlan",
-    "pipeline": "trainer.strategy.pipeline:PipelinePlan",
-    "averaging": "trainer.strategy.averaging:AveragingPlan",
-}
-DEFAULT_STRATEGY = next(iter(STRATEGIES))
-AUTO = "auto"  # the planner chooses one of the strategies
+    from trainer.model import ModelWithLoss
 
 
 @functools.cache
 def plan_named(name: str) -> StrategyPlan:
     """Return the plan of the strategy `name`; for `auto`, a plan without requirements or costs."""
-    module, _, cls = STRATEGIES.get(name, "trainer.strategy.plan:StrategyPlan").partition(":")
-    plan: StrategyPlan = getattr(importlib.import_module(module), cls)()
+    if name not in STRATEGIES:
+        return StrategyPlan()
+    plan: StrategyPlan = importlib.import_module(f"trainer.strategy.{name}").PLAN
     return plan
 
 
@@ -45,12 +35,7 @@ def possible_plans(spec: RunSpec) -> list[StrategyPlan]:
     return [plan_named(name) for name in STRATEGIES] if spec.strategy == AUTO else [plan_of(spec)]
 
 
-def summaries() -> dict[str, str]:
-    """Return {strategy: summary in a few words} for help texts and documentation."""
-    return {name: plan_named(name).summary for name in STRATEGIES}
-
-
-def make_strategy(spec: RunSpec, world: World, module: TokenLoss) -> Strategy:
+def make_strategy(spec: RunSpec, world: World, module: ModelWithLoss) -> Strategy:
     """Create the spec's strategy for the model in `module`. Every rank calls it."""
     return plan_of(spec).strategy_class(spec)(spec, world, module)
 
@@ -67,5 +52,4 @@ __all__ = [
     "plan_named",
     "plan_of",
     "possible_plans",
-    "summaries",
 ]

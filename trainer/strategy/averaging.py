@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.costs.alternatives import Alternatives, whole_model_alternatives
 from trainer.data.shares import share
 from trainer.errors import UserError
-from trainer.planner.alternatives import Alternatives, whole_model_alternatives
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP
 from trainer.strategy.lazy import LazyModule
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from trainer.config import RunSpec
+    from trainer.costs.cost import Layout, State
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
-    from trainer.planner.cost import Layout, State
-    from trainer.planner.model_shape import Shape
+    from trainer.model import ModelWithLoss
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
@@ -43,7 +43,7 @@ _STOP = "averaging/stop"
 class AveragingPlan(StrategyPlan):
     """The plan of averaging. The defaults apply: no communication within a step."""
 
-    summary = "hosts train independently and are averaged once, at the end"
+    concessions = None
     cost = "another result: workers never synchronize before the end"
     has_replicas = True
 
@@ -64,10 +64,13 @@ class AveragingPlan(StrategyPlan):
         return state.base + state.adapters * (workers + 1) if spec.lora_r else 0
 
 
+PLAN = AveragingPlan()
+
+
 class Averaging(DDP):
     """One of several workers."""
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         self.workers = Replicas.find(spec, world)
         replica_group = world.subgroup(self.workers.ranks, spec.collective_timeout)
         super().__init__(spec, world, module, replica_group)
@@ -201,7 +204,7 @@ class Averaging(DDP):
         super().load(folder)
 
 
-def _check_factors(module: TokenLoss) -> None:
+def _check_factors(module: ModelWithLoss) -> None:
     """Check that the factors of all adapters are matrices that can be concatenated. Raises UserError."""
     from trainer.adapters import lora_factors
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distillation.loss import Teacher
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 else:
     torch = LazyModule("torch")
 
@@ -105,7 +105,7 @@ class Strategy(ABC):
     # Returns the tokens with loss of rows; set by the loop.
     count_tokens: Callable[[Rows], int]
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         """`world`: all ranks. `self.world`: the ranks that share steps, records and checkpoints."""
         self.spec, self.world, self.plain = spec, world, module
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.costs.alternatives import Alternatives, gradient_alternatives, whole_model_alternatives
+from trainer.costs.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
-from trainer.planner.alternatives import Alternatives, gradient_alternatives, whole_model_alternatives
-from trainer.planner.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.strategy.base import Batch, Rows, Strategy, Update, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.loss_scale import MIN_SCALE
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
-    from trainer.planner.model_shape import Shape
+    from trainer.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -56,9 +56,7 @@ def _buffer_option() -> str:
 class DDPPlan(StrategyPlan):
     """The plan of DistributedDataParallel."""
 
-    summary = "every rank holds the full model"
     auto = "exact"
-    gain = 1.0
     shares_rows_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DDP]:
@@ -96,6 +94,9 @@ class DDPPlan(StrategyPlan):
         return max(0.0, sent - backward)
 
 
+PLAN = DDPPlan()
+
+
 def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in bfloat16, half the bytes of float32. PyTorch's own hook does not support gloo.
 
@@ -110,7 +111,7 @@ def bf16_mean(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch
 class DDP(Strategy):
     """Data parallel training on any number of ranks, including one."""
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, replica_group: World | None = None) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks that average gradients, if not all."""
         from trainer.optim import make_optimizer
 

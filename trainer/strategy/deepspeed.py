@@ -16,13 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
-from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives
-from trainer.planner.cost import (
+from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives
+from trainer.costs.cost import (
     PCI_EXPRESS,
     Layout,
     Memory,
-    Rows,
+    RowStats,
     State,
     activation_bytes,
     gradient_bytes_per_number,
@@ -30,6 +29,7 @@ from trainer.planner.cost import (
     offloaded_step,
     ring_fraction,
 )
+from trainer.errors import UserError
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine_config, prefetched
 from trainer.strategy.deepspeed_file import check_file
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
-    from trainer.planner.model_shape import Shape
+    from trainer.model import ModelWithLoss
 else:
     torch = LazyModule("torch")
 
@@ -65,10 +65,9 @@ _HOOK_SECONDS = 1.5e-3  # of stage 3, per module and micro-batch
 
 
 class DeepSpeedPlan(StrategyPlan):
-    """The plan of ZeRO. Figures without a source were measured with benchmarks/memory.py and benchmarks/plan.py."""
+    """The plan of ZeRO. Figures without a source were measured."""
 
-    summary = "ZeRO: every rank holds a shard of optimizer state, gradients (stage 2) and weights (stage 3)"
-    gain = 1.1
+    concessions = 1
     cost = "requires the package deepspeed on every host"
     uniform_dtype = True
     library_bytes = 20 << 20
@@ -155,7 +154,7 @@ class DeepSpeedPlan(StrategyPlan):
             base=state.base * (spec.deepspeed_offload != "all"),
         )
 
-    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
         memory = super().memory(spec, shape, layout, rows, cuda=cuda)
         if cuda or self.sharded_weights(spec):
             return memory
@@ -206,6 +205,9 @@ class DeepSpeedPlan(StrategyPlan):
         # A matrix with an adapter is four modules: itself, two factors, and their container.
         adapted = len(shape.targets(spec)) if spec.lora_r else 0
         return _HOOK_SECONDS * shape.layers * (len(shape.linear) + 3 * adapted + 6) * micro, 0.0
+
+
+PLAN = DeepSpeedPlan()
 
 
 def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
@@ -265,7 +267,7 @@ class DeepSpeedZeRO(Strategy):
 
     lockstep = True
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         super().__init__(spec, world, module)
         world.require_own_gpus("deepspeed")
         self.deepspeed = import_deepspeed(world)

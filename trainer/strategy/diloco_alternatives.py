@@ -4,46 +4,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.planner.alternatives import NONE, Alternative, Alternatives, switch
+from trainer.costs.alternatives import NONE, Alternative, Alternatives, switch
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
 
-# Steps of a round that the planner tries, and how many times faster the run must be to justify them.
-_ROUNDS = {20: 1.05, 50: 1.1, 100: 1.2, 200: 1.3, 500: 1.5}
-# The loss of `int4` and of 5 fragments differs from that of bf16 by 0.01 % and 0.4 % (docs/benchmarks.md).
-_ROUNDED_TO_4_BITS = 1.04
+_ROUNDS = (20, 50, 100, 200, 500)  # steps of a round that the planner tries; each longer one is a concession more
 _FRAGMENTS = 5
-# Parts of the longest delay of a fragment, and how many times faster the run must be to justify them.
-_DELAYS = {0.5: 1.05, 1.0: 1.1025}
-_PIPELINE = 1.1  # as for strategy=pipeline
+_DELAYS = (0.5, 1.0)  # parts of the longest delay of a fragment
 _REPLICA_HOSTS = (1, 2, 3, 4)  # of a pipeline
 
 
 def exchange_alternatives(spec: RunSpec) -> list[Alternatives]:
     """Return the alternatives that send less between replicas, or send it while they train."""
     cost = "pseudo-gradients are rounded to 4 bits; what rounding lost is sent with the next exchange"
-    return [_round_alternatives(spec), switch(spec, "diloco_comm_dtype", "int4", cost, _ROUNDED_TO_4_BITS)]
+    return [_round_alternatives(spec), switch(spec, "diloco_comm_dtype", "int4", cost, 1)]
 
 
 def _round_alternatives(spec: RunSpec) -> Alternatives:
     """Return the alternatives of the steps in a round, of its fragments and of their delay, which the steps limit."""
     found: list[Alternative] = []
-    for steps in (spec.local_steps, *(steps for steps in _ROUNDS if steps > spec.local_steps)):
-        longer = steps > spec.local_steps
+    for longer, steps in enumerate([spec.local_steps, *(steps for steps in _ROUNDS if steps > spec.local_steps)]):
         fields = {"local_steps": steps} if longer else {}
         costs = ["replicas differ more between synchronizations"] if longer else []
-        gain = _ROUNDS[steps] / _ROUNDS.get(spec.local_steps, 1.0) if longer else 1.0
         if spec.diloco_fragments > 1:
             fields |= _delay(spec, spec.diloco_delay * steps // spec.local_steps)
-        found.append(Alternative(fields, "; ".join(costs), gain))
-        for part, factor in _DELAYS.items() if spec.diloco_fragments == 1 else ():
+        found.append(Alternative(fields, "; ".join(costs), longer))
+        for late, part in enumerate(_DELAYS, 1) if spec.diloco_fragments == 1 else ():
             delay = int(steps / _FRAGMENTS * part)
             if delay:
                 after = "1 step" if delay == 1 else f"{delay} steps"
-                late = f"replicas apply a fragment {after} after its exchange started, and evaluate other weights than they train"
+                cost = f"replicas apply a fragment {after} after its exchange started, and evaluate other weights than they train"
                 changed = fields | {"diloco_fragments": _FRAGMENTS} | _delay(spec, delay)
-                found.append(Alternative(changed, "; ".join([*costs, late]), gain * factor))
+                found.append(Alternative(changed, "; ".join([*costs, cost]), longer + late))
     return found
 
 
@@ -62,5 +55,5 @@ def replica_alternatives(spec: RunSpec) -> Alternatives:
     sizes = _REPLICA_HOSTS if spec.replica_hosts == 1 else (spec.replica_hosts,)
     for hosts in sizes:
         fields = {"replica_strategy": "pipeline"} | ({"replica_hosts": hosts} if hosts != spec.replica_hosts else {})
-        found.append(Alternative(fields, cost, _PIPELINE))
+        found.append(Alternative(fields, cost, 1))
     return found

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.planner.cost import Layout, micro_batches
+from trainer.costs.cost import Layout, micro_batches
 from trainer.strategy import four_bits
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.planner.model_shape import Shape
+    from trainer.costs.model_shape import Shape
     from trainer.strategy.ddp import DDPPlan
     from trainer.strategy.fsdp import FSDPPlan
     from trainer.strategy.pipeline import PipelinePlan
+
+
+CHUNK = 16 << 20  # numbers of one all-reduce between replicas
 
 
 def outer_bytes(spec: RunSpec, shape: Shape) -> int:

@@ -24,12 +24,13 @@ from trainer.distributed.world import Transfers, World, start_exchange, wait_for
 from trainer.strategy import four_bits
 from trainer.strategy.base import Rows, Update
 from trainer.strategy.ddp import DDP
-from trainer.strategy.diloco import CHUNK, DiLoCo
+from trainer.strategy.diloco_costs import CHUNK
+from trainer.strategy.diloco_fixed import DiLoCo
 from trainer.strategy.replicas import Replicas
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.model import TokenLoss
+    from trainer.model import ModelWithLoss
 
 LOCAL_FILE = "local.safetensors"
 
@@ -62,7 +63,7 @@ class DiLoCoFragments(DiLoCo):
     per_host_files = (*DiLoCo.per_host_files, LOCAL_FILE)
     inside: DDP  # the plan excludes fsdp
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         super().__init__(spec, world, module)
         ranks = Replicas.find(spec, world).ranks
         # gloo's threads exchange the fragments while this thread trains.

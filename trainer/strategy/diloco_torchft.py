@@ -30,10 +30,10 @@ from trainer.distributed.store import RunStore
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.files import write_atomic
-from trainer.model import TokenLoss
+from trainer.model import ModelWithLoss
 from trainer.strategy.base import Rows, Stopped, Update
-from trainer.strategy.diloco import DiLoCo
-from trainer.strategy.replicas import check_rows, deal
+from trainer.strategy.diloco_fixed import DiLoCo
+from trainer.strategy.replicas import apportion, check_rows
 
 os.environ.setdefault("RUST_LOG", "warn")  # the default logs every message
 logging.getLogger("torchft.manager").setLevel(logging.ERROR)
@@ -95,7 +95,7 @@ class Transport(HTTPTransport):
 class DiLoCoTorchFT(DiLoCo):
     """One of several replicas, of which some may be missing."""
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         self.replica = world.replica
         super().__init__(spec, world, module)
         self.membership: Membership | None = None  # of the last synchronization, or of the current one
@@ -265,7 +265,7 @@ class DiLoCoTorchFT(DiLoCo):
         assert self.membership
         present = self.membership.present
         sizes, costs = [self.membership.sizes[n] for n in present], [self.costs[n] for n in present]
-        return [present[place] for place in deal(turns, self._speeds(sizes, costs))]
+        return [present[place] for place in apportion(turns, self._speeds(sizes, costs))]
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
         """Run the outer step with the replicas that are present.

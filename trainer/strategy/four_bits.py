@@ -1,8 +1,7 @@
 """Values in 4 bits with error feedback: the form of the pseudo-gradients with `diloco_comm_dtype=int4`.
 
 A block of 512 values has one bfloat16 scale, so that a value takes 4.03125 bits. The rounding error is added to the
-values of
-the next exchange (https://arxiv.org/abs/1901.09847).
+values of the next exchange (https://arxiv.org/abs/1901.09847).
 """
 
 from __future__ import annotations

@@ -12,10 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.distributed.listeners import restrict_listeners
-from trainer.errors import DiskError, UserError, disk_failure
-from trainer.planner.alternatives import Alternative, Alternatives, gradient_alternatives, switch
-from trainer.planner.cost import (
+from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives, switch
+from trainer.costs.cost import (
     PCI_EXPRESS,
     Layout,
     State,
@@ -26,7 +24,9 @@ from trainer.planner.cost import (
     ring_fraction,
     root_bytes,
 )
-from trainer.planner.model_shape import layer_class, shape_of
+from trainer.costs.model_shape import layer_class, shape_of
+from trainer.distributed.listeners import restrict_listeners
+from trainer.errors import DiskError, UserError, disk_failure
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
 from trainer.strategy.full_state_dict import State as StateDict
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed import device_mesh, fsdp, tensor
 
     from trainer.config import RunSpec
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
-    from trainer.planner.model_shape import Shape
+    from trainer.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
     dcp, fsdp = LazyModule("torch.distributed.checkpoint"), LazyModule("torch.distributed.fsdp")
@@ -76,9 +76,7 @@ def _gathered_bytes(spec: RunSpec) -> int:
 class FSDPPlan(StrategyPlan):
     """The plan of FSDP2."""
 
-    summary = "every rank holds a shard of the model"
     auto = "exact"
-    gain = 1.0
     cost = "every pass sends the weights of all layers"
 
     def strategy_class(self, spec: RunSpec) -> type[FSDP]:
@@ -94,7 +92,7 @@ class FSDPPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
         # The layers are compiled after they were sharded.
         return super().load_module(spec.model_copy(update={"torch_compile": False}), world, progress)
 
@@ -186,6 +184,9 @@ class FSDPPlan(StrategyPlan):
         return gathered + scattered * (1 if spec.lora_r else micro)
 
 
+PLAN = FSDPPlan()
+
+
 def make_mesh(spec: RunSpec, world: World, replica_group: World | None = None) -> device_mesh.DeviceMesh:
     """Return a mesh of all ranks (one sharded model), or of hosts x ranks of a host (one sharded model per host).
 
@@ -262,7 +263,7 @@ class FSDP(Strategy):
 
     lockstep = True
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, replica_group: World | None = None) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks that shard one model, if not all."""
         from trainer.optim import make_optimizer
 

@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter for FSDP over gloo with one rank per host: each pair of ranks exchanges data directly.
 
 gloo's all-gather sends a shard in two halves around a ring, and the receiver's confirmation of the second half queues behind
-the data of the first one. A slow link reaches 70 % of its rate (benchmarks/plan.py). gloo's reduce-scatter is an all-reduce,
+the data of the first one. A slow link reaches 70 % of its rate. gloo's reduce-scatter is an all-reduce,
 which sends twice the bytes. Here every rank posts all receives before it sends.
 If ranks share hosts, gloo's own collectives are faster: a ring crosses each link once, and pairs cross it several times.
 

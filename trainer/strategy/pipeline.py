@@ -11,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.shares import share
-from trainer.errors import UserError
-from trainer.planner.alternatives import ROUNDED, Alternative, Alternatives, quantize_alternatives, switch
-from trainer.planner.cost import (
+from trainer.costs.alternatives import Alternative, Alternatives, quantize_alternatives, switch
+from trainer.costs.cost import (
     Layout,
     Memory,
     State,
@@ -29,6 +27,8 @@ from trainer.planner.cost import (
     micro_batches,
     ring_fraction,
 )
+from trainer.data.shares import share
+from trainer.errors import UserError
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.pipeline_split import (
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
+    from trainer.costs.cost import RowStats
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.pipeline_stage import StageLoss
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
-    from trainer.planner.cost import Rows as MeanRows
-    from trainer.planner.model_shape import Shape
+    from trainer.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -65,7 +65,7 @@ _ROWS = (
 _BUCKET = 1 << 20  # numbers of gradients that pipelines add up at a time
 
 
-def layer_costs(spec: RunSpec, shape: Shape, rows: MeanRows, bytes_per_weight: int, *, cuda: bool) -> LayerCosts:
+def layer_costs(spec: RunSpec, shape: Shape, rows: RowStats, bytes_per_weight: int, *, cuda: bool) -> LayerCosts:
     """Return the needs of a layer, the embedding and the head on a rank that holds them."""
     layer = stage_state(spec, shape, bytes_per_weight, 1, first=False, last=False)
     stored, logits = activation_bytes(spec, shape, rows, cuda=cuda)
@@ -107,7 +107,7 @@ def stage_state(spec: RunSpec, shape: Shape, bytes_per_weight: int, layers: int,
     )
 
 
-def boundary_bytes(spec: RunSpec, shape: Shape, rows: MeanRows) -> float:
+def boundary_bytes(spec: RunSpec, shape: Shape, rows: RowStats) -> float:
     """Return the bytes of the hidden states of one micro-batch in transit between two ranks."""
     half = spec.pipeline_comm_dtype == "bf16" or half_hidden(spec)
     return spec.batch_size * rows.places * shape.hidden * (2 if half else 4)
@@ -149,9 +149,8 @@ def check_stages(spec: RunSpec, field: str) -> None:
 class PipelinePlan(StrategyPlan):
     """The plan of pipeline parallelism. Costs use the speeds of the layout; a run divides the layers by measured speed."""
 
-    summary = "every rank holds some of the layers"
     auto = "exact"
-    gain = 1.1
+    concessions = 1
     cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
 
     def strategy_class(self, spec: RunSpec) -> type[Pipeline]:
@@ -171,17 +170,17 @@ class PipelinePlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
+        from trainer.costs.cost import RowStats
+        from trainer.costs.model_shape import shape_of
         from trainer.distributed.pipeline_measure import divide_model
         from trainer.distributed.pipeline_stage import load_stage
         from trainer.distributed.pipelines import Pipelines
-        from trainer.planner.cost import Rows as MeanRows
-        from trainer.planner.model_shape import shape_of
 
         cuda = world.device.type == "cuda"
         pipelines = Pipelines.find(spec, world)
         size, full = self.bytes_per_weight(spec), spec.seq_length
-        rows = [MeanRows(full * part, full * part, trained) for part, trained in _ROWS]
+        rows = [RowStats(full * part, full * part, trained) for part, trained in _ROWS]
         costs = [layer_costs(spec, shape_of(spec), each, size, cuda=cuda) for each in rows]
         division = divide_model(spec, pipelines, costs)
         if world.rank == 0:
@@ -196,7 +195,7 @@ class PipelinePlan(StrategyPlan):
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         cost = "activations and their gradients are rounded to bfloat16 in transit"
         # Also where hidden states have 16 bits and travel as they are: those of a base in 4 bits have 32.
-        comm = switch(spec, "pipeline_comm_dtype", "bf16", cost, ROUNDED)
+        comm = switch(spec, "pipeline_comm_dtype", "bf16", cost, 1)
         sizes = [Alternative(), *(Alternative({"pipeline_hosts": hosts}) for hosts in (2, 3, 4))]
         groups = [quantize_alternatives(spec), comm, [Alternative()] if spec.pipeline_hosts else sizes]
         return [*super().alternatives(spec), *groups]
@@ -212,7 +211,7 @@ class PipelinePlan(StrategyPlan):
             return False
         return 1 < stages <= shape.layers and shape.kind in PIPELINE_KINDS and not shape.wrapped
 
-    def layers(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[int]:
+    def layers(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[int]:
         """Return the layers of ranks with enough memory, by their speed; at most one rank per layer counts.
 
         If the ranks together have too little memory, the layers are divided as if they had enough.
@@ -231,11 +230,11 @@ class PipelinePlan(StrategyPlan):
         except UserError:
             return divide_layers(shape.layers, [replace(fact, room=None) for fact in facts], costs, micro)
 
-    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool = False) -> Memory:
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
         """Return the peak memory of the rank that needs most."""
         return max(self.memories(spec, shape, layout, rows, cuda=cuda), key=lambda each: each.total)
 
-    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, *, cuda: bool) -> list[Memory]:
+    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
         counts = self.layers(spec, shape, layout, rows, cuda=cuda)
         micro = micro_batches(spec, one_pipeline(spec, layout)[1])
         return [self._stage(spec, shape, counts, rank, rows, micro, cuda) for rank in range(len(counts))]
@@ -244,7 +243,7 @@ class PipelinePlan(StrategyPlan):
         return one_pipeline(spec, layout)[0].rooms
 
     def _stage(
-        self, spec: RunSpec, shape: Shape, counts: list[int], rank: int, rows: MeanRows, micro: int, cuda: bool
+        self, spec: RunSpec, shape: Shape, counts: list[int], rank: int, rows: RowStats, micro: int, cuda: bool
     ) -> Memory:
         last = rank == len(counts) - 1
         state = stage_state(spec, shape, self.bytes_per_weight(spec), counts[rank], first=rank == 0, last=last)
@@ -272,18 +271,18 @@ class PipelinePlan(StrategyPlan):
 
     def _passed_bytes(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
         """Return the bytes that a rank sends to its neighbours: activations to the next, their gradients to the one before."""
-        from trainer.planner.cost import Rows as MeanRows
+        from trainer.costs.cost import RowStats
 
         pipeline, count = one_pipeline(spec, layout)
         directions = min(2, pipeline.world - 1)
-        return directions * micro_batches(spec, count) * boundary_bytes(spec, shape, MeanRows.full(spec))
+        return directions * micro_batches(spec, count) * boundary_bytes(spec, shape, RowStats.full(spec))
 
     def replica_comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
         """Return the bytes that a process sends in a step within a replica of `layout`, of which every rank had `micro` micro-batches."""
-        from trainer.planner.cost import Rows as MeanRows
+        from trainer.costs.cost import RowStats
 
         directions = min(2, layout.world - 1)
-        return directions * micro * layout.world * boundary_bytes(spec, shape, MeanRows.full(spec))
+        return directions * micro * layout.world * boundary_bytes(spec, shape, RowStats.full(spec))
 
     def _added_bytes(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
         """Return the bytes that a rank sends to add up the gradients of several pipelines, with as many layers as others."""
@@ -295,7 +294,7 @@ class PipelinePlan(StrategyPlan):
         spec: RunSpec,
         shape: Shape,
         layout: Layout,
-        rows: MeanRows,
+        rows: RowStats,
         part: float,
         optimizer: float,
         communication: float,
@@ -306,7 +305,7 @@ class PipelinePlan(StrategyPlan):
         return compute, exposed + communication - passing  # gradients are added up after the last micro-batch
 
     def passing_seconds(
-        self, spec: RunSpec, shape: Shape, layout: Layout, rows: MeanRows, part: float, optimizer: float, passing: float
+        self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, part: float, optimizer: float, passing: float
     ) -> tuple[float, float]:
         """Return the seconds of a step in computation, and in passing hidden states that computation does not hide.
 
@@ -334,6 +333,9 @@ class PipelinePlan(StrategyPlan):
         return compute, 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, crossing - slowest)
 
 
+PLAN = PipelinePlan()
+
+
 class Pipeline(Strategy):
     """Pipeline parallel training, one stage per rank."""
 
@@ -341,7 +343,7 @@ class Pipeline(Strategy):
 
     staged = True
 
-    def __init__(self, spec: RunSpec, world: World, module: TokenLoss, replica_group: World | None = None) -> None:
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks of this pipeline, if it is a replica whose gradients are its own."""
         from trainer.distributed.pipeline_schedule import Neighbours
         from trainer.distributed.pipeline_stage import hidden_dtype

@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trainer.costs.alternatives import Alternatives, activation_alternatives
+from trainer.costs.cost import Memory, State, activation_bytes, autocast_bytes, full_state
+from trainer.costs.teacher_cost import teacher_memory, teacher_weights
 from trainer.errors import UserError
-from trainer.planner.alternatives import Alternatives, activation_alternatives
-from trainer.planner.cost import Memory, State, activation_bytes, autocast_bytes, full_state
-from trainer.planner.teacher import teacher_memory, teacher_weights
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
+    from trainer.costs.cost import Layout, RowStats
+    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import TokenLoss
-    from trainer.planner.cost import Layout, Rows
-    from trainer.planner.model_shape import Shape
+    from trainer.model import ModelWithLoss
     from trainer.strategy.base import Strategy
 
 # Values that need the full model on every rank.
@@ -33,18 +33,17 @@ UNSHARDABLE: dict[str, Any] = {
 class StrategyPlan:
     """The properties and the cost model of one strategy.
 
-    A new strategy is one file with a subclass of this class and a subclass of `Strategy`, and one line in
-    `trainer.strategy.STRATEGIES`. The defaults describe a strategy that holds the full model on every rank and
+    A new strategy is one file with a subclass of this class, which is its `PLAN`, and a subclass of `Strategy`; and one line
+    in `trainer.config.strategies.STRATEGIES`. The defaults describe a strategy that holds the full model on every rank and
     communicates nothing.
     """
 
-    summary: ClassVar[str] = ""  # a few words for help texts and documentation
     # Whether `strategy=auto` may choose it: as a strategy with the result of a single process ("exact"), or as the one for
     # slow links, with a different result ("low_communication"). None: the planner lists it without recommending it.
     auto: ClassVar[Literal["exact", "low_communication"] | None] = None
-    # How many times faster the strategy must be than one that needs no more packages and gives the result of one process;
-    # None: the planner never recommends it. `cost` describes the reason and other costs.
-    gain: ClassVar[float | None] = None
+    # Number of things that the strategy gives up beside speed (see `Alternative`), which `cost` describes; None: the planner
+    # never recommends it.
+    concessions: ClassVar[int | None] = 0
     cost: ClassVar[str] = ""
     has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
@@ -92,17 +91,29 @@ class StrategyPlan:
         """Return whether Liger kernels and FlashAttention may be used."""
         return True
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
         """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError.
 
         Args:
             progress: called after every part that ranks send each other, which may take longer than the run may show none.
         """
         from trainer.distillation.loss import Divergence
-        from trainer.model import TokenLoss, load_model
+        from trainer.model import ModelWithLoss, base_dtype, fast_kernels, load_model
+        from trainer.unsloth_model import load_unsloth
 
-        model = load_model(spec, world.device)
-        return TokenLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
+        dtype = base_dtype(spec, uniform=self.uniform_dtype)
+        if spec.backend == "unsloth":
+            model = load_unsloth(spec, dtype)
+        else:
+            model = load_model(
+                spec,
+                world.device,
+                dtype=dtype,
+                sharded=self.sharded_weights(spec),
+                own_shard=self.reads_own_shard(spec),
+                kernels=fast_kernels(spec, world.device) if self.supports_fast_kernels(spec) else (),
+            )
+        return ModelWithLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
 
     # Costs --------------------------------------------------------------------------------------------------------------
 
@@ -118,7 +129,7 @@ class StrategyPlan:
         """Return whether the model can be divided over these ranks."""
         return True
 
-    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool) -> list[Memory]:
+    def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
         """Return the peak memory of every rank; one value if all ranks need the same."""
         return [self.memory(spec, shape, layout, rows, cuda=cuda)]
 
@@ -126,10 +137,10 @@ class StrategyPlan:
         """Return the bytes that the ranks of `memories` have, or None where that is unknown."""
         return layout.rooms
 
-    def fits(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool) -> bool | None:
+    def fits(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> bool | None:
         """Return whether every rank of the layout has enough memory; None if that is unknown."""
         free = self.free(spec, shape, layout, self.memories(spec, shape, layout, rows, cuda=cuda), cuda=cuda)
-        return every([None if part is None else part >= 0 for part in free])
+        return all_or_unknown([None if part is None else part >= 0 for part in free])
 
     def free(
         self, spec: RunSpec, shape: Shape, layout: Layout, memories: Sequence[Memory], *, cuda: bool
@@ -172,7 +183,7 @@ class StrategyPlan:
         """
         return 0
 
-    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+    def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
         """Return the peak memory of one process.
 
         `cuda`: count the memory of a GPU. State that the strategy keeps in host memory does not count then.
@@ -215,7 +226,7 @@ class StrategyPlan:
         spec: RunSpec,
         shape: Shape,
         layout: Layout,
-        rows: Rows,
+        rows: RowStats,
         part: float,
         optimizer: float,
         communication: float,
@@ -276,7 +287,7 @@ def _free_part(needed: float, room: float | None) -> float | None:
     return (room - needed) / room if room > 0 else -1.0
 
 
-def every(enough: list[bool | None]) -> bool | None:
+def all_or_unknown(enough: list[bool | None]) -> bool | None:
     """Return whether all are true; None if that is unknown."""
     if False in enough:
         return False

@@ -60,7 +60,7 @@ def by_speed(shares: list[float], costs: list[float]) -> list[float]:
     return speeds if slowest > _MIN_SPEEDUP / sum(speeds) else shares
 
 
-def deal(turns: int, shares: list[float]) -> list[int]:
+def apportion(turns: int, shares: list[float]) -> list[int]:
     """Assign `turns` portions of work in proportion to `shares`, spread as evenly as possible.
 
     With equal shares the assignment is round-robin. In general it is Webster's method: the next portion goes to the

@@ -1,9 +1,8 @@
 """A run whose ranks are steps of a job of Slurm, seen from the login host of that cluster. Standard library only.
 
 Slurm has the role that systemd has on other hosts: `start` submits a batch script, and Slurm starts, signals and kills
-the ranks. The run
-folder lies in a folder that the login host and all nodes share. The files of `state` are those of other runs, and
-additionally:
+the ranks. The run folder lies in a folder that the login host and all nodes share. The files of `state` are those of
+other runs, and additionally:
 
     job.json    written by the batch script: `restart`, `nodes`, and at its end `code` and whether the job returns to the queue
     squeue.json the last answer of Slurm, which is asked every few seconds at most

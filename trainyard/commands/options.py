@@ -89,6 +89,6 @@ class DataOptions(PlaybookOptions):
 
 
 class CompletionOptions(PlaybookOptions):
-    """The shell."""
+    """The options of the command `completion`."""
 
     shell: Literal["bash", "zsh"] = declare("bash", "shell that reads the script")

@@ -58,7 +58,7 @@ class LimitedConnection(H11Protocol):
         self._timer = self.loop.call_later(REQUEST_LIMIT, self._check)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
+        """Cancel the timer of the request that was awaited."""
         if self._timer:
             self._timer.cancel()
         super().connection_lost(exc)

@@ -1,9 +1,8 @@
 """Answers of a teacher on disk: one JSON line each, synced before it counts.
 
-A line is keyed by the digest of the teacher, the messages, the options, the number of the sample, and whether it was asked
-with log-probabilities. A controller that is killed loses only the requests in flight. A line that a crash cut off is
-removed
-when the file is opened.
+A line is keyed by the digest of the teacher, the messages, the options, the number of the sample, and whether it was
+asked with log-probabilities. A controller that is killed loses only the requests in flight. A line that a crash cut off
+is removed when the file is opened.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.formats import mib, printable, quoted
-from trainer.gguf.fields import adds_bos
+from trainer.gguf.metadata import adds_bos
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.ollama.adapter_base import base_misfit, run_misfit, wanted_base
 from trainyard.ollama.chat_template import derive_apart

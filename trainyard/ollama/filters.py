@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.data.data_report import Dropped
 from trainer.data.reasoning import split_reasoning
-from trainer.data.report import Dropped
 from trainyard.ollama.logprobs import align, unpack
 
 REASONS = {

@@ -1,8 +1,7 @@
 """Copy a model from the Ollama store of one host to those of other hosts, over the relay: its bytes do not pass the controller.
 
 The files are copied between folders of the login users, because only root may read or write a store.
-roles/ollama/tasks/copy.yml
-fills the folder of the source before the copy, and the stores of the targets after it.
+roles/ollama/tasks/copy.yml fills the folder of the source before the copy, and the stores of the targets after it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Job:
         name: name of its run, or the name that a user gave it.
         state: such as `PENDING`.
         reason: why it waits, in Slurm's words.
-        start, end: seconds since the epoch, expected or past; 0 if unknown, or without a time limit.
+        start: seconds since the epoch, expected or past; 0 if unknown.
+        end: as `start`; 0 also without a time limit.
         hosts: hosts that it has.
     """
 

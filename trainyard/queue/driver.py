@@ -3,12 +3,10 @@
     python -m trainyard.queue.driver FOLDER     started by service.py when the job has hosts
 
 One call drives one allocation of the job: it waits for the leases, collects the answers of teachers to the prompts of
-the run, starts or monitors
-the ranks through RunSession, deploys the model, and says how the lease ends: the run has finished, it has failed
-permanently, or it
-returns to the queue because it was preempted or lost a host. Killed and started again, the driver finds the ranks running and
-monitors them. It also ends a run that can never start, because one that it waits for has not finished, and one that loses a host
-in every attempt.
+the run, starts or monitors the ranks through RunSession, deploys the model, and says how the lease ends: the run has
+finished, it has failed permanently, or it returns to the queue because it was preempted or lost a host. Killed and
+started again, the driver finds the ranks running and monitors them. It also ends a run that can never start, because
+one that it waits for has not finished, and one that loses a host in every attempt.
 """
 
 from __future__ import annotations
@@ -384,7 +382,7 @@ class Driver:
         self.save()
 
     def save(self, **changed: Any) -> None:
-        """Write `state.json`."""
+        """Update the state of the driver with `changed`, and write `state.json`."""
         self.state |= changed
         write_json(self.folder / "state.json", self.state)
 

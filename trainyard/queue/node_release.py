@@ -2,11 +2,11 @@
 
     python node_release.py prolog|epilog|health NODE
 
-Every process of a leased run has the file of its lease in its environment, so no record is needed that could be missing. The
-Epilog kills the remaining processes of its job, and Slurm releases the host only when this program has ended. The
-Prolog kills the remaining processes of jobs
-whose lease has ended without an Epilog, as on a host that was unreachable while its job was started elsewhere. The exit code is not
-0 if a process does not end: Slurm then drains the host.
+Every process of a leased run has the file of its lease in its environment, so no record is needed that could be
+missing. The Epilog kills the remaining processes of its job, and Slurm releases the host only when this program has
+ended. The Prolog kills the remaining processes of jobs whose lease has ended without an Epilog, as on a host that was
+unreachable while its job was started elsewhere. The exit code is not 0 if a process does not end: Slurm then drains the
+host.
 
 The health check returns a host to the queue that Slurm drained although nothing is wrong with it, or because of a process that has
 since ended, and lets Slurm count the GPUs of an idle host anew if it regards some as used.

@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config import FIELDS, RunSpec, make_spec
+from trainer.config import FIELDS, RunSpec
 from trainer.errors import UserError
 from trainer.files import write_atomic
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.ollama.answers import AnswerFile, AnswersInUseError, answers_path
 from trainyard.ollama.collect import Questions, make_dataset

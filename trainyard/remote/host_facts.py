@@ -40,12 +40,13 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     Returns:
         Among others `source`, the address from which this host reaches the head, `interface` and `link_mbit` of that
         address; `route_error`, why there is none, or an empty string; `free_ports`; `cpus`; `memory_mib`; `gpus`;
-        `versions` of packages; `free_bytes` below `data_dir`; `staged`, the bytes of each path (see staged_bytes). Of the run: `spec`, the text of its spec if it has
-        checkpoints or is alive; `result`; `rows` of its last step; `running`; `part`, the supervisor's state;
-        `stop_wanted`. `busy_with` is another run that is alive on this host without GPUs of its own; `held_gpus` has the
-        run that uses a GPU, by its UUID; `unreadable` are run folders beside it that
-        cannot be read. `firewall` is the name of the active firewall, or an empty string; `socket_filter` and
-        `system_unit` say whether the kernel permits the filter of the ranks' sockets, and whether a unit can limit them.
+        `versions` of packages; `free_bytes` below `data_dir`; `staged`, the bytes of each path (see staged_bytes). Of
+        the run: `spec`, the text of its spec if it has checkpoints or is alive; `result`; `rows` of its last step;
+        `running`; `part`, the supervisor's state; `stop_wanted`. `busy_with` is another run that is alive on this host
+        without GPUs of its own; `held_gpus` has the run that uses a GPU, by its UUID; `unreadable` are run folders
+        beside it that cannot be read. `firewall` is the name of the active firewall, or an empty string;
+        `socket_filter` and `system_unit` say whether the kernel permits the filter of the ranks' sockets, and whether a
+        unit can limit them.
     """
     run_dir, data_dir = run_folder(request["run_dir"]), Path(request["data_dir"])
     alive, unreadable = other_runs(run_dir)

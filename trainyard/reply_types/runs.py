@@ -32,7 +32,7 @@ class Failure(OpenReply):
 
 
 class Node(OpenReply):
-    """state/node.json"""
+    """The contents of `state/node.json`: the place of a host in a run."""
 
     run: NotRequired[Line]
     node_rank: Count
@@ -74,7 +74,7 @@ class GpuUse(OpenReply):
 
 
 class Heartbeat(OpenReply):
-    """state/rank<R>.json"""
+    """The contents of `state/rank<R>.json`: the last sign of life of a rank."""
 
     status: NotRequired[Line]
     note: NotRequired[Line | None]
@@ -148,7 +148,7 @@ class Begun(OpenReply):
 
 
 class Result(OpenReply):
-    """result.json"""
+    """The contents of `result.json`: how a rank ended."""
 
     run: NotRequired[Line]
     status: Line
@@ -234,7 +234,7 @@ class PlanEntry(OpenReply):
 
 
 class PlanFile(OpenReply):
-    """plan.json"""
+    """The contents of `plan.json`: the ranks of a run."""
 
     entries: Annotated[list[PlanEntry], Field(max_length=RANKS_LIMIT)]
 
@@ -247,7 +247,7 @@ class MetricsRecord(OpenReply):
 
 
 class Metrics(OpenReply):
-    """metrics.jsonl"""
+    """The records of `metrics.jsonl`."""
 
     records: Annotated[list[MetricsRecord], Field(max_length=FILES_LIMIT)]
 

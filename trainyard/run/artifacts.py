@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.data.report import DataReport
+from trainer.data.data_report import DataReport
 from trainer.formats import counted
 from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config import TINY, RunSpec, make_spec
+from trainer.config import TINY, RunSpec
 from trainer.errors import UserError
 from trainer.formats import printable, table
+from trainer.spec import make_spec
 from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
@@ -47,7 +48,8 @@ class HostCheck:
         session: the session of the run on this host alone.
         error: why it failed, in one line; empty if it did not.
         device: name of its GPUs, or its CPU threads.
-        steps_per_second, tokens_per_second: medians of the second half of the steps.
+        steps_per_second: median of the second half of the steps.
+        tokens_per_second: as `steps_per_second`.
         loss: mean loss of the last step.
         memory_gb: largest peak memory of a rank in GB, on the GPU or of its process; None if unknown.
     """

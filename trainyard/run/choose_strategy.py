@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config import FIELDS, TINY, RunSpec, make_spec, parse_mapping
+from trainer.config import FIELDS, TINY, RunSpec, parse_mapping
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
+from trainer.spec import make_spec
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
 from trainyard.run.plan import rank_counts

@@ -11,8 +11,8 @@ from typing import Any
 
 from trainer.config import RunSpec
 from trainer.data.check import check_samples
+from trainer.data.data_report import DataReport
 from trainer.data.encode import Encoder, no_logprobs
-from trainer.data.report import DataReport
 from trainer.data.samples import needs_missing_library, samples_of
 from trainer.data.shapes import Sample
 from trainer.data.text_tokenizer import TextTokenizer

@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from trainer.adapter_folder import ADAPTER_CONFIG, adapter_error, refuse_adapter
 from trainer.config import TINY, RunSpec
+from trainer.costs.model_shape import read_shape
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, read_regular, user_path
 from trainer.model_name import check_model_name, in_hub_cache
-from trainer.planner.model_shape import read_shape
 from trainyard.remote.digests import Digests
 from trainyard.run.file_entries import folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles

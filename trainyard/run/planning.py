@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.config import FIELDS, RunSpec, changed_fields, make_spec
+from trainer.config import FIELDS, RunSpec
 from trainer.config.dataset_source import with_paths
-from trainer.data.report import DataReport
+from trainer.costs.model_shape import shape_of
+from trainer.costs.packing_forecast import packing_text
+from trainer.data.data_report import DataReport
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainer.planner.model_shape import shape_of
-from trainer.planner.packing import packing_text
+from trainer.spec import changed_fields, make_spec
 from trainer.strategy import AUTO, plan_of
 from trainer.strategy.pipeline_split import check_ranks, given_layers
 from trainyard import front_end

@@ -1,8 +1,8 @@
 """Hosts that return to a run which continues without them: whether a restart with them pays, and when.
 
 A restart takes time, and a host with an intermittent connection would cause many restarts. Therefore a host has to
-answer for some time,
-longer after each loss, and the rest of the run has to become shorter by more than the restart takes.
+answer for some time, longer after each loss, and the rest of the run has to become shorter by more than the restart
+takes.
 """
 
 from __future__ import annotations

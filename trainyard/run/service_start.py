@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainer.files import sha256_file
+from trainer.spec import make_spec
 from trainyard import front_end
 from trainyard.connection import Host
 from trainyard.reply_fields import Digest

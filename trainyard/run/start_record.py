@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, make_spec
+from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
 from trainer.config.dataset_source import with_paths
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.inputs import path_kind, user_path
+from trainer.spec import make_spec
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import PreparedRun
 

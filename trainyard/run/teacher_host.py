@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config import RunSpec
+from trainer.costs.cost import RowStats
+from trainer.costs.host_memory import BASE
+from trainer.costs.teacher_cost import teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.errors import UserError
 from trainer.formats import mib
-from trainer.planner.cost import Rows
-from trainer.planner.hosts import BASE
-from trainer.planner.teacher import teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
@@ -97,7 +97,7 @@ def teacher_line(spec: RunSpec, teacher: HostState, address: str, name: str) -> 
         small = f"; warning: {teacher.name} has only {sizes[0]:,.0f} MiB: decrease batch_size, or choose another teacher_host"
     return (
         f"teacher {name} on {teacher.name} ({address}): {mib(need + base * 2**20)} MiB, the {spec.teacher_top_k} most probable "
-        f"tokens per place, at most {teacher_step_bytes(spec, Rows.full(spec)) / 1e6:.3g} MB per step{small}"
+        f"tokens per place, at most {teacher_step_bytes(spec, RowStats.full(spec)) / 1e6:.3g} MB per step{small}"
     )
 
 

@@ -11,10 +11,10 @@ import torch
 from trainer_runs import Here, lines
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.config import make_spec
+from trainer.costs.packing_forecast import KEEPS_APART, MIXES
 from trainer.packing_check import proof_key
 from trainer.planner.measure import keeps_samples_apart
-from trainer.planner.packing import KEEPS_APART, MIXES
+from trainer.spec import make_spec
 
 # Names of dimensions in the configurations of transformers; a configuration takes those that it has.
 SMALL: dict[str, Any] = {

@@ -14,11 +14,11 @@ from dataset_folder import CASES, Case, write_cases
 from trainer_runs import Cluster, Here, lines, records, until, write_jsonl
 
 from trainer.__main__ import main as trainer_main
-from trainer.config import make_spec
 from trainer.data.corpus import split
 from trainer.data.encode import encoded_dataset
 from trainer.data.order import Order, held_out
 from trainer.model import load_tokenizer
+from trainer.spec import make_spec
 from trainyard.cli.__main__ import main as program
 
 WITH_CALLS = ("tools.jsonl", "calls.jsonl", "calls.parquet")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from trainer_runs import WORDS, Cluster, Here, records, write_jsonl
 
-from trainer.config import make_spec
 from trainer.data.logprobs import TOP
+from trainer.spec import make_spec
 
 FEW = {"max_steps": 6, "eval_split": 0.1}
 
@@ -217,12 +217,12 @@ def trained_teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path
 
     from trainer.data.encode import encoded_dataset
     from trainer.data.packing import collate
-    from trainer.model import TokenLoss, load_tokenizer
+    from trainer.model import ModelWithLoss, load_tokenizer
 
     folder = tmp_path_factory.mktemp("trained")
     spec = make_spec({"model": str(model_folder), "dataset": str(chain(folder, 600, seed=5)), "seq_length": 64}, "test")
     corpus = encoded_dataset(spec, load_tokenizer(str(model_folder)), folder)
-    module = TokenLoss(AutoModelForCausalLM.from_pretrained(model_folder))
+    module = ModelWithLoss(AutoModelForCausalLM.from_pretrained(model_folder))
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     torch.manual_seed(1)
     for _ in range(300):

@@ -16,12 +16,12 @@ from run_hosts import free_port
 from small_models import assert_equal_work, batch, loss_and_gradient, small_model
 from trainer_runs import TOP, WIDE, Here, llama
 
-from trainer.config import make_spec
+from trainer.costs.cost import Layout
+from trainer.costs.model_shape import shape_of
 from trainer.data.packing import best_fit
 from trainer.errors import UserError
-from trainer.model import TokenLoss, fast_kernels, load_model
-from trainer.planner.cost import Layout
-from trainer.planner.model_shape import shape_of
+from trainer.model import ModelWithLoss, fast_kernels, load_model
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_the_head_computes_only_tokens_with_loss(corpus: Any) -> None:
     model.lm_head.register_forward_hook(lambda _, __, logits: seen.append(logits.shape[:-1].numel()))
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
     packed = batch(corpus, rows)
-    TokenLoss(model)(*packed)
+    ModelWithLoss(model)(*packed)
     assert seen == [int((packed.labels[:, 1:] != -100).sum())]
 
 
@@ -51,7 +51,7 @@ def test_a_single_packed_row_is_exact(corpus: Any) -> None:
     model = small_model("llama", spread=0.2)
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
     expected = loss_and_gradient(model, [batch(corpus, rows)])
-    module = TokenLoss(model)
+    module = ModelWithLoss(model)
     module._single_row = True
     module.zero_grad()
     loss = module(*batch(corpus, rows))

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from trainer_runs import Cluster, Here, lines, records, write_jsonl
 
 from trainer.checkpoint import MANIFEST, complete_checkpoints, find_defect
-from trainer.config import make_spec
 from trainer.errors import UserError
-from trainer.export import merge_adapter
 from trainer.files import sha256_file
+from trainer.final_export import merge_adapter
+from trainer.spec import make_spec
 from trainer.strategy.ddp import DDP
 
 RARE = "~"  # a token of one sample

@@ -20,8 +20,7 @@ from trainer.strategy.ddp import DDP, DDPPlan
 
 
 class ToyPlan(DDPPlan):
-    summary = "a toy that sends one bit of every gradient"
-    auto = gain = None
+    auto = concessions = None
 
     def strategy_class(self, spec):
         return Toy
@@ -34,6 +33,9 @@ class ToyPlan(DDPPlan):
         return super().comm_bytes(spec, shape, layout, gloo=gloo) / 32
 
 
+PLAN = ToyPlan()
+
+
 class Toy(DDP):
     def step(self, lr: float) -> float:
         for parameter in self.trained.values():
@@ -41,7 +43,7 @@ class Toy(DDP):
                 parameter.grad.sign_()
         return super().step(lr)
 '''
-LINE = '    "toy": "trainer.strategy.toy:ToyPlan",\n'
+LINE = '    "toy": "a toy that sends one bit of every gradient",\n'
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if file.is_file():
             shutil.copy(file, copy)
     (copy / "trainer/strategy/toy.py").write_text(TOY.lstrip())
-    registry = copy / "trainer/strategy/__init__.py"
+    registry = copy / "trainer/config/strategies.py"
     text = registry.read_text()
     assert text.count("STRATEGIES: dict[str, str] = {\n") == 1
     end = text.index("}\n", text.index("STRATEGIES: dict[str, str] = {"))

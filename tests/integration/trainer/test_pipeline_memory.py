@@ -12,7 +12,7 @@ import pytest
 from testbed import machine
 from trainer_runs import Cluster, llama, losses
 
-from trainer.planner.hosts import BASE, available_bytes
+from trainer.costs.host_memory import BASE, available_bytes
 from trainyard.remote.host_facts import allocator
 
 MIB = 2**20

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from trainer_runs import Cluster, Here, losses
 
-from trainer import export
-from trainer.config import make_spec
+from trainer import final_export as export
 from trainer.errors import UserError
+from trainer.spec import make_spec
 
 # Five rows in micro-batches of two: three micro-batches of different sizes.
 STEPS: dict[str, Any] = {

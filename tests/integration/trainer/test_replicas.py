@@ -25,15 +25,16 @@ from transformers import AutoModelForCausalLM
 
 from trainer import merge
 from trainer.checkpoint import complete_checkpoints
-from trainer.config import make_spec, parse_flags, read_spec, resolve_aliases
+from trainer.config import parse_flags, resolve_aliases
+from trainer.costs.cost import Layout
+from trainer.costs.model_shape import shape_of
 from trainer.distributed.world import World
 from trainer.errors import UserError
-from trainer.model import TokenLoss, load_model
-from trainer.planner.cost import Layout
-from trainer.planner.model_shape import shape_of
+from trainer.model import ModelWithLoss, load_model
+from trainer.spec import make_spec, read_spec
 from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.four_bits import BYTES_PER_VALUE, RESIDUAL_FILE
-from trainer.strategy.replicas import by_speed, deal
+from trainer.strategy.replicas import apportion, by_speed
 from trainer.train import is_due
 
 # Equal shares: with shares by speed, the samples of a replica differ between runs.
@@ -44,14 +45,14 @@ FOUR = [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 @given(st.integers(0, 300), st.lists(st.floats(0.05, 20), min_size=1, max_size=8))
 def test_portions_are_assigned_in_proportion_to_shares(turns: int, shares: list[float]) -> None:
-    assigned = Counter(deal(turns, shares))
+    assigned = Counter(apportion(turns, shares))
     for place, share in enumerate(shares):
         assert abs(assigned[place] - turns * share / sum(shares)) < len(shares)
-    assert deal(turns, [shares[0]] * len(shares)) == [turn % len(shares) for turn in range(turns)]
+    assert apportion(turns, [shares[0]] * len(shares)) == [turn % len(shares) for turn in range(turns)]
 
 
 def test_a_slow_replica_has_fewer_portions() -> None:
-    assert Counter(deal(20, [1.0, 3.0])) == {0: 5, 1: 15}
+    assert Counter(apportion(20, [1.0, 3.0])) == {0: 5, 1: 15}
     assert by_speed([1.0, 1.0], [0.0, 0.3]) == [1.0, 1.0], "not measured yet"
     assert by_speed([1.0, 1.0], [0.3, 0.35]) == [1.0, 1.0], "noise"
     assert by_speed([1.0, 1.0], [1.0, 0.5]) == [1.0, 2.0]
@@ -153,7 +154,7 @@ def test_a_worker_resumes_only_its_own_checkpoint(model_folder: Path, tmp_path: 
     (tmp_path / "worker.json").write_text('{"worker": 0, "workers": 2}')
     world = World.join(60)
     try:
-        strategy = make_strategy(spec, world, TokenLoss(load_model(spec, CPU)))
+        strategy = make_strategy(spec, world, ModelWithLoss(load_model(spec, CPU)))
         with pytest.raises(
             UserError, match="the checkpoint of this host is that of worker 1 of 2, but the host is now worker 1 of 1"
         ):

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from trainer_runs import TOP, Here, chat, lines, records, until, write_jsonl
 
 from trainer.checkpoint import complete_checkpoints
-from trainer.config import make_spec
 from trainer.data.order import held_out
 from trainer.run_dir import StopRequest
+from trainer.spec import make_spec
 
 FEW = {"max_steps": 6}
 INTERRUPTED = "interrupted: start the run again to resume from its newest checkpoint"

@@ -18,10 +18,11 @@ from trainer_runs import Cluster, Here, losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.checkpoint import HostCheckpoint, _in_place, _owners, complete_checkpoints
-from trainer.config import make_spec
+from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.files import sha256_file
-from trainer.model import load_model
+from trainer.spec import make_spec
+from trainer.strategy import plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.fsdp import FSDP
 
@@ -188,7 +189,7 @@ def test_a_sharded_model_is_written_in_parts(here: Here, monkeypatch: pytest.Mon
     """Only one part's weights are in memory at a time. transformers reads the parts as the model of ddp."""
     few = {"max_steps": 2, "lora_r": 0, "lr": 1e-3}
     assert here("ddp", **few) == 0, here.err
-    monkeypatch.setattr("trainer.export.EXPORT_PART", 20_000)
+    monkeypatch.setattr("trainer.final_export.EXPORT_PART", 20_000)
     held: list[int] = []
     monkeypatch.setattr(
         "transformers.PreTrainedModel.save_pretrained",
@@ -229,7 +230,7 @@ def test_a_checkpoint_of_zero_3_needs_memory_for_one_weight(here: Here, monkeypa
             yield name, value
 
     monkeypatch.setattr(DeepSpeedZeRO, "_full", watched)
-    monkeypatch.setattr("trainer.export.EXPORT_PART", 0)
+    monkeypatch.setattr("trainer.final_export.EXPORT_PART", 0)
     few = {"max_steps": 2, "lora_r": 0, "lr": 1e-3}
     assert here("ddp", **few) == here(strategy="deepspeed", deepspeed_stage=3, **few) == 0, here.err
     assert len(most) > 30 and max(most) <= 2
@@ -247,9 +248,9 @@ def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) ->
     AutoModelForCausalLM.from_pretrained(here.model, dtype=torch.bfloat16).save_pretrained(half)
     here.model = half
     spec = make_spec({"model": str(half), "strategy": "fsdp", "seq_length": 64}, "here")
-    assert {p.dtype for p in load_model(spec.model_copy(update={"lora_r": 0}), torch.device("cpu")).parameters()} == {
-        torch.bfloat16
-    }
+    full = spec.model_copy(update={"lora_r": 0})
+    module = plan_of(spec).load_module(full, World(0, 1, 0, 0, torch.device("cpu")), lambda: None)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     few = {"max_steps": 4, "checkpoint_interval": 2}
     for name, fields in {"lora": {}, "full": {"lora_r": 0}, "mixed": {"precision": "bf16-mixed"}}.items():
         for strategy in ("ddp", "fsdp"):

@@ -16,8 +16,8 @@ from teacher_process import teacher_process
 from test_distillation_runs import teacher
 from trainer_runs import Here, losses
 
-from trainer.config import make_spec
 from trainer.distributed import TEACHER_TOKEN
+from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
 from trainyard.run.errors import RunError

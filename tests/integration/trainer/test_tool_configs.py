@@ -14,7 +14,7 @@ import pytest
 from trainer_runs import ACCELERATED_LOOP, TOP, free_port
 
 from trainer.__main__ import main
-from trainer.planner.model_shape import layer_class
+from trainer.costs.model_shape import layer_class
 
 
 def config(capsys: Any, kind: str, *flags: str) -> str:

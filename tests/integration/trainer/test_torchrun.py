@@ -17,10 +17,10 @@ import pytest
 from trainer_runs import Cluster, Here, lines, losses, records, until, write_jsonl
 
 from trainer.checkpoint import complete_checkpoints
-from trainer.config import read_spec
 from trainer.data.corpus import load_corpus, split
 from trainer.data.order import Order, held_out
 from trainer.files import sha256_file
+from trainer.spec import read_spec
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from trainer_runs import losses
 
 from trainer import unsloth_backend
-from trainer.config import make_spec
+from trainer.spec import make_spec
 
 STAND_IN = """
 import os, sys

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer import adapter_merge, export
-from trainer.config import make_spec
+from trainer import adapter_merge, final_export
 from trainer.errors import UserError
 from trainer.model import load_model
+from trainer.spec import make_spec
 
 KINDS = (
     "bloom", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
@@ -74,7 +74,7 @@ def logits(model: Any) -> torch.Tensor:
 def merged(folder: Path, **fields: Any) -> Any:
     """Merge as a run does; return the model as others load it."""
     spec = make_spec({"model": str(folder / "base"), "seq_length": 64, **fields}, "here")
-    return AutoModelForCausalLM.from_pretrained(export.merge_adapter(spec, folder), dtype="auto").eval()
+    return AutoModelForCausalLM.from_pretrained(final_export.merge_adapter(spec, folder), dtype="auto").eval()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,7 +95,7 @@ def test_merged_equals_base_with_adapter(kind: str, tmp_path: Path) -> None:
 def test_each_side_of_tied_embeddings(
     targets: str, kind: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "EXPORT_PART", 5_000)  # several files
+    monkeypatch.setattr(final_export, "EXPORT_PART", 5_000)  # several files
     expected = logits(adapted(tmp_path, kind, True, targets))
     found = merged(tmp_path, **fields)
     assert found.config.tie_word_embeddings == (targets == "layers")

@@ -10,25 +10,16 @@ from typing import Any
 import pytest
 from ansible.vars.reserved import get_reserved_names
 
-from trainer.config import (
-    ALIASES,
-    DEPRECATED,
-    FIELDS,
-    SUGGESTED,
-    is_known,
-    make_spec,
-    parse_flags,
-    parse_mapping,
-    read_spec,
-)
-from trainer.config.aliases import ACCUMULATION, IGNORED, REFUSED, resolve_aliases, takes_no_value
-from trainer.config.conversions import CONVERSIONS
+from trainer.config import ALIASES, DEPRECATED, FIELDS, SUGGESTED, is_known, parse_flags, parse_mapping
+from trainer.config.alias_table import ACCUMULATION, REFUSED, WITHOUT_EFFECT
+from trainer.config.aliases import resolve_aliases, takes_no_value
 from trainer.errors import UserError
+from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import known_variables, read_run_spec
 from trainyard.run.options import OPTIONS, make_options
 
 TOP = Path(__file__).resolve().parents[3]
-OTHER = {**ALIASES, **IGNORED, **REFUSED}
+OTHER = {*ALIASES, *WITHOUT_EFFECT, *REFUSED}
 
 
 def spec_of(line: str, ranks: int | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -39,13 +30,15 @@ def spec_of(line: str, ranks: int | None = None) -> tuple[dict[str, Any], list[s
 
 
 def test_no_name_is_a_variable_of_ansible_or_of_the_project() -> None:
-    assert not set(OTHER) & get_reserved_names()
-    assert not set(OTHER) & known_variables(TOP)
+    assert not OTHER & get_reserved_names()
+    assert not OTHER & known_variables(TOP)
 
 
-def test_every_conversion_is_of_an_alias_and_names_its_field() -> None:
-    for name, conversion in CONVERSIONS.items():
-        assert ALIASES[name] == conversion.field, name
+def test_every_name_sets_fields_that_exist() -> None:
+    for name, alias in ALIASES.items():
+        assert alias.field in FIELDS, name
+        for fields in (alias.words or {}).values():
+            assert make_spec(fields, "").model_fields_set >= set(fields), name
 
 
 def test_torchrun_passes_every_name_but_run() -> None:
@@ -92,7 +85,7 @@ def test_the_command_lines_of_opendiloco() -> None:
         "lora_targets": (),
         "eval_interval": 0,
     }
-    assert "hv.initial_peers is ignored: the inventory lists the hosts of a run" in notes
+    assert "hv.initial_peers is ignored: it has no effect on a run" in notes
     short = "--path-model m --fake-data --total-batch-size 16 --max-steps 5 --metric-logger-type wandb"
     assert spec_of(short)[0].items() >= {"model": "m", "fake_data": True, "max_steps": 5, "loggers": ("wandb",)}.items()
     assert any(line.startswith("with hv.galaxy_size=4, total_batch_size=2048 is that of a replica") for line in notes)
@@ -140,25 +133,18 @@ def test_the_command_lines_of_trl_and_transformers() -> None:
     assert not any(line.startswith(("learning_rate", "lora_target")) for line in notes)
 
 
-def test_files_of_axolotl_and_llama_factory(tmp_path: Path) -> None:
+def test_a_file_of_a_trainer(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text(
-        "base_model: m\nadapter: qlora\nsequence_len: 512\nsample_packing: true\nmicro_batch_size: 2\nnum_epochs: 4\n"
-        "optimizer: adamw_bnb_8bit\n"
-    )
-    with pytest.raises(UserError, match="optimizer: expected one of adamw, adamw8bit, got 'adamw_bnb_8bit'"):
-        read_spec(file, {}, "the flags")
-    file.write_text(
-        "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: full\nlora_target: all\ncutoff_len: 2048\n"
-        "preprocessing_num_workers: 16\nval_size: 0.1\n"
-        "trust_remote_code: false\nddp_timeout: 180000000\nresume_from_checkpoint: null\nbf16: true\n"
+        "model_name_or_path: m\ndo_train: true\nuse_peft: false\nmax_length: 2048\ntrust_remote_code: false\n"
+        "ddp_timeout: 180000000\nresume_from_checkpoint: null\nbf16: true\n"
     )
     with pytest.raises(UserError, match="collective_timeout: expected a number of seconds"):
         read_spec(file, {}, "the flags")
     file.write_text(file.read_text().replace("180000000", "1800"))
     spec = read_spec(file, {"bf16": "false"}, "-e")
-    assert (spec.lora_r, spec.seq_length, spec.eval_split, spec.precision) == (0, 2048, 0.1, "32-true")
-    assert (spec.collective_timeout, spec.resume, spec.lora_targets) == (1800.0, "auto", ("all-linear",))
+    assert (spec.lora_r, spec.seq_length, spec.precision) == (0, 2048, "32-true")
+    assert (spec.collective_timeout, spec.resume) == (1800.0, "auto")
 
 
 # Extra variables ---------------------------------------------------------------------------------------------------------
@@ -185,8 +171,7 @@ def test_names_of_other_tools_as_extra_variables() -> None:
         ("--lr 1e-3 --learning_rate 1e-4", "lr and learning_rate set lr to different values in the flags: set only lr"),
         ("--bf16 --fp16", "bf16 and fp16 set precision to different values in the flags: set only precision"),
         ("--bf16 auto", "bf16: expected true or false, got 'auto' in the flags"),
-        ("--num_train_epochs 0.5", "num_train_epochs: expected an integer; for a part of an epoch, set max_steps"),
-        ("--val_set_size 2000", "val_set_size: expected a fraction of the samples below 1"),
+        ("--num_train_epochs 0.5", "epochs: expected an integer >= 1 and <= 100000, got '0.5'"),
         ("--resume_from_checkpoint out/step-5", "so set run= to the name of that run instead of a path"),
         ("--hv.all_reduce_strategy NO_WAIT", "hv.all_reduce_strategy: expected one of wait_for_all, got 'NO_WAIT'"),
         ("--load_in_8bit", "load_in_8bit in the flags: weights in 8 bits are not supported: set quantize=nf4"),
@@ -227,7 +212,6 @@ def test_what_contributes_to_the_loss_in_trl(given: dict[str, Any], train_on: st
         ),
         ({"assistant-only-loss": "no"}, "set train_on=all or train_on=answer in f.yml instead"),
         ({"assistant_only_loss": True, "completion_only_loss": False}, "set only train_on"),
-        ({"adapter": "qlora", "load_in_4bit": False}, "set quantize to different values in f.yml: set only quantize"),
         ({"quantize": "nf4", "use_4bit": False}, "set only quantize"),
         ({"use_peft": False, "lora_r": 16}, "set only lora_r"),
     ],
@@ -246,8 +230,8 @@ def test_equal_values_of_two_names_are_no_conflict() -> None:
 
 def test_every_name_is_a_flag_and_a_variable() -> None:
     texts = {"run": "x", "lora_targets": "a", "precision": "bf16", "dataset": "d", "model": "m"}
-    for name, target in ALIASES.items():
-        value = "true" if takes_no_value(name) else texts.get(target, "0.5")
+    for name, alias in ALIASES.items():
+        value = "true" if takes_no_value(name) else texts.get(alias.field, "0.5")
         for given in ({name: value}, {name.replace("_", "-"): value}):
             try:
                 values, _ = resolve_aliases(given, ranks=2)
@@ -256,7 +240,7 @@ def test_every_name_is_a_flag_and_a_variable() -> None:
                 continue
             assert set(values) <= set(FIELDS), name
         assert is_known(name) and name not in SUGGESTED
-    assert set(ALIASES) >= ACCUMULATION
+    assert ACCUMULATION in ALIASES
 
 
 # Words that YAML reads as booleans, and -1 ---------------------------------------------------------------------------------
@@ -310,8 +294,6 @@ def test_a_word_means_the_same_in_yaml_and_as_a_launch_option(word: str) -> None
     [
         ("eval_strategy", "eval_split", 0.0),
         ("mixed_precision", "precision", "32-true"),
-        ("adapter", "lora_r", 0),
-        ("quantization", "quantize", "none"),
         ("quantize", "quantize", "none"),
         ("deepspeed_offload", "deepspeed_offload", "none"),
         ("ddp_comm_hook", "gradient_comm_dtype", "32"),
@@ -319,7 +301,6 @@ def test_a_word_means_the_same_in_yaml_and_as_a_launch_option(word: str) -> None
         ("loggers", "loggers", ("none",)),
         ("fsdp", "strategy", FIELDS["strategy"].default),
         ("deepspeed", "deepspeed_config", {}),
-        ("use_gradient_checkpointing", "gradient_checkpointing", False),
         ("save_strategy", "checkpoint_interval", 0),
     ],
 )
@@ -332,9 +313,9 @@ def test_every_option_with_a_word_for_no_takes_all_of_them(name: str, field: str
 @pytest.mark.parametrize(
     ("names", "field", "all_of_them"),
     [
-        (("max_steps", "steps", "iters", "total_steps", "max_train_steps"), "max_steps", 0),
-        (("checkpoint_keep", "save_total_limit", "keep_latest_k", "ckpt.topk"), "checkpoint_keep", 10**9),
-        (("max_grad_norm", "clip_grad_norm", "gradient_clip_val", "gradient_clipping"), "max_grad_norm", 0),
+        (("max_steps", "steps", "total_steps", "max_train_steps"), "max_steps", 0),
+        (("checkpoint_keep", "save_total_limit", "ckpt.topk"), "checkpoint_keep", 10**9),
+        (("max_grad_norm", "gradient_clipping"), "max_grad_norm", 0),
     ],
 )
 def test_minus_one_is_no_limit(names: tuple[str, ...], field: str, all_of_them: int, value: Any) -> None:
@@ -342,5 +323,4 @@ def test_minus_one_is_no_limit(names: tuple[str, ...], field: str, all_of_them: 
         spec = read_spec(None, {name: value}, "-e")
         assert getattr(spec, field) == all_of_them
         assert make_spec({"max_steps": -1}, "").digest() == make_spec({}, "").digest()
-    for name in ("save_total_limit", "keep_latest_k"):
-        assert read_spec(None, {name: 0}, "-e").checkpoint_keep == 10**9
+    assert read_spec(None, {"save_total_limit": 0}, "-e").checkpoint_keep == 10**9

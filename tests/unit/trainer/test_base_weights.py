@@ -13,12 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, MllamaConfig, MllamaF
 
 from trainer.adapter_folder import refuse_adapter
 from trainer.base_weights import load_causal_model
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.model_shape import shape_of
 from trainer.distributed.pipeline_stage import Division, load_stage
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import load_model
-from trainer.planner.model_shape import shape_of
+from trainer.spec import make_spec
 from trainyard.run.model_files import check_names, model_folder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -64,7 +65,7 @@ def refusals(folder: Path) -> set[str]:
     for load in (
         lambda: load_causal_model(str(folder), dtype=torch.float32),
         lambda: load_model(spec_of(folder), CPU),
-        lambda: load_model(spec_of(folder, strategy="fsdp"), CPU),
+        lambda: load_model(spec_of(folder), CPU, sharded=True, own_shard=True),
         lambda: load_stage(pipeline, Division((1, 1), 0), ALONE),  # also a stage that does not need the tensor
         lambda: load_stage(pipeline, Division((1, 1), 1), ALONE),
     ):

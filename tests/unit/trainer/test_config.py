@@ -13,24 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import (
-    ALIASES,
-    FIELDS,
-    MUTABLE,
-    PRESETS,
-    SUGGESTED,
-    RunSpec,
-    changed_fields,
-    make_spec,
-    parse_flags,
-    read_spec,
-    read_yaml,
-    suggest,
-    table,
-)
-from trainer.config.aliases import IGNORED, REFUSED
+from trainer.config import ALIASES, FIELDS, MUTABLE, PRESETS, SUGGESTED, RunSpec, parse_flags, read_yaml, suggest, table
+from trainer.config.alias_table import REFUSED, WITHOUT_EFFECT
 from trainer.config.fields import metadata, mismatch
 from trainer.errors import UserError
+from trainer.spec import changed_fields, make_spec, read_spec
 
 
 def error_of(values: dict[Any, Any]) -> str:
@@ -212,9 +199,9 @@ def test_an_unknown_name_without_a_near_name_has_no_suggestion() -> None:
 
 
 def test_aliases_are_unambiguous_and_not_fields() -> None:
-    kinds = ("aliases", "suggested_names", "deprecated_names")
+    kinds = ("suggested_names", "deprecated_names")
     names = [other for field in FIELDS.values() for kind in kinds for other in metadata(field)[kind]]
-    names += [*IGNORED, *REFUSED]
+    names += [*ALIASES, *WITHOUT_EFFECT, *REFUSED]
     assert not set(names) & set(FIELDS)
     assert len(names) == len(set(names))
 
@@ -430,7 +417,7 @@ anything = st.recursive(
 )
 names = (
     st.sampled_from(list(FIELDS))
-    | st.sampled_from([*ALIASES, *IGNORED, *REFUSED])
+    | st.sampled_from([*ALIASES, *WITHOUT_EFFECT, *REFUSED])
     | st.text(st.characters())
     | st.integers()
 )

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_runs import write_jsonl
 
-from trainer.config import make_spec
 from trainer.data.samples import Sample, is_hub_id, read_samples, to_sample
 from trainer.errors import UserError
+from trainer.spec import make_spec
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.data.report import BEYOND, DataReport, Dropped
+from trainer.data.data_report import BEYOND, DataReport, Dropped
 from trainer.errors import UserError
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from dataset_folder import CASES, Case, write_cases
 
-from trainer.config import make_spec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.samples import check_source, read_source
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainyard.run.errors import PlanError
 from trainyard.run.gather import check_requirements
 
@@ -223,7 +223,7 @@ def test_a_dataset_of_the_hub_from_the_cache_of_the_library(tmp_path: Path, fold
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path.cwd())}
     program = """if True:
         import sys, json, pathlib, datasets
-        from trainer.config import make_spec
+        from trainer.spec import make_spec
         from trainer.data.samples import samples_of
         from trainer.errors import UserError
         datasets.disable_progress_bars()

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import Layout, RowStats
+from trainer.costs.model_shape import shape_of
 from trainer.distributed.world import World
 from trainer.errors import NonFiniteError, UserError
-from trainer.model import TokenLoss, load_model
-from trainer.planner.cost import Layout, Rows
-from trainer.planner.model_shape import shape_of
+from trainer.model import ModelWithLoss, load_model
+from trainer.spec import make_spec
 from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.diloco_fragments import DiLoCoFragments, divide
 
@@ -55,7 +56,7 @@ def test_a_run_without_fragments_keeps_its_name() -> None:
 
 def test_the_delay_hides_communication() -> None:
     spec = make_spec(FIELDS | {"model": "tiny", "local_steps": 10, "diloco_fragments": 5, "diloco_delay": 2}, "here")
-    shape, layout, rows = shape_of(spec), Layout((1, 1)), Rows(1, 64, 32)
+    shape, layout, rows = shape_of(spec), Layout((1, 1)), RowStats(1, 64, 32)
 
     def exposed(communication: float, **fields: Any) -> float:
         changed = spec.model_copy(update=fields)
@@ -79,7 +80,7 @@ def make(model_folder: Path) -> Iterator[Any]:
             FIELDS | {"model": str(model_folder), "lora_r": 4, "seq_length": 64, "schedule": "constant"} | fields, ""
         )
         torch.manual_seed(1)
-        strategy = make_strategy(spec, worlds[0], TokenLoss(load_model(spec, torch.device("cpu"))))
+        strategy = make_strategy(spec, worlds[0], ModelWithLoss(load_model(spec, torch.device("cpu"))))
         assert isinstance(strategy, DiLoCoFragments)
         strategy.count_tokens = len
         strategy.join("", 20, Path(), dict, lambda: False)

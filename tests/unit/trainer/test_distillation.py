@@ -18,7 +18,6 @@ from small_models import batch
 from torch import nn
 from trainer_runs import records, write_jsonl
 
-from trainer.config import make_spec
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, split
 from trainer.data.encode import Encoder, encode_all, encoded_dataset
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
@@ -35,7 +34,8 @@ from trainer.distillation.loss import (
     top_tokens,
 )
 from trainer.errors import UserError
-from trainer.model import TokenLoss
+from trainer.model import ModelWithLoss
+from trainer.spec import make_spec
 
 VALUES = Path(__file__).with_name("trl_gkd.json")
 
@@ -316,7 +316,7 @@ def test_packed_rows_and_micro_batches_give_the_loss_and_gradient_of_single_samp
     gradients = [p.grad.clone() for p in model.parameters()]
     for parts in ([[[0, 1, 2], [3, 4]], [[5, 6, 7, 8], [9, 10, 11]]], [[[index]] for index in range(12)]):
         model.zero_grad()
-        module = TokenLoss(model, divergence=divergence)
+        module = ModelWithLoss(model, divergence=divergence)
         total = 0.0
         for rows in parts:
             made = batch(taught, rows)
@@ -331,7 +331,7 @@ def test_packed_rows_and_micro_batches_give_the_loss_and_gradient_of_single_samp
 def test_a_batch_without_loss_and_one_without_distributions(taught: Corpus, model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    module = TokenLoss(AutoModelForCausalLM.from_pretrained(model_folder), divergence=Divergence(0.7))
+    module = ModelWithLoss(AutoModelForCausalLM.from_pretrained(model_folder), divergence=Divergence(0.7))
     made = batch(taught, [])
     loss = module(*made[:3], probabilities(taught, [], made.ids.shape[1]))
     loss.backward()

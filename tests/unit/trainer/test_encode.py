@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from trainer_runs import chat, records, write_jsonl
 
-from trainer.config import make_spec
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, split
+from trainer.data.data_report import BEYOND, NO_ANSWER
 from trainer.data.encode import DataReport, Encoder, encode_all, encoded_dataset
 from trainer.data.hf_template import SPECIAL_TOKENS
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
-from trainer.data.report import BEYOND, NO_ANSWER
 from trainer.data.samples import Sample, to_sample
 from trainer.data.special_tokens import DEFAULTS
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.data.tiny import TEMPLATE
 from trainer.errors import UserError
+from trainer.spec import make_spec
 
 # Like those of Qwen and Llama: no generation tags, and text after every answer.
 UNMARKED = (

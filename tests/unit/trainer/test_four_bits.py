@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import make_spec
+from trainer.costs.cost import Layout
+from trainer.costs.model_shape import shape_of
 from trainer.errors import UserError
-from trainer.planner.cost import Layout
-from trainer.planner.model_shape import shape_of
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 from trainer.strategy.four_bits import (
     BLOCK,

@@ -11,8 +11,9 @@ import pytest
 from trainer_runs import Here, records, write_jsonl
 
 from trainer import greedy_answers
-from trainer.config import make_spec, read_yaml
+from trainer.config import read_yaml
 from trainer.data.samples import read_samples
+from trainer.spec import make_spec
 
 
 def test_a_run_keeps_the_answers_of_its_weights(here: Here) -> None:

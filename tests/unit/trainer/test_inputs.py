@@ -17,14 +17,14 @@ from fuzz import LIMIT, alarm
 from hostile import HOSTILE_STRINGS, TERMINAL_STRINGS
 
 from trainer.__main__ import main
-from trainer.config import make_spec, read_spec
 from trainer.config.yaml_text import MAX_YAML
+from trainer.costs.host_memory import read_hosts
 from trainer.data.corpus import save_corpus
 from trainer.data.samples import read_samples
 from trainer.data.tiny import ensure_tiny_model
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainer.planner.hosts import read_hosts
+from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import plain_data, read_run_spec
 from trainyard.run.model_files import model_folder
 from trainyard.run.options import make_options

@@ -17,9 +17,9 @@ from trainer_runs import records, write_jsonl
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer import merge
-from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.model import lora_config
+from trainer.spec import make_spec
 
 CHAT = [{"role": "user", "content": "What follows 3?"}]
 

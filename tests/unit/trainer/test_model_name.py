@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import make_spec
+from trainer.costs.model_shape import shape_of
 from trainer.errors import UserError
 from trainer.model import load_tokenizer
 from trainer.model_name import check_model_name
-from trainer.planner.model_shape import shape_of
+from trainer.spec import make_spec
 
 
 @pytest.fixture(autouse=True)

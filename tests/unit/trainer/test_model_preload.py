@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
 from trainer.distributed import model_preload
 from trainer.distributed.model_preload import import_architecture, weight_files, weights_in_memory
+from trainer.spec import make_spec
 
 SIZE = 40 << 20  # bytes of a file, much more than a process reads otherwise
 

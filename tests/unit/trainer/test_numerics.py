@@ -10,13 +10,13 @@ import torch
 from small_models import MODELS, assert_equal_work, batch, loss_and_gradient, small_model
 from torch import nn
 
-from trainer.config import make_spec
 from trainer.data.corpus import Corpus
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World
-from trainer.model import TokenLoss, isolates_packed_samples, load_model
+from trainer.model import ModelWithLoss, isolates_packed_samples, load_model
 from trainer.optim import make_optimizer
+from trainer.spec import make_spec
 from trainer.strategy import make_strategy
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_packed_is_separate(kind: str, attention: str, corpus: Corpus) -> None:
 def test_the_loss_is_that_of_transformers(corpus: Corpus) -> None:
     model = small_model("llama", spread=0.2)
     one = batch(corpus, [[3]])
-    ours = TokenLoss(model)(*one) / (one.labels != -100).sum()
+    ours = ModelWithLoss(model)(*one) / (one.labels != -100).sum()
     torch.testing.assert_close(ours, model(input_ids=one.ids, labels=one.labels).loss, rtol=1e-6, atol=0)
 
 
@@ -86,7 +86,7 @@ def test_any_share_of_the_rows_gives_the_same_gradient(
     reference = loss_and_gradient(copy.deepcopy(model), [batch(corpus, rows)])
     total, gradients = torch.zeros(()), None
     for rank in range(len(shares)):
-        strategy = make_strategy(spec, ALONE, TokenLoss(copy.deepcopy(model)))
+        strategy = make_strategy(spec, ALONE, ModelWithLoss(copy.deepcopy(model)))
         parts = micro_batches(rows[share(len(rows), shares, rank)], micro)
         for place, part in enumerate(parts):
             total += strategy.backward(batch(corpus, part), tokens, last=place == len(parts) - 1)
@@ -99,7 +99,7 @@ def test_a_step_clips_and_returns_the_norm_before_clipping(corpus: Corpus, model
     norms = {}
     for limit in (0.0, 1e-3):
         spec = make_spec({"seq_length": 64, "model": str(model_folder), "lora_r": 4, "max_grad_norm": limit}, "")
-        strategy = make_strategy(spec, ALONE, TokenLoss(load_model(spec, CPU)))
+        strategy = make_strategy(spec, ALONE, ModelWithLoss(load_model(spec, CPU)))
         strategy.backward(batch(corpus, [[0, 1]]), int(corpus.trained_counts()[:2].sum()), last=True)
         seen: list[float] = []
         trained = [p for p in strategy.plain.parameters() if p.requires_grad]

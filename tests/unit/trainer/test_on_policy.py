@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_distillation import taught
 
-from trainer.config import make_spec
 from trainer.data.corpus import Corpus
 from trainer.distillation.on_policy import Writer, _Sampler, is_on_policy
+from trainer.spec import make_spec
 
 __all__ = ["taught"]
 

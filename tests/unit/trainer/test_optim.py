@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.config import make_spec
 from trainer.optim import learning_rate, make_optimizer
+from trainer.spec import make_spec
 
 
 def curve(steps: int, **fields: Any) -> list[float]:

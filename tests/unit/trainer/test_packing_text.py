@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import make_spec
-from trainer.planner.packing import packing_text
+from trainer.costs.packing_forecast import packing_text
+from trainer.spec import make_spec
 
 
 @pytest.mark.parametrize(

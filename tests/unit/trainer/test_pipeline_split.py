@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import make_spec
+from trainer.costs.cost import Layout, RowStats, autocast_bytes, full_state
+from trainer.costs.model_shape import Shape, read_shape
 from trainer.distributed import pipeline_measure
 from trainer.distributed.pipeline_measure import divide_model
 from trainer.distributed.pipeline_schedule import Operation, operations
 from trainer.errors import UserError
-from trainer.planner.cost import Layout, Rows, autocast_bytes, full_state
-from trainer.planner.model_shape import Shape, read_shape
 from trainer.planner.recommend import Setting, Speed, options
+from trainer.spec import make_spec
 from trainer.strategy import plan_named
 from trainer.strategy.pipeline import layer_costs, stage_state
 from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, given_layers, in_flight
@@ -129,7 +129,9 @@ def test_the_plan_of_a_model_that_no_host_holds() -> None:
     """A 7B model with LoRA in bf16 on three GPUs of 16 GiB at 1 Gbit/s."""
     fields = {"model": "x", "strategy": "auto", "precision": "bf16-mixed", "seq_length": 512, "batch_size": 1}
     spec, shape = make_spec(fields | {"total_batch_size": 16, "gradient_checkpointing": True}, "here"), shape_7b()
-    setting = Setting(shape, Layout((1, 1, 1)), Rows.full(spec), Speed(0.5, 0.0, True), 1000.0, 14.7 * GIB, gloo=False)
+    setting = Setting(
+        shape, Layout((1, 1, 1)), RowStats.full(spec), Speed(0.5, 0.0, True), 1000.0, 14.7 * GIB, gloo=False
+    )
     found = {option.strategy: option for option in options(spec, setting)}
     pipeline = found["pipeline"]
     assert pipeline.fits and pipeline.memory.total < 7 * GIB
@@ -144,18 +146,18 @@ def test_the_plan_of_a_model_that_no_host_holds() -> None:
 
 def test_costs_grow_with_layers_and_name_the_ends() -> None:
     spec, shape = make_spec({"model": "x", "strategy": "pipeline", "lora_r": 0}, "here"), shape_7b()
-    costs = layer_costs(spec, shape, Rows.full(spec), 4, cuda=False)
+    costs = layer_costs(spec, shape, RowStats.full(spec), 4, cuda=False)
     assert costs.layer == pytest.approx(16 * shape.layer_parameters, rel=1e-3)  # weights, gradients, two moments
     assert costs.first == pytest.approx(16 * shape.head_parameters, rel=1e-3)
     assert costs.last > costs.first, "the head has logits"
     assert 0.3 < costs.head < 1.0
     recomputed = spec.model_copy(update={"gradient_checkpointing": True})
-    less = layer_costs(recomputed, shape, Rows.full(spec), 4, cuda=False)
+    less = layer_costs(recomputed, shape, RowStats.full(spec), 4, cuda=False)
     assert less.head == pytest.approx(costs.head * 3 / 4, rel=1e-6), (
         "four passes through a layer, three through the head"
     )
-    many = plan_named("pipeline").memory(spec, shape, Layout((1,) * 40), Rows.full(spec))
-    few = plan_named("pipeline").memory(spec, shape, Layout((1, 1)), Rows.full(spec))
+    many = plan_named("pipeline").memory(spec, shape, Layout((1,) * 40), RowStats.full(spec))
+    few = plan_named("pipeline").memory(spec, shape, Layout((1, 1)), RowStats.full(spec))
     assert sum(many.step.values()) < sum(few.step.values())
 
 
@@ -166,7 +168,7 @@ def test_every_micro_batch_in_flight_has_its_copies_of_the_weights(checkpointing
     fields |= {"gradient_checkpointing": checkpointing, "pipeline_layers": "8,8,8,8"}
     shape, layout = shape_7b(), Layout((1,) * 4)
     mixed, plain = (make_spec(fields | {"precision": name}, "here") for name in ("bf16-mixed", "32-true"))
-    rows, plan = Rows.full(mixed), plan_named("pipeline")
+    rows, plan = RowStats.full(mixed), plan_named("pipeline")
     found = [
         half.weights - full.weights
         for half, full in zip(

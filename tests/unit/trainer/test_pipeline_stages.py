@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
 from trainer.distributed.pipeline_measure import layer_seconds
 from trainer.distributed.pipeline_stage import PARTS, Division, StageLoss, load_stage
 from trainer.distributed.pipeline_weights import WeightFiles
 from trainer.distributed.world import World
 from trainer.errors import UserError
-from trainer.model import TokenLoss, isolates_packed_samples, load_model
+from trainer.model import ModelWithLoss, isolates_packed_samples, load_model
+from trainer.spec import make_spec
 from trainer.strategy.base import Batch, autocast
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -57,9 +58,9 @@ def batch() -> Batch:
     return Batch(ids, positions, labels)
 
 
-def undivided_model(spec: RunSpec) -> TokenLoss:
+def undivided_model(spec: RunSpec) -> ModelWithLoss:
     """Return the whole model as strategy=ddp loads it, without dropout."""
-    return TokenLoss(load_model(spec.model_copy(update={"strategy": "ddp"}), CPU)).eval()
+    return ModelWithLoss(load_model(spec.model_copy(update={"strategy": "ddp"}), CPU)).eval()
 
 
 def run(stages: list[StageLoss]) -> torch.Tensor:

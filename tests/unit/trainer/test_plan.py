@@ -20,22 +20,23 @@ from trainer_runs import TOP, Here, llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.__main__ import main
-from trainer.config import RunSpec, make_spec, read_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import Layout, Memory, RowStats
+from trainer.costs.host_memory import BASE, read_hosts
+from trainer.costs.model_shape import Shape, read_shape, shape_of
+from trainer.costs.teacher_cost import teacher_step_bytes, teacher_weights
 from trainer.distillation.loss import Divergence, TeacherLogits
 from trainer.distributed.world import World
 from trainer.errors import UserError
-from trainer.model import TokenLoss, add_lora, lora_config, loss_positions
-from trainer.planner.cost import Layout, Memory, Rows
-from trainer.planner.hosts import BASE, read_hosts
-from trainer.planner.model_shape import Shape, read_shape, shape_of
+from trainer.model import ModelWithLoss, add_lora, lora_config, loss_positions
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend
 from trainer.planner.report import plan
-from trainer.planner.teacher import teacher_step_bytes, teacher_weights
+from trainer.spec import make_spec, read_spec
 from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 from trainer.strategy.deepspeed_config import engine_config
-from trainer.strategy.diloco import CHUNK
+from trainer.strategy.diloco_costs import CHUNK
 from trainyard.remote.host_facts import allocator
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -68,7 +69,7 @@ def test_an_unknown_model_type_is_a_one_line_error(tmp_path: Path) -> None:
         shape_of(make_spec({"model": str(tmp_path)}, "here"))
 
 
-def memory_of(spec: RunSpec, shape: Shape, layout: Layout, rows: Rows, *, cuda: bool = False) -> Memory:
+def memory_of(spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
     return plan_of(spec).memory(spec, shape, layout, rows, cuda=cuda)
 
 
@@ -83,9 +84,11 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = add_lora(spec, model) if spec.lora_r else model
-    module = TokenLoss(model.train(), divergence=Divergence.of(spec))
+    module = ModelWithLoss(model.train(), divergence=Divergence.of(spec))
     strategy = DDP(spec, World(0, 1, 0, 0, torch.device("cpu")), module)
-    teaching = TokenLoss(AutoModelForCausalLM.from_config(teacher).requires_grad_(False).eval()) if teacher else None
+    teaching = (
+        ModelWithLoss(AutoModelForCausalLM.from_config(teacher).requires_grad_(False).eval()) if teacher else None
+    )
     ids = torch.randint(0, config.vocab_size, (spec.batch_size, spec.seq_length))
     positions = (torch.arange(spec.seq_length) % (spec.seq_length // 4)).repeat(spec.batch_size, 1)
 
@@ -138,7 +141,7 @@ def test_memory_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any]
     )  # fmt: skip
     spec = make_spec({"model": "x", "seq_length": 128} | fields, "here")
     measured, shape = live_peak(spec, config)
-    planned = memory_of(spec, shape, Layout((1,)), Rows.full(spec)).total
+    planned = memory_of(spec, shape, Layout((1,)), RowStats.full(spec)).total
     assert planned == pytest.approx(measured, rel=0.10)
 
 
@@ -153,9 +156,11 @@ def test_the_memory_of_a_teacher_is_within_10_percent_of_the_measured_peak(
     common = {"model": "x", "teacher": str(tmp_path), "distill_alpha": 0.5, "seq_length": 128}
     spec = make_spec(common | fields, "here")
     measured, shape = live_peak(spec, config, teacher)
-    memory = memory_of(spec, shape, Layout((1,)), Rows.full(spec))
+    memory = memory_of(spec, shape, Layout((1,)), RowStats.full(spec))
     assert memory.total == pytest.approx(measured, rel=0.10)
-    alone = memory_of(spec.model_copy(update={"teacher": "", "distill_alpha": 0}), shape, Layout((1,)), Rows.full(spec))
+    alone = memory_of(
+        spec.model_copy(update={"teacher": "", "distill_alpha": 0}), shape, Layout((1,)), RowStats.full(spec)
+    )
     assert memory.total - alone.total == memory.teacher > teacher_weights(spec) > 4 * 10**6
 
 
@@ -176,7 +181,7 @@ def test_a_teacher_takes_time_and_is_named_by_the_plan(model_folder: Path, tmp_p
     assert elsewhere["speed"]["part"] == plain["speed"]["part"], "the teacher computes beside the ranks"
     assert teacher_weights(away) == 0
     # 8 rows of 64 tokens: 8 bytes of each token, 4 + 20 x 8 of each place with loss.
-    assert teacher_step_bytes(away, Rows.full(away)) == 8 * 64 * (8 + 4 + 160)
+    assert teacher_step_bytes(away, RowStats.full(away)) == 8 * 64 * (8 + 4 + 160)
     assert any("M parameters, on big: " in line and "at most 0.0881 MB/step" in line for line in elsewhere["lines"])
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     spec = make_spec(common | taught | {"teacher": str(tmp_path)}, "here")
@@ -197,7 +202,7 @@ def process_peak(folder: Path, model_folder: Path, sizes: dict[str, int], fields
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     spec = make_spec({"model": about["model"]} | fields, "here")
-    planned = memory_of(spec, shape_of(spec), Layout((1,)), Rows.full(spec)).total
+    planned = memory_of(spec, shape_of(spec), Layout((1,)), RowStats.full(spec)).total
     return round(json.loads(done.stdout.strip().splitlines()[-1])[0]["peak_mib"] * 2**20), planned
 
 
@@ -222,7 +227,7 @@ def test_memory_is_within_10_percent_of_the_process(fields: dict[str, Any], mode
 
 def advice_for(spec: RunSpec, hosts: int, link: float, part: float = 1.0, room: float | None = None) -> tuple[Any, Any]:
     shape, layout = shape_of(spec), Layout((1,) * hosts)
-    setting = Setting(shape, layout, Rows.full(spec), Speed(part, 0.0, True), link, room, gloo=True)
+    setting = Setting(shape, layout, RowStats.full(spec), Speed(part, 0.0, True), link, room, gloo=True)
     found = options(spec, setting)
     return {option.strategy: option for option in found}, recommend(spec, found, setting)
 
@@ -270,7 +275,7 @@ def test_memory_outside_of_steps(fields: dict[str, Any], bytes_per_weight: float
         BIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}
     )
     spec = make_spec({"model": "x", "lora_r": 0, "seq_length": 8, "batch_size": 1} | fields, "here")
-    need = memory_of(spec, shape, Layout((1, 1)), Rows.full(spec))
+    need = memory_of(spec, shape, Layout((1, 1)), RowStats.full(spec))
     # The embedding, the head and three layers.
     gathered = need.weights - shape.parameters * 2 if spec.strategy == "fsdp" else 0
     assert need.outside_step == pytest.approx(shape.parameters * bytes_per_weight + fixed + gathered, rel=0.05)
@@ -282,10 +287,12 @@ def test_memory_of_deepspeed_itself_is_included(fields: dict[str, Any]) -> None:
     spec = make_spec({"model": "x", "strategy": "deepspeed"} | fields, "here")
     shape = read_shape(BIG)
     about = engine_config(spec, shape.trained(spec), shape.parameters)["zero_optimization"]
-    need, on_gpu = (memory_of(spec, shape, Layout((1, 1)), Rows.full(spec), cuda=cuda) for cuda in (False, True))
+    need, on_gpu = (memory_of(spec, shape, Layout((1, 1)), RowStats.full(spec), cuda=cuda) for cuda in (False, True))
     assert need.buffers == on_gpu.buffers == 4 * about["reduce_bucket_size"] > 0
     assert need.library == 20 * 2**20 and not on_gpu.library, "GPU memory contains no code of the library"
-    assert not memory_of(spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), Rows.full(spec)).library
+    assert not memory_of(
+        spec.model_copy(update={"strategy": "ddp"}), shape, Layout((1, 1)), RowStats.full(spec)
+    ).library
 
 
 # Stage 1: all gradients, and a flat copy of half of them; stage 2: half of them, and two flat copies of these.
@@ -294,7 +301,9 @@ def test_flat_gradients_of_deepspeed_count_where_they_exceed_activations(stage: 
     shape = read_shape(BIG)
     fields = {"model": "x", "strategy": "deepspeed", "deepspeed_stage": stage, "lora_r": 0, "batch_size": 1}
     short, long = (
-        memory_of(make_spec(fields | {"seq_length": length}, "here"), shape, Layout((1, 1)), Rows(length, length, 1.0))
+        memory_of(
+            make_spec(fields | {"seq_length": length}, "here"), shape, Layout((1, 1)), RowStats(length, length, 1.0)
+        )
         for length in (8, 65536)
     )
     assert short.gradients == pytest.approx(6 * shape.parameters, rel=0.01)
@@ -464,7 +473,7 @@ def test_fsdp_gathers_layers_in_16_bits_without_further_copies() -> None:
     shape, layout = read_shape(config), Layout((1, 1))
     fields = {"model": "x", "strategy": "fsdp", "lora_r": 0}
     mixed, plain = (make_spec(fields | {"precision": name}, "here") for name in ("bf16-mixed", "32-true"))
-    weights = [memory_of(spec, shape, layout, Rows.full(mixed)).weights for spec in (mixed, plain)]
+    weights = [memory_of(spec, shape, layout, RowStats.full(mixed)).weights for spec in (mixed, plain)]
     assert weights[0] - weights[1] == 2 * shape.head_parameters
 
 
@@ -472,7 +481,7 @@ def test_a_last_replica_of_fewer_hosts_needs_the_memory_of_a_smaller_one() -> No
     shape = read_shape({"model_type": "llama", "vocab_size": 1000} | SIZES)
     fields = {"model": "x", "strategy": "diloco", "replica_strategy": "fsdp", "lora_r": 0}
     pair, alone = (make_spec(fields | {"replica_hosts": hosts}, "here") for hosts in (2, 1))
-    rows = Rows.full(pair)
+    rows = RowStats.full(pair)
     assert (
         memory_of(pair, shape, Layout((1, 1, 1)), rows).weights
         == memory_of(alone, shape, Layout((1,) * 3), rows).weights

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from trainer_runs import TOP
 
 from trainer.__main__ import main
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import RowStats
+from trainer.costs.host_memory import layout_of
+from trainer.costs.model_shape import Shape, read_shape
 from trainer.errors import UserError
-from trainer.planner.alternatives import variants
-from trainer.planner.cost import Rows
-from trainer.planner.hosts import layout_of
-from trainer.planner.model_shape import Shape, read_shape
 from trainer.planner.recommend import ERROR, Advice, Option, Setting, Speed, options, plans, recommend
+from trainer.planner.variants import variants
+from trainer.spec import make_spec
 from trainer.strategy import STRATEGIES, plan_named
 from trainer.strategy.pipeline import PipelinePlan, one_pipeline
 
@@ -54,7 +55,7 @@ def laptops(count: int, memory: float) -> list[dict[str, Any]]:
 
 def setting_of(spec: RunSpec, shape: Shape, hosts: list[dict[str, Any]], link: float) -> Setting:
     device = "cuda" if hosts[0]["gpu_mib"] else "cpu"
-    rows = Rows.full(spec)
+    rows = RowStats.full(spec)
     speed = Speed.nominal(spec, shape, rows, device, 8)
     return Setting(shape, layout_of(hosts, device), rows, speed, link, None, gloo=device == "cpu")
 
@@ -218,7 +219,7 @@ def test_7b_full_weights_on_eight_large_gpus() -> None:
     """Two pipelines of four hosts wait less for the pipeline to fill than one of eight, and add up their gradients."""
     spec = make_spec({"model": "x", "strategy": "pipeline", "batch_size": 1, "total_batch_size": 16} | HALF, "here")
     shape, layout = MODELS["7B"], layout_of(gpus(*[48] * 8), "cuda")
-    plan, rows = PipelinePlan(), Rows.full(spec)
+    plan, rows = PipelinePlan(), RowStats.full(spec)
     found = {}
     for hosts in (0, 4, 3):
         each = spec.model_copy(update={"pipeline_hosts": hosts})
@@ -248,7 +249,7 @@ def test_1b_full_weights_on_laptops_over_wi_fi() -> None:
     """A pipeline with 16 GB: weights, gradients and moments need 18.4 GiB, which only sharding divides, and FSDP sends 27 GB a step.
 
     With 64 GB, diloco: it also holds the full model and the outer optimizer, and gradients would take 1054 s of every step of ddp.
-    A pipeline stays in reach, because it has the result of a single process: diloco must be twice as fast.
+    A pipeline with the result of a single process is faster.
     """
     advice, found = best("1B", laptops(3, 16), 50, {"lora_r": 0})
     assert advice.strategy == "pipeline" and advice.fields["batch_size"] == 1
@@ -305,7 +306,7 @@ def test_offload_needs_the_memory_of_the_host() -> None:
     shape, plan = MODELS["1B"], plan_named("deepspeed")
     for size, fits in ((4, False), (64, True), (0, None)):
         layout = layout_of(gpus(80, 80, host=size), "cuda")
-        assert plan.fits(spec, shape, layout, Rows.full(spec), cuda=True) is fits
+        assert plan.fits(spec, shape, layout, RowStats.full(spec), cuda=True) is fits
     # Two moments and DeepSpeed's copy of half of the weights.
     assert plan.host_memory(spec, shape, layout) == pytest.approx(shape.parameters * 12 / 2, rel=0.01)
     assert plan.offload_seconds(spec, shape, layout) > 0
@@ -316,7 +317,7 @@ def test_layers_that_stay_gathered_trade_memory_for_traffic() -> None:
     spec = make_spec({"model": "x", "strategy": "fsdp", "batch_size": 1} | HALF, "here")
     keeps = spec.model_copy(update={"fsdp_shard": "gradients"})
     shape, layout, plan = MODELS["7B"], layout_of(gpus(16, 16), "cuda"), plan_named("fsdp")
-    memory = [plan.memory(each, shape, layout, Rows.full(each), cuda=True).total for each in (spec, keeps)]
+    memory = [plan.memory(each, shape, layout, RowStats.full(each), cuda=True).total for each in (spec, keeps)]
     assert memory[1] - memory[0] == shape.layers * shape.layer_parameters * 2
     sent = [plan.comm_bytes(each, shape, layout, gloo=False) for each in (spec, keeps)]
     assert 0.5 < sent[1] / sent[0] < 0.55

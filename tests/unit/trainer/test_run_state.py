@@ -9,9 +9,9 @@ import pytest
 
 from trainer import base_digest as digests
 from trainer.base_digest import base_digest
-from trainer.config import make_spec
 from trainer.errors import UserError
 from trainer.run_state import RunHistory, RunState
+from trainer.spec import make_spec
 from trainer.step_metrics import StepMetrics
 
 SPEC = make_spec({"run": "r", "dataset": "d.jsonl"}, "")

@@ -11,11 +11,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from trainer.config import RunSpec, make_spec
+from trainer.config import RunSpec
+from trainer.costs.cost import RowStats, activation_bytes, autocast_bytes
+from trainer.costs.model_shape import shape_of
 from trainer.data.tiny import CONFIG, make_tiny
-from trainer.model import TokenLoss, load_model
-from trainer.planner.cost import Rows, activation_bytes, autocast_bytes
-from trainer.planner.model_shape import shape_of
+from trainer.model import ModelWithLoss, load_model
+from trainer.spec import make_spec
 from trainer.strategy import plan_of
 from trainer.strategy.base import Batch
 
@@ -62,7 +63,7 @@ def stored_bytes(folder: Path, fields: dict[str, Any]) -> tuple[int, int, RunSpe
         torch.autograd.graph.saved_tensors_hooks(note, lambda value: value),
         torch.autocast("cpu", dtype=half or torch.bfloat16, enabled=half is not None),
     ):
-        TokenLoss(model)(*Batch(ids, positions, ids.clone()))
+        ModelWithLoss(model)(*Batch(ids, positions, ids.clone()))
     sizes = (
         [size for size, weight in stored.values() if not weight],
         [size for size, weight in stored.values() if weight],
@@ -94,7 +95,7 @@ def test_a_layer_stores_what_the_plan_says(tmp_path: Path, fields: dict[str, Any
     )
     shape = shape_of(spec)
     assert three - two == pytest.approx(
-        activation_bytes(spec, shape, Rows.full(spec), cuda=True)[0] / shape.layers, rel=0.07
+        activation_bytes(spec, shape, RowStats.full(spec), cuda=True)[0] / shape.layers, rel=0.07
     )
     if not spec.gradient_checkpointing and not spec.lora_r:
         number = plan_of(spec).bytes_per_weight(spec)

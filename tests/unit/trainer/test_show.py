@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from trainer_runs import chat, write_jsonl
 
-from trainer.config import make_spec
 from trainer.data import check
 from trainer.data.check import check_samples
 from trainer.data.encode import Encoder, encode_all
@@ -19,6 +18,7 @@ from trainer.data.samples import read_samples
 from trainer.data.shapes import Sample
 from trainer.data.show import View, check_shown, show
 from trainer.errors import UserError
+from trainer.spec import make_spec
 
 ROWS = [
     {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a \u27e6dog\u27e7\nruns"}]},

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.config import make_spec
 from trainer.data.packing import IGNORED
 from trainer.distillation import teacher_client
 from trainer.distillation.teacher_client import RemoteTeacher, TeacherLostError
@@ -20,6 +19,7 @@ from trainer.distillation.teacher_protocol import Answer, Properties, Question, 
 from trainer.distillation.teacher_server import TeacherServer
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
 from trainer.errors import UserError
+from trainer.spec import make_spec
 from trainer.strategy import Batch
 
 FIELDS = {"teacher": "t", "teacher_host": "node3", "teacher_top_k": 2, "distill_alpha": 1, "seq_length": 16}

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import make_spec
 from trainer.distillation import teacher_protocol
 from trainer.distillation.teacher_protocol import (
     MAGIC,
@@ -30,6 +29,7 @@ from trainer.distillation.teacher_protocol import (
     send,
 )
 from trainer.distillation.teacher_server import TeacherServer
+from trainer.spec import make_spec
 
 LIMITS = {"tokens": 64, "length": 16, "vocabulary": 100}
 QUESTION = Question(

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from trainer.config import changed_fields, make_spec, parse_mapping
+from trainer.config import parse_mapping
 from trainer.distributed.world import World
 from trainer.errors import UserError
+from trainer.spec import changed_fields, make_spec
 from trainer.template_date import prints_date, recorded_date, run_date
 
 DATED = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")

@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trainer import greedy_answers
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.template_text import end_of_turn, without_generation
-from trainer.export import merge_adapter, save_in_parts
+from trainer.final_export import merge_adapter, save_in_parts
 from trainer.gguf.special import complete
 from trainer.model import load_tokenizer
 from trainer.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer
@@ -182,8 +182,9 @@ def test_answers_of_an_earlier_version_are_computed_again(tmp_path: Path) -> Non
 
 
 def test_a_merged_model_of_an_earlier_version_is_checked(here: Here, other_end_model: Path) -> None:
-    from trainer.config import make_spec, read_yaml
-    from trainer.export import merged_rightly
+    from trainer.config import read_yaml
+    from trainer.final_export import merged_rightly
+    from trainer.spec import make_spec
 
     here.model = other_end_model
     assert here(max_steps=2, lora_r=4, lr=0.1, precision="32-true") == 0, here.err

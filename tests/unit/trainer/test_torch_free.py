@@ -14,7 +14,7 @@ TORCH_FREE = (
     "trainer.strategy.diloco",
     "trainer.planner.recommend",
     "trainer.planner.report",
-    "trainer.planner.model_shape",
+    "trainer.costs.model_shape",
     "trainer.data.samples",
     "trainer.data.encode",
     "trainer.data.order",
@@ -25,12 +25,12 @@ TORCH_FREE = (
 )
 CHECK = """
 import json
-from trainer.config import make_spec
+from trainer.spec import make_spec
 from trainer.planner.recommend import choose
 from trainer.strategy import STRATEGIES, plan_of
 host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 1000}
 chosen = choose(make_spec({"strategy": "auto"}, "here"), [host] * 2)[0]
-print(json.dumps([chosen, [plan_of(make_spec({"strategy": name}, "here")).summary for name in STRATEGIES]]))
+print(json.dumps([chosen, [type(plan_of(make_spec({"strategy": name}, "here"))).__name__ for name in STRATEGIES]]))
 """
 
 
@@ -54,7 +54,7 @@ def test_auto_is_resolved_without_torch() -> None:
 def test_the_run_spec_needs_no_package_but_pydantic_and_yaml() -> None:
     """An environment without torch has neither numpy nor transformers."""
     blocked = "import sys\nfor name in ('torch', 'numpy', 'transformers', 'safetensors'): sys.modules[name] = None\n"
-    code = "from trainer.config import make_spec\nfrom trainer.strategy import STRATEGIES\n"
+    code = "from trainer.spec import make_spec\nfrom trainer.strategy import STRATEGIES\n"
     code += "[make_spec({'strategy': name}, 'here') for name in ('auto', *STRATEGIES)]"
     done = subprocess.run([sys.executable, "-c", blocked + code], cwd=TOP, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

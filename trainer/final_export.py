@@ -14,11 +14,11 @@ import yaml
 
 from trainer import __version__
 from trainer.config import RunSpec
+from trainer.costs.cost import EXPORT_PART
+from trainer.data.data_report import DataReport
 from trainer.data.files import HUB_ID
-from trainer.data.report import DataReport
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
-from trainer.planner.cost import EXPORT_PART
 from trainer.strategy import plan_of
 
 if TYPE_CHECKING:
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from trainer.run_state import RunState
     from trainer.strategy.base import Strategy
     from trainer.telemetry import Heartbeat, Recorder
-    from trainer.train import Evaluation, Job
+    from trainer.train import Evaluation
+    from trainer.training_inputs import TrainingInputs
 
 _WEIGHTS = "model.safetensors"
 _PACKAGES = ("torch", "transformers", "peft", "tokenizers")
 
 
 def finalize(
-    job: "Job",
+    inputs: "TrainingInputs",
     strategy: "Strategy",
     state: "RunState",
     evaluation: "Evaluation",
@@ -53,8 +54,8 @@ def finalize(
     from trainer.finite import require_finite_weights
     from trainer.greedy_answers import keep_answers
 
-    spec, world = job.spec, strategy.world
-    result = _result(job, state, evaluation.loss, run_dir, finished=finished)
+    spec, world = inputs.spec, strategy.world
+    result = _result(inputs, state, evaluation.loss, run_dir, finished=finished)
     if not finished:
         return result
     result["eval_loss"] = evaluation.update(state.step)
@@ -68,21 +69,23 @@ def finalize(
     if not world.is_host_leader:
         collections.deque(weights or (), maxlen=0)  # this rank's part in assembling them
     else:
-        result |= export_weights(job, strategy.model_to_save(), weights, run_dir)
+        result |= export_weights(inputs, strategy.model_to_save(), weights, run_dir)
         if spec.merge and spec.lora_r and world.rank == 0:
             result["merged"] = str(merge_adapter(spec, run_dir))
         if weights is None and world.rank == 0:
             kind = "adapter" if spec.lora_r else "model"
-            keep_answers(spec, job.module.model, run_dir, result[f"{kind}_sha256"])
-        write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, job.data)
+            keep_answers(spec, inputs.module.model, run_dir, result[f"{kind}_sha256"])
+        write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, inputs.data)
         write_atomic(run_dir / "result.json", to_json(result, indent=1))
     return result
 
 
-def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Path, *, finished: bool) -> dict[str, Any]:
+def _result(
+    inputs: "TrainingInputs", state: "RunState", eval_loss: float | None, run_dir: Path, *, finished: bool
+) -> dict[str, Any]:
     import torch
 
-    spec, totals = job.spec, state.totals
+    spec, totals = inputs.spec, state.totals
     return {
         "run": spec.run,
         "status": "finished" if finished else "stopped",
@@ -94,7 +97,7 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
         **totals,
         "eval_loss": eval_loss,
         "packing": spec.packing,
-        "data": job.corpus.report.as_dict(),
+        "data": inputs.corpus.report.as_dict(),
         "adapter": None,
         "tensorboard": str(run_dir / "tensorboard") if "tensorboard" in spec.loggers else None,
         "trainer": __version__,
@@ -103,7 +106,7 @@ def _result(job: "Job", state: "RunState", eval_loss: float | None, run_dir: Pat
 
 
 def export_weights(
-    job: "Job", model: Any, weights: "Iterable[tuple[str, torch.Tensor]] | None", run_dir: Path
+    inputs: "TrainingInputs", model: Any, weights: "Iterable[tuple[str, torch.Tensor]] | None", run_dir: Path
 ) -> dict[str, Any]:
     """Write the adapter (or the full model) as transformers and peft read it; return its path and digest.
 
@@ -116,7 +119,7 @@ def export_weights(
     """
     from trainer.tokenizer_output import add_end_token, add_old_rope_keys, save_ends, save_tokenizer
 
-    spec = job.spec
+    spec = inputs.spec
     kind = "adapter" if spec.lora_r else "model"
     final = run_dir / kind
     with atomic_folder(final, kind) as aside:
@@ -125,7 +128,7 @@ def export_weights(
         # transformers would otherwise write only on rank 0, as if all hosts shared a disk.
         model.should_save_on_this_rank = lambda _: True  # type: ignore[assignment]
         settings = getattr(model, "generation_config", None)
-        if settings is not None and add_end_token(settings, job.tokenizer) and spec.lora_r:
+        if settings is not None and add_end_token(settings, inputs.tokenizer) and spec.lora_r:
             save_ends(settings, aside)  # peft writes no such file
         if weights is None or spec.lora_r:
             options |= {"state_dict": dict(weights)} if weights else {}
@@ -134,7 +137,7 @@ def export_weights(
                 add_old_rope_keys(aside)
         else:
             save_in_parts(model, weights, aside)
-        save_tokenizer(job.tokenizer, aside)
+        save_tokenizer(inputs.tokenizer, aside)
     files = sorted(file.name for file in final.glob("*.safetensors"))
     digest = sha256_file(final / files[0]) if len(files) == 1 else sha256_tree(final)
     return {kind: str(final), f"{kind}_sha256": digest}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.planner.model_shape import Shape
+    from trainer.costs.model_shape import Shape
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStats:
     """Mean properties of the rows of a dataset.
 
     `places`: length of a row including padding; `tokens`: its tokens; `trained`: fraction of places with loss.
@@ -51,7 +51,7 @@ class Rows:
     trained: float
 
     @classmethod
-    def full(cls, spec: RunSpec) -> Rows:
+    def full(cls, spec: RunSpec) -> RowStats:
         """Return the upper bound, for use when the data is not available."""
         return cls(spec.seq_length, spec.seq_length, 1.0)
 
@@ -168,7 +168,7 @@ def autocast_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
     return 2 * (shape.layers * matrices + shape.head_parameters)
 
 
-def activation_bytes(spec: RunSpec, shape: Shape, rows: Rows, *, cuda: bool) -> tuple[float, float]:
+def activation_bytes(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> tuple[float, float]:
     """Return the bytes of stored activations, and of the logits at the start of the backward pass."""
     tokens = spec.batch_size * rows.places
     layer, edge = _saved_per_token(spec, shape, cuda)
@@ -241,7 +241,7 @@ def ring_fraction(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def forward_products(shape: Shape, rows: Rows) -> tuple[float, float, float]:
+def forward_products(shape: Shape, rows: RowStats) -> tuple[float, float, float]:
     """Return the multiplications of one place in a forward pass: with the layers' matrices, with the head, and of attention."""
     matrices = shape.layers * sum(matrix.into * matrix.out for matrix in shape.linear)
     attention = 2 * shape.layers * shape.heads * shape.head_dim * rows.places
@@ -258,7 +258,7 @@ def unpacking_factor(spec: RunSpec, *, cuda: bool) -> float:
     return _UNPACKING[cuda] if spec.quantize == "nf4" else 1.0
 
 
-def row_flops(spec: RunSpec, shape: Shape, rows: Rows) -> float:
+def row_flops(spec: RunSpec, shape: Shape, rows: RowStats) -> float:
     """Return the floating point operations of one row, forward and backward (a multiply-add counts as two)."""
     matrices, head, attention = forward_products(shape, rows)
     adapters = shape.trained(spec) if spec.lora_r else 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainer.costs.cost import forward_products
+from trainer.costs.model_shape import shape_of
 from trainer.errors import UserError
-from trainer.planner.cost import forward_products
-from trainer.planner.model_shape import shape_of
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.planner.cost import Rows
-    from trainer.planner.model_shape import Shape
+    from trainer.costs.cost import RowStats
+    from trainer.costs.model_shape import Shape
 
 LOSS_CHUNK = 2**24  # numbers of a chunk of logits: the loss recomputes its log-probabilities in the backward pass
 # Copies of a chunk of logits in float32 that the loss holds at the same time: with and without a mixture of both models.
@@ -54,7 +54,7 @@ def teacher_process_memory(spec: RunSpec, shape: Shape) -> int:
     return shape.parameters * _bytes_per_number(spec) + logits + chunk + hidden
 
 
-def teacher_step_bytes(spec: RunSpec, rows: Rows) -> float:
+def teacher_step_bytes(spec: RunSpec, rows: RowStats) -> float:
     """Return the bytes that ranks and a teacher on another host exchange in a step; 0 without one.
 
     A token and its position take 4 bytes each, a place with loss 4, and each of its most probable tokens 8.
@@ -64,7 +64,7 @@ def teacher_step_bytes(spec: RunSpec, rows: Rows) -> float:
     return spec.rows_per_step * rows.places * (8 + rows.trained * (4 + 8 * spec.teacher_top_k))
 
 
-def teacher_memory(spec: RunSpec, vocabulary: int, rows: Rows) -> int:
+def teacher_memory(spec: RunSpec, vocabulary: int, rows: RowStats) -> int:
     """Return the bytes that learning from probabilities needs on a process, beyond learning from text.
 
     Args:
@@ -83,7 +83,7 @@ def teacher_memory(spec: RunSpec, vocabulary: int, rows: Rows) -> int:
     return teacher_weights(spec) + round(chunk)
 
 
-def teacher_flops(spec: RunSpec, rows: Rows) -> float:
+def teacher_flops(spec: RunSpec, rows: RowStats) -> float:
     """Return the floating point operations of the teacher's forward pass for one row (a multiply-add counts as two).
 
     It is 0 if another host computes it, which takes no time if that host keeps up with the ranks.

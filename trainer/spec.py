@@ -1,7 +1,6 @@
-"""Build a run spec from a YAML file, flags or ``-e`` values, and compare two specs."""
+"""Build and check a run spec from a YAML file, flags or ``-e`` values, and compare two specs. Importable without torch."""
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,22 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
+from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import mismatch
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
-from trainer.config.yaml_text import MAX_YAML, YamlError, parse_yaml
+from trainer.config.yaml_text import read_yaml
 from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
-from trainer.inputs import read_regular
+from trainer.strategy import plan_of
 from trainer.strategy.deepspeed_file import derived_fields
-from trainer.text_encoding import first_not_utf8
-
-MAX_LISTED = 5  # unknown names in an error message
 
 
-def and_more(names: Sequence[object]) -> list[str]:
-    """Return ``and N more`` for the names that a message leaves out, or an empty list."""
-    return [f"and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
+def check_spec(spec: RunSpec) -> None:
+    """Check that the fields of a spec can be combined, with each other and with its strategy. Raises ValueError."""
+    check_combinations(spec)
+    plan_of(spec).validate(spec)
 
 
 def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) -> RunSpec:
@@ -50,14 +48,11 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
         except ValueError as error:
             raise UserError(f"run spec: {error} ({source})") from None
     try:
-        return RunSpec.model_validate(dict(values) | {name: value for name, (value, _) in derived.items()})
+        spec = RunSpec.model_validate(dict(values) | {name: value for name, (value, _) in derived.items()})
     except ValidationError as error:
         lines = []
         strange = {str(problem["loc"][0]): problem["loc"] for problem in error.errors() if _unknown_key(problem)}
         for problem in error.errors():
-            if not problem["loc"]:
-                lines.append(problem["msg"].removeprefix("Value error, "))
-                continue
             name = str(problem["loc"][0])
             if name in strange:
                 key = str(strange[name][-1])
@@ -69,44 +64,16 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
             where = f"deepspeed_config: {option}" if option else name
             lines.append(f"{where}: {mismatch(FIELDS[name], value)}")
         raise UserError(f"run spec: {'; '.join(dict.fromkeys(lines))} ({source})") from None
+    try:
+        check_spec(spec)
+    except ValueError as error:
+        raise UserError(f"run spec: {error} ({source})") from None
+    return spec
 
 
 def _unknown_key(problem: ErrorDetails) -> bool:
     """Return whether an entry of a list has a name that entries do not have."""
     return problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
-
-
-def read_yaml(path: Path, what: str = "run spec") -> dict[str, Any]:
-    """Read the names and values of a YAML file, which error messages call `what`.
-
-    Raises:
-        UserError: the file is missing, is not a regular file, is too large, is not YAML (with the line), or is not a
-            mapping.
-    """
-    try:
-        data = read_regular(path, MAX_YAML)
-    except OSError as error:
-        raise UserError(f"{what}: cannot read {printable(path)}: {error.strerror}") from None
-    line, reason = first_not_utf8(io.BytesIO(data), MAX_YAML + 1)
-    if reason:
-        raise UserError(f"{what}: {printable(path)}:{line}: {reason}")
-    return parse_mapping(data.decode(), str(path), what)
-
-
-def parse_mapping(text: str, source: str, what: str = "run spec") -> dict[str, Any]:
-    """Return the names and values of a YAML text; error messages name its `source`. Raises UserError as `read_yaml`."""
-    try:
-        values = parse_yaml(text)
-    except YamlError as error:
-        line = f":{error.line}" if error.line else ""
-        raise UserError(f"{what}: {source}{line}: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{what}: {source}: expected names and values (model: tiny), got a value of type {type(values).__name__}"
-        )
-    return {str(name): value for name, value in values.items()}
 
 
 def read_spec(

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
 
 _MICRO_BATCHES = 6  # maximum number of smaller micro-batches that are tried
-# How many times faster a plan must be to justify the alternative.
-ROUNDED = 1.5  # values in transit or in the optimizer are rounded
-CHANGED = 2.0  # the model or the algorithm is another one
-_SMALLER = 1.05  # of half the rows in a micro-batch: no cost model counts how well a device is used
 
 
 @dataclass(frozen=True)
@@ -24,13 +19,12 @@ class Alternative:
     Attributes:
         fields: values of fields of the run spec.
         cost: description of the loss of exactness or speed; empty if there is none.
-        gain: how many times faster the plan must be than one without the change. The cost model counts speed; `gain` counts
-            what it does not: exactness, packages, and the use of a device.
+        concessions: number of things that the change gives up beside speed, such as the exactness of a result.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     cost: str = ""
-    gain: float = 1.0
+    concessions: int = 0
 
 
 def shown(value: Any) -> str:
@@ -43,22 +37,22 @@ NONE = Alternative()
 Alternatives = Sequence[Alternative]
 
 
-def switch(spec: RunSpec, name: str, value: Any, cost: str, gain: float = 1.0) -> Alternatives:
+def switch(spec: RunSpec, name: str, value: Any, cost: str, concessions: int = 0) -> Alternatives:
     """Return the alternatives of a field that is left as it is, or set to `value`."""
-    return [NONE] if getattr(spec, name) == value else [NONE, Alternative({name: value}, cost, gain)]
+    return [NONE] if getattr(spec, name) == value else [NONE, Alternative({name: value}, cost, concessions)]
 
 
 def micro_batch_alternatives(spec: RunSpec) -> Alternatives:
     """Return the alternatives of smaller micro-batches. The rows of a step stay the same."""
-    alternatives, rows, gain = [NONE], spec.batch_size, 1.0
+    alternatives, rows = [NONE], spec.batch_size
     accumulation = spec.gradient_accumulation
     while rows > 1 and rows % 2 == 0 and len(alternatives) <= _MICRO_BATCHES:
-        rows, gain = rows // 2, gain * _SMALLER
+        rows //= 2
         fields: dict[str, Any] = {"batch_size": rows}
         if accumulation:
             accumulation *= 2
             fields["gradient_accumulation"] = accumulation
-        alternatives.append(Alternative(fields, "smaller matrices use a device less well", gain))
+        alternatives.append(Alternative(fields, "smaller matrices use a device less well"))
     return alternatives
 
 
@@ -80,56 +74,15 @@ def quantize_alternatives(spec: RunSpec) -> Alternatives:
     if not spec.lora_r:
         return [NONE]
     cost = "the frozen weights are rounded to 4 bits, and every pass unpacks them; requires bitsandbytes"
-    return switch(spec, "quantize", "nf4", cost, CHANGED)
+    return switch(spec, "quantize", "nf4", cost, 1)
 
 
 def optimizer_alternatives(spec: RunSpec) -> list[Alternatives]:
     """Return the alternatives of the optimizer's moments."""
     cost = "the moments of the optimizer are rounded to 8 bits; requires bitsandbytes"
-    return [switch(spec, "optimizer", "adamw8bit", cost, ROUNDED)]
+    return [switch(spec, "optimizer", "adamw8bit", cost, 1)]
 
 
 def gradient_alternatives(spec: RunSpec) -> list[Alternatives]:
     """Return the alternatives of gradients in transit."""
-    return [switch(spec, "gradient_comm_dtype", "bf16", "gradients are rounded to bfloat16 in transit", ROUNDED)]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A spec with some alternatives. `alternatives`: those that change it."""
-
-    spec: RunSpec
-    alternatives: tuple[Alternative, ...]
-
-    @property
-    def gain(self) -> float:
-        """How many times faster the plan must be than one without the alternatives."""
-        found = 1.0
-        for alternative in self.alternatives:
-            found *= alternative.gain
-        return found
-
-    @property
-    def costs(self) -> list[str]:
-        """A description of the costs of the alternatives."""
-        return [alternative.cost for alternative in self.alternatives if alternative.cost]
-
-
-def variants(spec: RunSpec, groups: Sequence[Alternatives]) -> Iterator[Variant]:
-    """Yield `spec` with every combination of alternatives, one from each group, that the fields of a spec permit.
-
-    The first variant has no alternative. `spec` has the strategy whose alternatives these are.
-    """
-    from trainer.config.combinations import check_combinations
-
-    for chosen in product(*groups):
-        used = tuple(alternative for alternative in chosen if alternative.fields)
-        changed: dict[str, Any] = {}
-        for alternative in used:
-            changed |= alternative.fields
-        variant = spec.model_copy(update=changed)
-        try:
-            check_combinations(variant)
-        except ValueError:
-            continue  # the fields exclude each other
-        yield Variant(variant, used)
+    return [switch(spec, "gradient_comm_dtype", "bf16", "gradients are rounded to bfloat16 in transit", 1)]
