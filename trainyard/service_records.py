@@ -15,7 +15,7 @@ from trainyard.cluster import service_host
 from trainyard.connection import HostConnection, InventoryError, RemoteError
 from trainyard.progress_record import SUFFIX
 from trainyard.run.copy_files import in_time
-from trainyard.run.service_start import LIMIT
+from trainyard.run.start_record import LIMIT
 
 WAIT = 3.0  # s that a start waits for the host of the service
 ANSWER_LIMIT = 15.0  # s for the host of the service to keep a record

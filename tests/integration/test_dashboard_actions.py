@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -236,7 +236,7 @@ def test_a_distillation_is_shown_while_it_runs(site: Site, browser: WebDriver, o
 def test_the_energy_of_a_live_run_grows(site: Site, browser: WebDriver) -> None:
     """The GPUs are those of a stand-in for nvidia-smi, which has 240.55 W at any time; the ranks need no torch."""
     site.bed.make_run(2, "gpu-run")
-    plan = [entry | {"devices": ["GPU-00000000"]} for entry in site.bed.plan(2, 100_000, 0.2, "gpu-run")]
+    plan = [replace(entry, devices=["GPU-00000000"]) for entry in site.bed.plan(2, 100_000, 0.2, "gpu-run")]
     host = lambda name: Host(name, "127.0.0.1", str(site.bed.folder / name), sys.executable)  # noqa: E731
     start_ranks(plan, lambda name: HostConnection(host(name), LocalTransport()), lambda line: None)
     site.open(browser, "/runs")

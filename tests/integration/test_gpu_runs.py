@@ -19,6 +19,7 @@ from trainyard.run.errors import PlanError
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.runs import manage_runs
 from trainyard.run.session import RunSession
+from trainyard.run.types import PlanEntry
 
 __all__ = ["bed"]
 
@@ -27,7 +28,7 @@ def connect(host: Host) -> HostConnection:
     return HostConnection(host, LocalTransport())
 
 
-def start(host: Host, folder: Path, run: str, **options: Any) -> list[dict[str, Any]]:
+def start(host: Host, folder: Path, run: str, **options: Any) -> list[PlanEntry]:
     """Start a run that takes long; return its plan."""
     spec = make_spec(SMALL | {"model": "tiny", "fake_data": True, "max_steps": 100_000, "run": run}, "the test")
     session = RunSession([host], connect, make_options(options), spec=spec, home=folder, report=lambda line: None)
@@ -44,7 +45,7 @@ def test_two_runs_on_one_host_use_different_gpus(bed: Bed, tmp_path: Path, monke
     host = replace(hosts(bed.folder, 1)[0], processes=1, env={"NCCL_DEBUG": "INFO", "WHO": "host"})
     for run, uuid in zip(("one", "two"), uuids, strict=True):
         (entry,) = start(host, tmp_path, run, run_env={"WHO": run})
-        assert entry["devices"] == [uuid] and entry["gpus"] == ["Stand-in GPU"] and entry["memory_mib"] == 24576
+        assert entry.devices == [uuid] and entry.gpus == ["Stand-in GPU"] and entry.memory_mib == 24576
         state = bed.at_step(0, 1, run)
         environment = Path(f"/proc/{state['pid']}/environ").read_text().split("\0")
         assert {f"CUDA_VISIBLE_DEVICES={uuid}", "NCCL_DEBUG=INFO", f"WHO={run}"} <= {*environment}

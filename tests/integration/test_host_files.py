@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from trainyard.openssh import LocalTransport
 from trainyard.run import hub, relay
 from trainyard.run.errors import PlanError, RunError, StageError
 from trainyard.run.options import make_options
-from trainyard.run.planning import PreviousStart
 from trainyard.run.session import RunSession
 from trainyard.run.stage import release_claims
+from trainyard.run.types import PreviousStart
 
 SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 2, "eval_interval": 0, "loggers": "none"}
 
@@ -99,7 +100,7 @@ def test_a_dataset_and_a_model_of_the_hosts_are_used_there(here: Here) -> None:
     assert here.put < 1_000_000
     entry = session.state.plan[1]
     for name in ("dataset", "model"):
-        link = Path(entry["spec"][name])
+        link = Path(getattr(session.spec_on(entry), name))
         assert link.is_symlink() and str(link.readlink()) == files[name].removeprefix("host:")
         assert link.is_relative_to(here.hosts[1].data_dir)
     copied = here.session(
@@ -120,10 +121,10 @@ def test_a_teacher_reaches_the_hosts_as_the_model_does(prefix: str, here: Here) 
     session = here.session(fields, master_port=free_port())
     assert session.run()["result"]["status"] == "finished"
     for host, entry in zip(here.hosts, session.state.plan, strict=True):
-        assert entry["spec"]["strategy"] != "fsdp"
-        teacher = Path(entry["spec"]["teacher"])
+        assert session.spec_on(entry).strategy != "fsdp"
+        teacher = Path(session.spec_on(entry).teacher)
         assert teacher.is_relative_to(host.data_dir) and teacher.is_symlink() == bool(prefix)
-        assert (teacher / "NOTE").exists() and teacher != Path(entry["spec"]["model"])
+        assert (teacher / "NOTE").exists() and teacher != Path(session.spec_on(entry).model)
 
 
 @pytest.mark.slow
@@ -147,20 +148,24 @@ def test_the_contents_belong_to_the_run(here: Here) -> None:
         here.session(files | {"run": first.run_name}).plan()
 
 
+def model_of(session: RunSession) -> Path:
+    return Path(session.spec_on(session.state.plan[0]).model)
+
+
 @pytest.mark.slow
 def test_a_copy_in_the_store_becomes_no_link_and_the_other_way_round(here: Here) -> None:
     local = {"dataset": f"{here.folder}/srv/data.jsonl", "model": f"{here.folder}/srv/model"}
     on_hosts = {name: f"host:{path}" for name, path in local.items()}
     first = here.staged(local)
     put = here.put
-    assert here.staged(on_hosts).state.plan[0]["spec"] == first.state.plan[0]["spec"]
-    model = Path(first.state.plan[0]["spec"]["model"])
+    assert model_of(here.staged(on_hosts)) == model_of(first)
+    model = model_of(first)
     assert model.is_dir() and not model.is_symlink() and here.put == put
     shutil.rmtree(here.folder / "node1")
     linked = here.staged(on_hosts)
-    assert Path(linked.state.plan[0]["spec"]["model"]).is_symlink()
+    assert model_of(linked).is_symlink()
     here.staged(local)
-    assert Path(linked.state.plan[0]["spec"]["model"]).is_symlink(), "what is equal is not copied"
+    assert model_of(linked).is_symlink(), "what is equal is not copied"
 
 
 def message(session: RunSession) -> str:
@@ -254,11 +259,11 @@ def test_one_host_fetches_from_the_hub_and_passes_it_on(here: Here, stand_in: Fa
     names = sorted(stand_in.downloads)
     assert names == sorted({*names}) and {"data/train.jsonl", "model.safetensors"} <= {*names}
     assert cluster.put < 1_000_000 and not [line for line in cluster.lines if "warning" in line]
-    specs = [entry["spec"] for entry in session.state.plan]
+    specs = [session.spec_on(entry) for entry in session.state.plan]
     for name in ("model.safetensors", "config.json"):
-        assert len({sha256_file(Path(spec["model"], name)) for spec in specs}) == 1
-    assert len({sha256_file(Path(spec["dataset"], "data/test.jsonl")) for spec in specs}) == 1
-    assert len(read_samples(Path(specs[2]["dataset"]))) == 31, "the split train only"
+        assert len({sha256_file(Path(spec.model, name)) for spec in specs}) == 1
+    assert len({sha256_file(Path(spec.dataset, "data/test.jsonl")) for spec in specs}) == 1
+    assert len(read_samples(Path(specs[2].dataset))) == 31, "the split train only"
     again = cluster.staged(HUB)
     assert sorted(stand_in.downloads) == names and again.run_name == session.run_name
     stand_in.close()
@@ -275,7 +280,7 @@ def test_a_lost_first_host_of_a_pipeline_is_replaced_by_one_that_fetches(
     cluster = Here(here.folder, remote=True)
     options = {"transfer": transfer, "min_nodes": 2, "max_restarts": 3}
     session = cluster.staged(HUB | {"strategy": "pipeline", "run": "r"}, **options)
-    folders = [Path(entry["spec"]["model"]) for entry in session.state.plan]
+    folders = [Path(session.spec_on(entry).model) for entry in session.state.plan]
     assert [(folder / "model.safetensors").exists() for folder in folders] == [True, False, False]
     assert len({sha256_file(folder / "config.json") for folder in folders}) == 1
     names = sorted(stand_in.downloads)
@@ -283,7 +288,7 @@ def test_a_lost_first_host_of_a_pipeline_is_replaced_by_one_that_fetches(
     cluster.failing.add(("node1", ""))
     lost = PreviousStart(True, 1, ["node1"])
     session._make_plan(lost)
-    assert [entry["host"] for entry in session.state.plan] == ["node2", "node3"]
+    assert [entry.host for entry in session.state.plan] == ["node2", "node3"]
     (stand_in.folder / "models/org/small/README.md").write_text("not part of the model")
     session._stage(lost)
     assert [(folder / "model.safetensors").exists() for folder in folders[1:]] == [True, False]
@@ -301,7 +306,8 @@ def test_a_lost_first_host_of_a_pipeline_is_replaced_by_one_that_fetches(
     ):
         again._stage(lost)
     stand_in.close()
-    again.state.prepared["files"] = [file for file in again.prepared.files if file["kind"] != "dataset"]  # type: ignore[index]
+    models = [file for file in again.prepared.files if file.kind != "dataset"]
+    again.state.prepared = replace(again.prepared, files=models)
     shutil.rmtree(cluster.hosts[0].data_dir + "/store/hub")
     shutil.rmtree(cluster.hosts[2].data_dir + "/store/hub", ignore_errors=True)
     with pytest.raises(StageError, match="node2 has the files of org/small, and no other host can fetch them"):
@@ -355,7 +361,7 @@ def test_the_controller_relays_where_hosts_do_not_reach_each_other(
     session = cluster.staged(HUB, transfer=transfer)
     assert any(line.startswith("node1 cannot fetch org/qa from the hub: Connection reset") for line in cluster.lines)
     assert len(stand_in.downloads) == len({*stand_in.downloads})
-    digests = {sha256_file(Path(entry["spec"]["model"], "model.safetensors")) for entry in session.state.plan}
+    digests = {sha256_file(Path(session.spec_on(entry).model, "model.safetensors")) for entry in session.state.plan}
     assert len(digests) == 1
     assert bool([line for line in cluster.lines if line.startswith("warning: the relay failed")]) == (
         transfer == "auto"

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ class HangingTransport(LocalTransport):
 def start(bed: Bed, run: str, host: int, steps: int = 1000, pause: float = 0.1) -> None:
     """Start a run on one of the hosts."""
     bed.make_run(host + 1, run)
-    entry = bed.plan(host + 1, steps, pause, run)[host] | {"node_rank": 0, "ranks": [0]}
-    entry["command"] = bed.command(0, 1, steps, pause, False, 0)
+    entry = replace(bed.plan(host + 1, steps, pause, run)[host], node_rank=0, ranks=[0])
+    entry.command = bed.command(0, 1, steps, pause, False, 0)
     names = {one.name: one for one in hosts(bed.folder)}
     start_ranks([entry], lambda name: HostConnection(names[name], LocalTransport()), print)
     bed.at_step(0, 1, run, host)

@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,8 @@ from trainyard.queue.lease import FAILED, FINISHED, Job
 from trainyard.queue.run_folder import Session
 from trainyard.queue.step_work import LeaseLostError, ask_teachers
 from trainyard.queue.steps import CONVERTER, Servers, Steps, StudentOptions, prepare_student, step_data
-from trainyard.run.file_entries import file_entry
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.types import PreparedRun, StagedFile
 
 SPEC = {
     "max_steps": 2, "epochs": 50, "seq_length": 64, "total_batch_size": 2, "batch_size": 2, "eval_interval": 0,
@@ -67,19 +67,19 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def folder_of(site: Site, prepared: dict[str, Any], steps: dict[str, Any]) -> Path:
+def folder_of(site: Site, prepared: PreparedRun, steps: dict[str, Any]) -> Path:
     """Write the folder of a run, as the controller does."""
-    folder = site.folder / "queue" / str(prepared["run"])
+    folder = site.folder / "queue" / prepared.run
     files = []
-    for file in prepared["files"]:
-        target = folder / "files" / file["dest"]
+    for file in prepared.files:
+        target = folder / "files" / file.dest
         target.parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if Path(file["src"]).is_dir() else shutil.copyfile)(file["src"], target)
-        files.append({**file, "src": f"files/{file['dest']}"})
+        (shutil.copytree if Path(file.src).is_dir() else shutil.copyfile)(file.src, target)
+        files.append(replace(file, src=f"files/{file.dest}"))
     folder.mkdir(parents=True, exist_ok=True)
     hosts = [Host("node1", "127.0.0.1", str(site.folder / "node1"), sys.executable, login=Login("127.0.0.1"))]
     options = LaunchOptions(run_env={"OMP_NUM_THREADS": "1"})
-    (folder / "session.json").write_bytes(Session(hosts, options, {**prepared, "files": files}, steps).as_json())
+    (folder / "session.json").write_bytes(Session(hosts, options, replace(prepared, files=files), steps).as_json())
     (folder / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [], "exit": None}))
     return folder
 
@@ -95,11 +95,10 @@ def drive(folder: Path, slurm: dict[str, Any]) -> dict[str, Any]:
 def teacher(site: Site, servers: Servers) -> Path:
     """Return the folder of the teacher, the run that the site has already."""
     steps = Steps(deploy=DeployOptions(deploy_name="mine"))
-    spec = make_spec({"run": "mine", "model": str(site.base)}, "the test").model_dump(mode="json")
+    spec = make_spec({"run": "mine", "model": str(site.base)}, "the test")
     (site.folder / "converter-1.zip").write_bytes(b"")
-    files = [file_entry(site.folder / "converter-1.zip", "store/converter-1.zip", {"": "0" * 64}, CONVERTER)]
-    prepared = {"run": "mine", "spec": spec, "files": files, "origin": {}}
-    return folder_of(site, prepared, step_data(steps, "mine", servers))
+    files = [StagedFile.of(site.folder / "converter-1.zip", "store/converter-1.zip", {"": "0" * 64}, CONVERTER)]
+    return folder_of(site, PreparedRun(spec, files, {}), step_data(steps, "mine", servers))
 
 
 def student(site: Site, servers: Servers, **options: Any) -> tuple[Path, PreparedRun]:
@@ -109,7 +108,7 @@ def student(site: Site, servers: Servers, **options: Any) -> tuple[Path, Prepare
     asked = StudentOptions(prompts=str(site.folder / "p.jsonl"), near_duplicates=0, keep_cut=True, **options)
     prepared = prepare_student(spec, asked, site.folder / "controller", print, None)
     steps = Steps(student=asked).after_deployment("mine")
-    return folder_of(site, prepared.as_dict(), step_data(steps, "student", servers)), prepared
+    return folder_of(site, prepared, step_data(steps, "student", servers)), prepared
 
 
 @pytest.mark.slow
@@ -139,7 +138,7 @@ def test_a_student_trains_on_the_answers_of_the_teacher_that_was_deployed(
     result = json.loads((site.folder / "node1/runs/student/result.json").read_text())
     assert (result["status"], result["step"]) == ("finished", 2)
     origin = json.loads((site.folder / "node1/runs/student/origin.json").read_text())
-    assert origin["dataset"] == Path(state["dataset"]).name and prepared.spec["dataset"] != origin["dataset"]
+    assert origin["dataset"] == Path(state["dataset"]).name and prepared.spec.dataset != origin["dataset"]
 
 
 @pytest.mark.slow

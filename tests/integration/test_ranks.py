@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -271,7 +272,7 @@ def test_stop_ends_the_older_and_the_newer_start(bed: Bed) -> None:
     supervise = [sys.executable, "-P", "-m", "trainer.supervise", "stop"]
     request = json.dumps({"run_dir": str(bed.run_dir(0)), "now": True}).encode()
     subprocess.run(supervise, input=request, check=True, capture_output=True)
-    bed.ranks([bed.plan(1)[0] | {"attempt": 2}])
+    bed.ranks([replace(bed.plan(1)[0], attempt=2)])
     until(lambda: bed.node(0).get("attempt") == 2, 60, "node1's start alone")
     bed.at_step(0)
     stopped = bed.playbook("playbooks/stop.yml", 2, "-e", "run=r")

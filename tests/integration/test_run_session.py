@@ -22,7 +22,7 @@ from trainyard.run.errors import LaunchError, PlanError, RunError
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.runs import manage_runs
 from trainyard.run.session import RunSession
-from trainyard.run.session_state import SessionState
+from trainyard.run.types import PlanEntry, SessionState, plain, read
 
 __all__ = ["bed", "control_folder", "server"]
 
@@ -48,11 +48,9 @@ def hosts(folder: Path, count: int = 2) -> list[Host]:
     ]
 
 
-def session_of_plan(
-    bed: Bed, connect: Connect, plan: list[dict[str, Any]], lines: list[str], **options: Any
-) -> RunSession:
+def session_of_plan(bed: Bed, connect: Connect, plan: list[PlanEntry], lines: list[str], **options: Any) -> RunSession:
     """A session whose plan is given, as between two processes: the state is JSON."""
-    state = SessionState(**json.loads(json.dumps(SessionState(plan=plan).as_dict())))
+    state = read(SessionState, json.loads(json.dumps(plain(SessionState(plan=plan)))))
     chosen = make_options({"progress_interval": 0.2} | options)
     return RunSession(hosts(bed.folder), connect, chosen, report=lines.append, state=state)
 
@@ -218,7 +216,7 @@ def test_a_host_without_its_python_is_named(bed: Bed, connect: Connect) -> None:
         session.plan()
     session.options = LaunchOptions(min_nodes=1)
     assert session.plan()["lines"][0].startswith("node2 is left out: there is no Python at")
-    assert [entry["host"] for entry in session.state.plan] == ["node1"] and session.state.phase == "new"
+    assert [entry.host for entry in session.state.plan] == ["node1"] and session.state.phase == "new"
     session.options = LaunchOptions(max_restarts=3)
     assert session.plan() == {"changed": False}, "follow restarts it"
     assert session.state.phase == "failed" and "there is no Python" in session.state.failure["msg"]

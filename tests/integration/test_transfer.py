@@ -24,6 +24,7 @@ from trainyard.run import relay as chain
 from trainyard.run.relay import Copy, Member, plan_relay
 from trainyard.run.transfer import copy_to_hosts
 from trainyard.run.transfer_key import make_transfer_key
+from trainyard.run.types import PlanEntry, StagedFile
 
 SIZE = 2_000_000
 
@@ -62,30 +63,26 @@ class Cluster:
     def connect(self, name: str) -> HostConnection:
         return HostConnection(self.hosts[name], Transport(self, self.hosts[name]))
 
-    def entries(self) -> list[dict[str, Any]]:
-        return [{"host": h.name, "address": h.address, "data_dir": h.data_dir} for h in self.hosts.values()]
+    def entries(self) -> list[PlanEntry]:
+        return [PlanEntry(h.name, address=h.address, data_dir=h.data_dir) for h in self.hosts.values()]
 
-    def file(self, name: str, size: int = SIZE, mode: int = 0o644) -> dict[str, Any]:
-        """Create a file on the controller; return its entry."""
+    def file(self, name: str, size: int = SIZE, mode: int = 0o644) -> StagedFile:
+        """Create a file on the controller."""
         path = self.folder / name
         path.write_bytes(os.urandom(size))
         path.chmod(mode)
-        return {
-            "kind": "dataset",
-            "src": str(path),
-            "dest": f"store/datasets/{name}",
-            "sha256": {"": sha256_file(path)},
-        }
+        digest = sha256_file(path)
+        return StagedFile("dataset", str(path), f"store/datasets/{name}", {"": digest}, digest, size)
 
-    def copy(self, files: list[dict[str, Any]], **options: Any) -> dict[str, list[str]]:
+    def copy(self, files: list[StagedFile], **options: Any) -> dict[str, list[str]]:
         how = {"transfer": "auto", "report": self.lines.append} | options
         return copy_to_hosts(self.entries(), files, self.connect, "token", **how)
 
-    def check(self, files: list[dict[str, Any]]) -> None:
+    def check(self, files: list[StagedFile]) -> None:
         """Check that every host has the files, and nothing that is incomplete."""
         for host in self.hosts.values():
             for file in files:
-                assert sha256_file(Path(host.data_dir, file["dest"])) == file["sha256"][""]
+                assert sha256_file(Path(host.data_dir, file.dest)) == file.sha256[""]
             assert not list(Path(host.data_dir, "store/incoming").glob("*"))
 
 
@@ -102,7 +99,7 @@ def test_files_pass_from_host_to_host(cluster: Cluster) -> None:
     changed = cluster.copy(files)
     cluster.check(files)
     assert cluster.puts == ["node1"] * 3 and not cluster.lines
-    assert changed["node4"] == [f"{cluster.hosts['node4'].data_dir}/{file['dest']}" for file in files]
+    assert changed["node4"] == [f"{cluster.hosts['node4'].data_dir}/{file.dest}" for file in files]
     assert Path(cluster.hosts["node3"].data_dir, "store/datasets/private").stat().st_mode & 0o777 == 0o600
     assert cluster.copy(files) == {name: [] for name in cluster.hosts}
     Path(cluster.hosts["node2"].data_dir, "store/datasets/a").unlink()
@@ -256,6 +253,6 @@ def test_a_killed_controller_leaves_nothing_half_written(cluster: Cluster, tmp_p
     until(lambda: not any(list(folder.glob("*")) for folder in others), 20, "the relay to end")
     assert not list(tmp_path.glob("node*/store/datasets/*"))
     digest = sha256_file(tmp_path / "a")
-    files = [{"kind": "dataset", "src": str(tmp_path / "a"), "dest": "store/datasets/a", "sha256": {"": digest}}]
+    files = [StagedFile("dataset", str(tmp_path / "a"), "store/datasets/a", {"": digest}, digest, SIZE)]
     cluster.copy(files)
     cluster.check(files)

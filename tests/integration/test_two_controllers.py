@@ -127,7 +127,7 @@ def test_the_attempt_of_a_run_that_is_followed_is_known(bed: Bed) -> None:
         step()
     second.plan()
     assert second.state.phase == "running" and second.state.attempt == first.state.attempt == 1
-    assert [entry["attempt"] for entry in second.state.plan] == [1, 1]
+    assert [entry.attempt for entry in second.state.plan] == [1, 1]
     assert first.follow()["status"] == second.follow()["status"] == "finished"
 
 

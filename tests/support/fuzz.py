@@ -71,8 +71,9 @@ from trainyard.provision.addresses import address_errors
 from trainyard.replies import ReplyError
 from trainyard.run.errors import RunError
 from trainyard.run.options import OPTIONS, make_options, options_from_variables
-from trainyard.run.plan import Node, environment
+from trainyard.run.plan import environment
 from trainyard.run.spec_files import dataset_file
+from trainyard.run.types import PlanEntry
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no input reaches the network
 TOP = Path(__file__).resolve().parents[2]
@@ -358,7 +359,7 @@ def require_estimates(spec: RunSpec, shape: Any) -> None:
 
 
 HOST = Host("h", "127.0.0.1", "/data", "/usr/bin/python3")
-NODE = Node("h", 0, [0], "127.0.0.1", "lo", 1, "/data/runs/r", "/data", ["/usr/bin/python3"])
+NODE = PlanEntry("h", 0, [0], "127.0.0.1", "lo", 1, "/data/runs/r", "/data", ["/usr/bin/python3"])
 
 
 class Canned:

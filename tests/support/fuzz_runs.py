@@ -34,7 +34,8 @@ from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.artifacts import parse_result, summary
 from trainyard.run.monitor import Part, causes
 from trainyard.run.start_record import read_start
-from trainyard.run.status import planned_parts, status_rows, valid_runs
+from trainyard.run.status import status_rows, valid_runs
+from trainyard.run.types import PlanEntry
 
 Special = Callable[[random.Random, Path], Path]
 Connect = Callable[[bytes], HostConnection]
@@ -176,7 +177,14 @@ def show(verb: str, answer: dict[str, Any]) -> None:
             assert str(cause)
     elif verb == "read_files":
         if result := parse_result("h", answer["text"].get("result.json")):
-            summary(result | {"run": "r"}, PLAN[0] | {"spec": {}}, 1, HostConnection(Host("h", "::1", "/d", "p"), None))  # type: ignore[arg-type]
+            summary(
+                result | {"run": "r"},
+                PlanEntry("h", run_dir="/r"),
+                1,
+                HostConnection(Host("h", "::1", "/d", "p"), None),
+                None,
+            )  # type: ignore[arg-type]
         text = answer["text"].get("plan.json") or "[]"
         entries = checked_reply("plan.json", {"entries": untrusted_json(text)})["entries"]
-        planned_parts(entry | {"run_dir": "/data/runs/r"} for entry in entries)  # the folder comes from the inventory
+        for entry in entries:
+            Part(entry["host"], "/data/runs/r", entry["node_rank"], entry["ranks"], replica=entry.get("replica"))

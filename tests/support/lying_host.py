@@ -13,6 +13,7 @@ from typing import Any
 
 from trainyard.connection import Host, HostConnection
 from trainyard.remote.exchange import FOLDER
+from trainyard.run.types import PlanEntry
 
 NOW = 1763690000.0
 RUN = "r"
@@ -80,23 +81,12 @@ class Cluster:
         name = host if isinstance(host, str) else host.name
         return HostConnection(self.transports[name].host, self.transports[name])
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[PlanEntry]:
         return [
-            {
-                "host": host.name,
-                "node_rank": number,
-                "ranks": [number],
-                "address": host.address,
-                "interface": "eth0",
-                "threads": 1,
-                "run_dir": f"{host.data_dir}/runs/{RUN}",
-                "data_dir": host.data_dir,
-                "command": ["true"],
-                "spec": {"model": "tiny"},
-                "previous": None,
-                "stale": False,
-                "replica": None,
-            }
+            PlanEntry(
+                *(host.name, number, [number], host.address, "eth0", 1),
+                *(f"{host.data_dir}/runs/{RUN}", host.data_dir, ["true"]),
+            )
             for number, host in enumerate(self.hosts)
         ]
 

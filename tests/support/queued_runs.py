@@ -193,7 +193,7 @@ def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked
     counting = asked.pop("counting", False)
     options = LaunchOptions(**asked.pop("options", {}))
     request = Request(run=spec["run"], max_restarts=options.max_restarts, **asked)
-    prepared = prepare(make_spec(spec, "the test"), work, lambda line: None).as_dict()
+    prepared = prepare(make_spec(spec, "the test"), work, lambda line: None)
     hosts = Inventory([str(inventory)]).hosts
     if counting:
         hosts = [replace(host, python=COUNTING) for host in hosts]
@@ -206,12 +206,13 @@ def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked
             entry.size, entry.mode = len(content), 0o600
             archive.addfile(entry, io.BytesIO(content))
 
-        for number, entry in enumerate(prepared["files"]):
-            if entry["src"]:
-                archive.add(entry["src"], arcname=f"files/{number}")
-                entry["src"] = f"files/{number}"
+        files = []
+        for number, file in enumerate(prepared.files):
+            if file.src:
+                archive.add(file.src, arcname=f"files/{number}")
+            files.append(replace(file, src=file.src and f"files/{number}"))
         write("request.json", request.model_dump_json().encode())
-        write("session.json", Session(hosts, options, prepared).as_json())
+        write("session.json", Session(hosts, options, replace(prepared, files=files)).as_json())
         write("program.zip", program_archive())
     head = lab.hosts[0]
     folder = f"{DATA_DIR}/queue/{request.run}"

@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from trainer.supervise.processes import RUN_VARIABLE
+from trainyard.run.types import PlanEntry
 
 TOP = Path(__file__).resolve().parents[2]
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
@@ -90,18 +92,18 @@ class Bed:
 
     def plan(
         self, hosts: int, steps: int = 1000, pause: float = 0.1, run: str = "r", torchrun: bool = False
-    ) -> list[dict[str, Any]]:
+    ) -> list[PlanEntry]:
         port = free_port()
         return [
-            {
-                "host": f"node{i + 1}",
-                "node_rank": i,
-                "ranks": [i],
-                "address": "127.0.0.1",
-                "run_dir": str(self.run_dir(i, run)),
-                "command": self.command(i, hosts, steps, pause, torchrun, port),
-                "backend": "process",
-            }
+            PlanEntry(
+                f"node{i + 1}",
+                i,
+                [i],
+                "127.0.0.1",
+                run_dir=str(self.run_dir(i, run)),
+                command=self.command(i, hosts, steps, pause, torchrun, port),
+                backend="process",
+            )
             for i in range(hosts)
         ]
 
@@ -136,19 +138,20 @@ class Bed:
         self.started.append(started)
         return started
 
-    def ranks(self, plan: list[dict[str, Any]], *arguments: str, **follow: Any) -> subprocess.Popen[str]:
+    def ranks(self, plan: list[PlanEntry], *arguments: str, **follow: Any) -> subprocess.Popen[str]:
         """Start a play that launches and follows `plan`."""
         follow = {"progress_interval": 0.2} | follow
+        session = {"plan": [asdict(entry) for entry in plan]}
         steps: list[dict[str, Any]] = [
-            {"step": "launch", "session": {"plan": plan}},
-            {"step": "follow", "session": {"plan": plan}, "options": follow},
+            {"step": "launch", "session": session},
+            {"step": "follow", "session": session, "options": follow},
         ]
         tasks = [
             {"name": step["step"].title(), "trainyard": {"command": "train"} | step, "run_once": True} for step in steps
         ]
         file = self.folder / f"play-{len(self.started)}.yml"
         file.write_text(yaml.safe_dump([{"name": "Run", "hosts": "cluster", "gather_facts": False, "tasks": tasks}]))
-        return self.playbook(file, max(int(entry["host"].removeprefix("node")) for entry in plan), *arguments)
+        return self.playbook(file, max(int(entry.host.removeprefix("node")) for entry in plan), *arguments)
 
     def output_text(self) -> str:
         """Return the output of the newest playbook so far."""

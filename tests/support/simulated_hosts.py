@@ -17,7 +17,7 @@ from lying_host import RUN, honest
 from trainer.spec import make_spec
 from trainer.supervise.status import shorten
 from trainyard.connection import Host, HostConnection
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.types import PreparedRun, StagedFile
 
 LATENCY = 0.05  # s of a request: Python starts on the host
 STEP = 0.5  # s of a training step
@@ -27,9 +27,7 @@ POLL = 0.2  # s between two checks of a host while a request waits for a change
 def prepared_run(rows: int) -> PreparedRun:
     """Return a run whose files are already on the hosts."""
     spec = make_spec({"run": RUN, "model": "tiny", "fake_data": True, "total_batch_size": rows}, "the test")
-    fields = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
-    trainer = {"kind": "trainer", "src": "/dev/null", "dest": "store/t.zip", "sha256": {"": "0" * 64}, "bytes": 1}
-    return PreparedRun(RUN, fields, [trainer], {})
+    return PreparedRun(spec, [StagedFile("trainer", "/dev/null", "store/t.zip", {"": "0" * 64}, "0" * 64, 1)], {})
 
 
 @dataclass

@@ -28,8 +28,8 @@ from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.views import Pages
 from trainyard.progress_record import SUFFIX, ProgressRecord, read_progress
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import PreparedRun
-from trainyard.run.start_record import has_start, keep_start, read_start
+from trainyard.run.start_record import has_start, keep_start, options_of, read_start
+from trainyard.run.types import PreparedRun
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -225,7 +225,7 @@ def test_a_record_whose_process_is_gone_is_interrupted(tmp_path: Path) -> None:
 
 def keep(home: Path, **more: Any) -> None:
     spec = make_spec({"run": "r", "dataset": "data.jsonl", **more}, "the test")
-    prepared = PreparedRun("r", spec.model_dump(mode="json") | {"rows_per_step": 4}, [], {})
+    prepared = PreparedRun(spec, [], {})
     given = {"max_restarts": 3, "run_env": {"HF_TOKEN": "secret"}, "head": "node2", "follow": False}
     options = LaunchOptions.model_validate(given)
     keep_start(home, prepared, options, ["node1", "node2"])
@@ -244,10 +244,10 @@ def test_a_start_is_kept_without_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     record = read_start(tmp_path, "r")
     assert record.spec.dataset == str(tmp_path / "there/data.jsonl") and record.spec.model == "tiny"
-    options = record.options(LaunchOptions.model_validate({"stall_limit": 5.0, "max_restarts": 1}))
+    options = options_of(record, LaunchOptions.model_validate({"stall_limit": 5.0, "max_restarts": 1}))
     assert (options.max_restarts, options.head, options.stall_limit) == (3, "node2", 5.0)
-    assert record.hosts == ("node1", "node2") and record.spec.run == "r"
-    assert options.follow and record.variables == ("HF_TOKEN",), (
+    assert record.hosts == ["node1", "node2"] and record.spec.run == "r"
+    assert options.follow and record.variables == ["HF_TOKEN"], (
         "the dashboard follows the run, and names what is missing"
     )
     monkeypatch.chdir(tmp_path / "there")

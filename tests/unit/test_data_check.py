@@ -11,7 +11,6 @@ import pytest
 from trainer_fixtures import model_folder
 from trainer_runs import records, write_jsonl
 
-from trainer.data.data_report import DataReport
 from trainer.errors import UserError
 from trainer.spec import make_spec
 from trainyard.run import data_check
@@ -65,7 +64,7 @@ def test_one_bad_record_among_many(strict: Path, tmp_path: Path, messages: list[
         prepared(strict, rows, tmp_path)
     assert f"{tmp_path}/d.jsonl:277: " in str(error.value)
     if SYSTEM in messages:
-        assert prepared(strict, rows, tmp_path, system="prepend").data["samples"] == 400
+        assert prepared(strict, rows, tmp_path, system="prepend").data.samples == 400
 
 
 def test_prompts_that_the_template_of_a_student_rejects(strict: Path) -> None:
@@ -81,8 +80,8 @@ def test_totals_are_in_the_plan_and_are_kept(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = prepared(model_folder, records(30), tmp_path)
-    assert made.data["samples"] == made.data["answers"] == 30 and made.data["unread"] == 0
-    assert data_lines(made) == [f"data: {DataReport.of(made.data).line()}"]
+    assert made.data.samples == made.data.answers == 30 and made.data.unread == 0
+    assert data_lines(made) == [f"data: {made.data.line()}"]
 
     def fail(*_: Any) -> None:
         raise AssertionError
@@ -90,7 +89,7 @@ def test_totals_are_in_the_plan_and_are_kept(
     with monkeypatch.context() as patch:  # nothing is encoded again
         patch.setattr(data_check, "check_samples", fail)
         assert prepared(model_folder, records(30), tmp_path).data == made.data
-    assert prepared(model_folder, records(30), tmp_path, train_on="all").data["tokens"] > made.data["tokens"]
+    assert prepared(model_folder, records(30), tmp_path, train_on="all").data.tokens > made.data.tokens
 
 
 def test_more_than_half_of_the_samples_lost_stops_the_run(model_folder: Path, tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_more_than_half_of_the_samples_lost_stops_the_run(model_folder: Path, tm
         prepared(model_folder, rows, tmp_path)
     made = prepared(model_folder, rows, tmp_path, allow_dropped=True)
     assert [line for line in data_lines(made) if line.startswith("WARNING: 5 of 9 samples")]
-    assert prepared(model_folder, rows[:8], tmp_path).data["dropped"] == {"without an answer with loss": 4}
+    assert prepared(model_folder, rows[:8], tmp_path).data.dropped == {"without an answer with loss": 4}
 
 
 def test_what_only_the_hosts_have_is_left_to_them(model_folder: Path, tmp_path: Path) -> None:
@@ -108,8 +107,8 @@ def test_what_only_the_hosts_have_is_left_to_them(model_folder: Path, tmp_path: 
         if file.name != "tokenizer.json":
             (tmp_path / "slow" / file.name).symlink_to(file)
     made = prepared(tmp_path / "slow", records(5), tmp_path)
-    assert made.data == {} and data_lines(made) == ["data: the ranks count it before the first step"]
-    assert data_lines(PreparedRun("r", {"fake_data": True, "script": ""}, [], {})) == []
+    assert made.data is None and data_lines(made) == ["data: the ranks count it before the first step"]
+    assert data_lines(PreparedRun(make_spec({"fake_data": True}, "the test"), [], {})) == []
 
 
 def test_a_dataset_without_the_log_probabilities_that_a_run_needs(model_folder: Path, tmp_path: Path) -> None:
@@ -117,4 +116,4 @@ def test_a_dataset_without_the_log_probabilities_that_a_run_needs(model_folder: 
     with pytest.raises(UserError, match="distill_alpha: no row of the dataset has teacher_logprobs"):
         prepared(model_folder, records(3), tmp_path, distill_alpha=0.5)
     row = records(1)[0] | {"teacher_logprobs": [{"token": "61", "top": {"61": -0.1}}]}
-    assert prepared(model_folder, [row, *records(2)], tmp_path, distill_alpha=0.5).data["samples"] == 3
+    assert prepared(model_folder, [row, *records(2)], tmp_path, distill_alpha=0.5).data.samples == 3

@@ -10,6 +10,7 @@ import pytest
 from trainyard.connection import FanOut
 from trainyard.run.early_imports import RETURN_LIMIT, EarlyImports
 from trainyard.run.options import make_options
+from trainyard.run.types import PlanEntry
 
 
 class Hosts:
@@ -20,8 +21,7 @@ class Hosts:
         self._lock = threading.Lock()
         self.early = EarlyImports(lambda name: Asked(name, self), make_options({"max_restarts": 3} | options))  # type: ignore[arg-type, return-value]
         self.early.note_start(
-            {"host": name, "run_dir": "/d/runs/r", "ranks": [rank], "node_rank": rank, "command": ["torchrun"]}
-            for rank, name in enumerate("abc")
+            PlanEntry(name, rank, [rank], run_dir="/d/runs/r", command=["torchrun"]) for rank, name in enumerate("abc")
         )
 
     def names(self) -> list[str]:

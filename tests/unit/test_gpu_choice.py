@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trainer.spec import make_spec
 from trainer.supervise.files import SupervisorError, hold_lock, write_json
 from trainer.supervise.link_free import link_free
 from trainer.supervise.options import StartRequest, parse_flags
@@ -23,6 +24,7 @@ def state(name: str, count: int, machine: str = "", **more: Any) -> HostState:
     host = Host(name, f"10.0.0.{len(name)}", "/d", "/p", **{k: more.pop(k) for k in ("gpus", "processes") if k in more})
     cards = [{"name": "A", "memory_mib": 1000 * (n + 1), "uuid": f"GPU-{machine or name}-{n}"} for n in range(count)]
     facts = {"gpus": cards, "boot_id": name, "route_error": "", "interface": "e0", "source": "10.0.0.1", "cpus": 8}
+    facts |= {"memory_mib": 1000, "link_mbit": 0, "versions": {}, "part": None, "stop_wanted": False}
     return HostState(host, facts=facts | more)
 
 
@@ -111,10 +113,10 @@ def test_the_ranks_see_only_the_chosen_gpus() -> None:
     assert "CUDA" not in cpu and "\nCUDA_VISIBLE_DEVICES=\n" in hidden
     with pytest.raises(PlanError, match="a: CUDA_VISIBLE_DEVICES in run_env or cluster_env is set by the plan"):
         environment(nodes[0], {"CUDA_VISIBLE_DEVICES": "0"})
-    spec = {"strategy": "ddp", "balance": "off", "rows_per_step": 4, "batch_size": 1, "script": ""}
+    spec = make_spec({"strategy": "ddp", "balance": "even", "total_batch_size": 4, "batch_size": 1}, "the test")
     table = plan_lines(nodes, spec, 29500, [])
     assert table[0].split()[6] == "GPUs" and [line.split()[6] for line in table[1:4]] == ["0,2", "-", "-"]
-    request = StartRequest.from_json(start_request(nodes[0].as_dict(), ["a"], []))
+    request = StartRequest.from_json(start_request(nodes[0], ["a"], []))
     assert parse_flags(request.flags()).devices == ["GPU-a-2", "GPU-a-0"]
     assert parse_flags(StartRequest("/r", ["x"]).flags()).devices == []
 

@@ -18,7 +18,7 @@ from trainyard.run.isolation import choose_isolation, isolation_lines, unit_line
 from trainyard.run.launch import start_request
 from trainyard.run.plan import environment, plan_nodes
 
-SPEC = RunSpec().model_dump(mode="json")
+SPEC = RunSpec()
 OWN = next(iter(addresses()), "")  # an address of this machine besides loopback
 NEEDS_ADDRESS = pytest.mark.skipif(not OWN, reason="this machine has no address besides loopback")
 
@@ -29,6 +29,7 @@ NEEDS_FILTER = pytest.mark.privileged(
 
 def host(name: str, address: str, **facts: Any) -> HostState:
     found = {"gpus": [], "boot_id": name, "route_error": "", "interface": "eth0", "source": address, "cpus": 8}
+    found |= {"memory_mib": 1000, "link_mbit": 0, "versions": {}, "part": None, "stop_wanted": False}
     return HostState(Host(name, address, data_dir="/d", python="/p"), facts=found | facts)
 
 
@@ -119,7 +120,7 @@ def test_ranks_of_several_hosts_accept_every_address_of_these() -> None:
     isolation = choose_isolation("auto", SPEC, True, {})
     for node in plan_nodes(hosts, run="r", port=29500, isolation=isolation):
         assert set(node.peers) == {"10.0.0.1", "192.168.0.1", "fd00::1", "10.0.0.2", "192.168.0.2"}
-        assert start_request(node.as_dict(), ["a", "b"], [])["reachable"] == node.peers
+        assert start_request(node, ["a", "b"], [])["reachable"] == node.peers
         assert "\nHF_HUB_OFFLINE=1\n" in environment(node, {})
         assert "\nHF_HUB_OFFLINE=0\n" in environment(node, {"HF_HUB_OFFLINE": "0"})
 
@@ -164,15 +165,15 @@ def test_every_host_has_the_rendezvous_id_of_the_start() -> None:
 def test_a_run_that_needs_other_machines_is_not_isolated(
     changed: dict[str, Any], has_dataset: bool, run_env: dict[str, str], reason: str
 ) -> None:
-    isolation = choose_isolation("auto", SPEC | changed, has_dataset, run_env)
+    isolation = choose_isolation("auto", SPEC.model_copy(update=changed), has_dataset, run_env)
     assert (isolation.incoming, isolation.outgoing, isolation.reason) == (True, not reason, reason)
     hosts = [host("a", "10.0.0.1"), host("b", "10.0.0.2")]
-    entry = plan_nodes(hosts, run="r", port=29500, isolation=isolation)[1].as_dict()
+    entry = plan_nodes(hosts, run="r", port=29500, isolation=isolation)[1]
     reachable = start_request(entry, ["a", "b"], [])["reachable"]
     assert reachable == ([] if reason else ["10.0.0.1", "10.0.0.2"])
-    assert entry["peers"] == ["10.0.0.1", "10.0.0.2"]  # others cannot connect in any case
+    assert entry.peers == ["10.0.0.1", "10.0.0.2"]  # others cannot connect in any case
     assert [reason in line for line in isolation_lines(isolation, hosts)] == ([True] if reason else [])
-    always = choose_isolation("always", SPEC | changed, has_dataset, run_env)
+    always = choose_isolation("always", SPEC.model_copy(update=changed), has_dataset, run_env)
     assert always.outgoing and not always.reason
 
 
@@ -189,7 +190,7 @@ def test_a_run_that_nothing_protects_is_warned_of() -> None:
 
 
 def test_a_kernel_without_socket_filters_is_warned_of() -> None:
-    isolation = choose_isolation("auto", SPEC | {"loggers": ["wandb"]}, True, {})
+    isolation = choose_isolation("auto", SPEC.model_copy(update={"loggers": ("wandb",)}), True, {})
     hosts = [host("a", "10.0.0.1", socket_filter=False, firewall="ufw"), host("b", "10.0.0.2", socket_filter=False)]
     _, walled, bare = isolation_lines(isolation, hosts)
     assert walled.startswith("a: the kernel permits no socket filter without privileges; their firewalls keep")

@@ -15,7 +15,8 @@ from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec
 from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables, table
-from trainyard.run.plan import Node, environment
+from trainyard.run.plan import environment
+from trainyard.run.types import PlanEntry
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -76,7 +77,7 @@ def test_a_secret_is_not_in_an_error() -> None:
 
 
 def test_any_text_in_run_env_reaches_the_ranks_unchanged_or_is_refused(tmp_path: Path) -> None:
-    node = Node("h", 0, [0], "10.0.0.1", "lo", 1, str(tmp_path), "/data", ["python3"])
+    node = PlanEntry("h", 0, [0], "10.0.0.1", "lo", 1, str(tmp_path), "/data", ["python3"])
     refused = set()
     for number, text in enumerate([*HOSTILE_STRINGS, *UNENCODABLE_STRINGS]):
         try:

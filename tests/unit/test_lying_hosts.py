@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,13 @@ from trainyard.run.options import make_options
 from trainyard.run.planning import plan_run
 from trainyard.run.relay import Copy, Member, run_relay
 from trainyard.run.runs import manage_runs
-from trainyard.run.spec_files import PreparedRun
 from trainyard.run.stage import stage_files
 from trainyard.run.status import parts_to_monitor
+from trainyard.run.types import PreparedRun, StagedFile
 
 OPTIONS = make_options({"lost_limit": 2.0, "stall_limit": 1.0, "progress_interval": 0})
-PREPARED = PreparedRun(
-    run=RUN,
-    spec=make_spec({"run": RUN, "model": "tiny", "fake_data": True}, "the test").model_dump(mode="json")
-    | {"rows_per_step": 8},
-    files=[{"kind": "trainer", "src": os.devnull, "dest": "store/t.zip", "sha256": {"": "0" * 64}, "bytes": 1}],
-    origin={},
-)
+SPEC = make_spec({"run": RUN, "model": "tiny", "fake_data": True}, "the test")
+PREPARED = PreparedRun(SPEC, [StagedFile("trainer", os.devnull, "store/t.zip", {"": "0" * 64}, "0" * 64, 1)], {})
 
 
 @pytest.fixture
@@ -95,7 +91,7 @@ def stage(cluster: Cluster, folder: Path) -> list[str]:
     entries = cluster.entries()
     return [
         line
-        for paths in stage_files(entries, PREPARED, cluster.connect, {}, "t", transfer="auto").values()
+        for paths in stage_files(entries, SPEC, PREPARED, cluster.connect, {}, "t", transfer="auto").values()
         for line in paths
     ]
 
@@ -105,7 +101,7 @@ def described(cluster: Cluster, folder: Path) -> list[str]:
         found = describe_files(HostAccess(cluster.hosts, cluster.connect), {"model": "/srv/model"})["model"]
     except UserError as error:
         raise RunError(str(error)) from None
-    return [str(found.entry("model")["dest"])]
+    return [found.entry("model").dest]
 
 
 def relayed(cluster: Cluster, folder: Path) -> list[str]:
@@ -307,14 +303,14 @@ def test_the_copy_of_an_adapter_names_the_base_model_of_the_controller(
 
 
 def test_the_base_model_of_the_controller() -> None:
-    model = {"kind": "model", "src": "/here/m", "dest": "store/models/m"}
+    model = StagedFile("model", "/here/m", "store/models/m", {}, "", 1)
     for name, entry, expected in (
         ("org/model", model, "org/model"),
         ("./m", model, "/here/m"),
         ("tiny", model, "/here/m"),
-        ("host:/m", {**model, "src": ""}, ""),
+        ("host:/m", replace(model, src=""), ""),
     ):
-        assert PreparedRun("r", {}, [entry], {"model": name}).base_model == expected
+        assert PreparedRun(SPEC, [entry], {"model": name}).base_model == expected
 
 
 def test_a_symbolic_link_in_the_target_is_not_followed(cluster: Cluster, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from trainyard.connection import Host, HostConnection
 from trainyard.run.errors import PlanError
 from trainyard.run.options import make_options
 from trainyard.run.session import RunSession
-from trainyard.run.session_state import SessionState
+from trainyard.run.types import SessionState
 
 
 class Recording(Cluster):
@@ -50,7 +51,7 @@ class Recording(Cluster):
 def recorded(count: int, folder: Path) -> Recording:
     """Return the traffic of a session with simulated hosts until their run ended."""
     cluster = Recording(count, folder)
-    state = SessionState(prepared=prepared_run(count).as_dict())
+    state = SessionState(prepared=prepared_run(count))
     session = RunSession(
         cluster.hosts, cluster.connect, make_options({}), home=folder, report=lambda line: None, state=state
     )
@@ -98,15 +99,15 @@ def test_many_requests_raise_the_limit_of_open_files() -> None:
 
 def test_a_host_beyond_equal_pipelines_is_left_out_of_the_plan(tmp_path: Path) -> None:
     cluster, prepared = Cluster(3, tmp_path, duration=1.0), prepared_run(8)
-    prepared.spec.update(strategy="pipeline", pipeline_hosts=2)
+    spec = prepared.spec.model_copy(update={"strategy": "pipeline", "pipeline_hosts": 2})
 
     def session(**options: object) -> RunSession:
-        state = SessionState(prepared=prepared.as_dict())
+        state = SessionState(prepared=replace(prepared, spec=spec))
         made = make_options(options)
         return RunSession(cluster.hosts, cluster.connect, made, home=tmp_path, report=lambda line: None, state=state)
 
     allowed = session(min_nodes=2)
     assert f"{cluster.names[2]} is left out: every pipeline has 2 hosts" in allowed.plan()["lines"]
-    assert [entry["host"] for entry in allowed.state.plan] == cluster.names[:2]
+    assert [entry.host for entry in allowed.state.plan] == cluster.names[:2]
     with pytest.raises(PlanError, match="pipeline_hosts: 3 hosts cannot form pipelines of 2 hosts each"):
         session().plan()

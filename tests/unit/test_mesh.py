@@ -24,7 +24,7 @@ from trainyard.remote.mesh import Mesh
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.session import RunSession
-from trainyard.run.session_state import SessionState
+from trainyard.run.types import PlanEntry, SessionState
 
 HERE = Host("here", "127.0.0.1", "/nonexistent", sys.executable)
 CONNECTION = HostConnection(HERE, LocalTransport())
@@ -223,7 +223,7 @@ def test_a_data_dir_without_write_access_is_reported(tmp_path: Path) -> None:
 def test_a_run_on_hosts_that_share_a_data_dir_is_refused(tmp_path: Path, check: bool) -> None:
     """In check mode nothing is written, so nothing is found."""
     hosts = [Host(name, address, str(tmp_path), sys.executable) for name, address in NAMES.items()]
-    entries = [{"host": host.name, "interface": "lo", "node_rank": rank} for rank, host in enumerate(hosts)]
+    entries = [PlanEntry(host.name, rank, interface="lo") for rank, host in enumerate(hosts)]
     session = RunSession(
         hosts,
         lambda host: HostConnection(host, LocalTransport()),

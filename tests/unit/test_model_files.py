@@ -16,8 +16,8 @@ from trainer.spec import make_spec
 from trainyard.ollama.trained_run import read_tokens
 from trainyard.run.choose_strategy import spec_here
 from trainyard.run.model_files import _check_targets
-from trainyard.run.planning import host_spec
-from trainyard.run.spec_files import PreparedRun, prepare
+from trainyard.run.spec_files import prepare
+from trainyard.run.types import PreparedRun, StagedFile
 
 __all__ = ["dataset", "model_folder"]
 
@@ -41,19 +41,19 @@ def test_the_teacher_is_staged_like_the_model(model_folder: Path, dataset: Path,
     (teacher / "extra.json").write_text("{}")
     common = {"model": model_folder, "dataset": dataset, "distill_alpha": 0.5}
     made = prepared(tmp_path, teacher=teacher, **common)
-    kinds = {entry["kind"]: entry for entry in made.files}
+    kinds = {file.kind: file for file in made.files}
     assert set(kinds) == {"dataset", "model", "teacher", "trainer"}
-    assert kinds["teacher"]["src"] == str(teacher) and "model.safetensors" in kinds["teacher"]["sha256"]
-    assert made.origin["teacher"] == str(teacher) and made.origin["teacher_sha256"] == kinds["teacher"]["digest"]
-    spec = host_spec(made.spec, made.files, "/data")
-    assert spec["teacher"] == f"/data/{kinds['teacher']['dest']}" != spec["model"] == f"/data/{kinds['model']['dest']}"
+    assert kinds["teacher"].src == str(teacher) and "model.safetensors" in kinds["teacher"].sha256
+    assert made.origin["teacher"] == str(teacher) and made.origin["teacher_sha256"] == kinds["teacher"].digest
+    spec = made.spec_on("/data")
+    assert spec.teacher == f"/data/{kinds['teacher'].dest}" != spec.model == f"/data/{kinds['model'].dest}"
     with spec_here(made.spec, made.files) as here:
         assert (here.model, here.teacher) == (str(model_folder), str(teacher))
     # The name of the run depends on the contents of the teacher.
     assert prepared(tmp_path, teacher=copy_of(teacher, tmp_path / "same"), **common).run == made.run
     (tmp_path / "same" / "extra.json").write_text("[]")
     assert prepared(tmp_path, teacher=tmp_path / "same", **common).run != made.run
-    assert prepared(tmp_path, model=model_folder, dataset=dataset).spec["teacher"] == ""
+    assert prepared(tmp_path, model=model_folder, dataset=dataset).spec.teacher == ""
 
 
 def test_added_tokens_belong_to_the_vocabulary(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
@@ -69,15 +69,19 @@ def test_added_tokens_belong_to_the_vocabulary(model_folder: Path, dataset: Path
 
 def test_a_model_that_teaches_itself_is_copied_once(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     made = prepared(tmp_path, model=model_folder, teacher=model_folder, dataset=dataset, distill_alpha=1)
-    model, teacher = (entry for entry in made.files if entry["kind"] in ("model", "teacher"))
-    assert model["dest"] == teacher["dest"] and (model["bytes"] > 0) == (teacher["bytes"] == 0)
+    model, teacher = (file for file in made.files if file.kind in ("model", "teacher"))
+    assert model.dest == teacher.dest and (model.bytes > 0) == (teacher.bytes == 0)
+
+
+def described(kind: str, src: str = "", config: str = "") -> StagedFile:
+    return StagedFile(kind, src, "store/models/m", {}, "", 0, config=config)
 
 
 def test_a_teacher_on_the_hosts_is_described_by_its_config(model_folder: Path) -> None:
     config = (model_folder / "config.json").read_text()
     spec = make_spec({"model": str(model_folder), "teacher": "host:/t", "distill_alpha": 1}, "-e")
-    files = [{"kind": "model", "src": str(model_folder)}, {"kind": "teacher", "src": "", "config": config}]
-    with spec_here(spec.model_dump(mode="json"), files) as here:
+    files = [described("model", str(model_folder)), described("teacher", config=config)]
+    with spec_here(spec, files) as here:
         assert json.loads((Path(here.teacher) / "config.json").read_text()) == json.loads(config)
         assert here.model == str(model_folder)
 
@@ -115,16 +119,16 @@ def test_lora_targets_are_checked_before_a_rank_starts(
 ) -> None:
     common = {"model": model_folder, "dataset": dataset}
     config = (model_folder / "config.json").read_text()
-    entry = {"src": str(model_folder)} if where == "src" else {"src": "", "config": config}
+    model = described("model", str(model_folder)) if where == "src" else described("model", config=config)
     for targets in ("all-linear", "q_proj,model.layers.0.mlp.up_proj,lm_head,embed_tokens"):
         prepared(tmp_path, lora_targets=targets, **common)
-        _check_targets(make_spec({"lora_targets": targets}, "-e"), entry)
+        _check_targets(make_spec({"lora_targets": targets}, "-e"), model)
     refused = make_spec({"lora_targets": "q_proj,v_porj"}, "-e")
     with pytest.raises(
         UserError, match=r"^lora_targets: v_porj: no layer of .*: down_proj, embed_tokens, gate_proj, k_proj"
     ):
-        _check_targets(refused, entry)
+        _check_targets(refused, model)
     with pytest.raises(UserError, match=r"^lora_targets: v_porj: no layer of "):
         prepared(tmp_path, lora_targets="q_proj,v_porj", **common)
-    _check_targets(refused, {"src": "", "config": '{"model_type": "mamba"}'})
+    _check_targets(refused, described("model", config='{"model_type": "mamba"}'))
     prepared(tmp_path, lora_targets="q_proj,v_porj", lora_r=0, **common)

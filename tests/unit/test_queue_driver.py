@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trainer.spec import make_spec
 from trainyard.connection import Host, Login
 from trainyard.queue import driver as module
 from trainyard.queue.lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
@@ -16,6 +17,7 @@ from trainyard.queue.never_starts import LOST_LIMIT
 from trainyard.queue.run_folder import Session
 from trainyard.run.errors import HostUnreachableError, LaunchError, RunError
 from trainyard.run.options import LaunchOptions
+from trainyard.run.types import PreparedRun
 
 
 class World:
@@ -53,7 +55,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A world whose job has node1, and the folder of its run."""
     one = World()
     host = Host("node1", "10.0.0.1", "/srv/t", "/usr/bin/python3", login=Login("10.0.0.1"))
-    prepared = {"run": "r", "spec": {"resume": "never"}, "files": [], "origin": {}}
+    prepared = PreparedRun(make_spec({"run": "r", "resume": "never"}, "the test"), [], {})
     (tmp_path / "session.json").write_bytes(Session([host], LaunchOptions(), prepared).as_json())
     (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [], "exit": None}))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config import RunSpec
 from trainer.supervise.files import SupervisorError, is_locked, read_json, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import link_free
@@ -31,6 +32,7 @@ from trainyard.remote import lease as remote_lease
 from trainyard.remote import queue
 from trainyard.remote.queue_job import submit
 from trainyard.run.options import LaunchOptions
+from trainyard.run.types import PreparedRun, StagedFile
 
 REPO = Path(__file__).resolve().parents[2]
 # Slurm 22.05 on three lab hosts, with names that a user chose.
@@ -433,15 +435,16 @@ def test_the_health_check_lets_slurm_count_the_gpus_of_an_idle_host_anew(
 
 def test_a_session_is_read_as_written(tmp_path: Path) -> None:
     login = Login(address="h", user="u", port=2222, key_file="/home/me/key", extra_arguments=("-o", "ProxyCommand=x"))
+    file = StagedFile("model", "files/0", "store/m", {}, "0" * 64, 0)
     written = Session(
         [host("node1", gpus=("0",), env={"A": "b"}, login=login)],
         LaunchOptions(max_restarts=3),
-        {"run": "r", "spec": {}, "files": [{"src": "files/0"}, {"src": None}], "origin": {}},
+        PreparedRun(RunSpec(run="r"), [file, replace(file, src="", on_hosts="/m")], {}),
     )
     (tmp_path / "session.json").write_bytes(written.as_json())
     read = read_session(tmp_path)
     assert read.options == written.options and read.hosts[0].gpus == ("0",) and read.hosts[0].env == {"A": "b"}
-    assert read.prepared["files"][0]["src"] == str(tmp_path / "files/0")
+    assert read.prepared.files[0].src == str(tmp_path / "files/0")
     one = read.hosts[0].login
     assert (one.address, one.user, one.port) == ("10.0.0.1", "u", 2222)
     assert "ProxyCommand=x" not in one.extra_arguments and one.key_file.endswith("trainyard_queue_ed25519")

@@ -251,17 +251,16 @@ def test_the_time_limit_is_twice_the_estimate(prepared: tuple[NewRun, PreparedRu
     queue = QueueState({}, {"node1": Node("node1", "idle", 2, 8192)})
     minutes, why = time_limit(run, files, queue)
     assert minutes == 10 and why == "time limit 10 minutes: twice the plan's estimate of 1 minute, at least 10 minutes"
-    longer = PreparedRun(files.run, files.spec | {"epochs": 3000}, files.files, files.origin)
+    longer = replace(files, spec=files.spec.model_copy(update={"epochs": 3000}))
     host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8192, "link_mbit": 0}
-    with_folder = run.spec.model_copy(update={"epochs": 3000, "model": files.files[1]["src"]})
+    with_folder = run.spec.model_copy(update={"epochs": 3000, "model": files.files[1].src})
     seconds = estimate_seconds(with_folder, [host], 64)
     minutes, why = time_limit(run, longer, queue)
     assert minutes * 60 == pytest.approx(2 * seconds, abs=60) and minutes > 10 and "twice the plan's estimate" in why
     given = NewRun(QueueOptions(time_limit=7), run.spec, run.launch)
     assert time_limit(given, files, queue) == (7, "time limit 7 minutes")
-    unknown = [
-        {**file, "src": "", "config": '{"model_type": "mamba"}'} for file in files.files if file["kind"] == "model"
-    ]
-    others = [file for file in files.files if file["kind"] != "model"]
-    minutes, why = time_limit(run, PreparedRun(files.run, files.spec | {"model": "org/x"}, others + unknown, {}), queue)
+    mamba = '{"model_type": "mamba"}'
+    unknown = [replace(file, src="", config=mamba) if file.kind == "model" else file for file in files.files]
+    other = replace(files, spec=files.spec.model_copy(update={"model": "org/x"}), files=unknown)
+    minutes, why = time_limit(run, other, queue)
     assert minutes == 0 and why.startswith("no time limit, because the plan has no estimate (") and "mamba" in why

@@ -140,7 +140,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> dict[str, PreparedRun]:
 
     def stage(prepared: PreparedRun, *_: Any) -> tuple[PreparedRun, dict[str, str]]:
         found[prepared.run] = prepared
-        files = [{**file, "src": f"files/{file['dest']}"} for file in prepared.files]
+        files = [dataclasses.replace(file, src=f"files/{file.dest}") for file in prepared.files]
         return dataclasses.replace(prepared, files=files), {}
 
     monkeypatch.setattr(requests, "stage", stage)
@@ -183,13 +183,13 @@ def test_what_the_steps_need_is_sent_with_the_run(folder: Path, tmp_path: Path, 
     assert session.steps["student"]["options"]["teacher"] == "mine"
     assert session.steps["student"]["options"]["temperature"] == 0.1
     assert session.steps["student"]["machines"][0]["url"] == "http://user:secret@10.0.0.1:11434"
-    assert session.prepared["spec"]["columns"] == {} and not session.prepared["spec"]["fake_data"]
-    assert [file["dest"] for file in staged["teacher"].files][-1] == "store/deploy/converter-1.zip"
-    kinds = {file["kind"]: file for file in staged["student-lr1e-4"].files}
+    assert session.prepared.spec.columns == {} and not session.prepared.spec.fake_data
+    assert [file.dest for file in staged["teacher"].files][-1] == "store/deploy/converter-1.zip"
+    kinds = {file.kind: file for file in staged["student-lr1e-4"].files}
     assert set(kinds) == {"model", "trainer", "prompts", "eval_prompts"}
-    chats = read_prompts(Path(kinds["prompts"]["src"]))
+    chats = read_prompts(Path(kinds["prompts"].src))
     assert [chat[0]["content"] for chat in chats] == ["What follows 1?", "What follows 2?"]
-    assert Path(kinds["prompts"]["src"]).stat().st_mode & 0o777 == 0o600
+    assert Path(kinds["prompts"].src).stat().st_mode & 0o777 == 0o600
 
 
 def test_two_runs_do_not_deploy_one_model(folder: Path, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_other_prompts_are_another_run(folder: Path, tmp_path: Path, staged: dic
     queue = FakeQueue()
     add(queue, tmp_path, **values)
     before = staged["student-lr1e-4"]
-    spec = {"spec": before.spec, "digests": [[file["kind"], file["digest"]] for file in before.files]}
+    spec = {"spec": before.spec.model_dump(mode="json"), "digests": [[file.kind, file.digest] for file in before.files]}
     queue.found = dataclasses.replace(queue.found, specs={"student-lr1e-4": spec})
     add(queue, tmp_path, **values)
     (tmp_path / "other.jsonl").write_text('{"prompt": "What follows 3?"}\n')
@@ -253,7 +253,7 @@ def test_a_missing_converter_is_left_to_the_queue_host(
 
     monkeypatch.setattr(steps, "converter_archive", offline)
     add(FakeQueue(), tmp_path, **file_of(folder, tmp_path / "s.yml"))
-    assert "converter" not in {file["kind"] for file in staged["teacher"].files}
+    assert "converter" not in {file.kind for file in staged["teacher"].files}
     lines: list[str] = []
     for options, count in (({"deploy_name": "a"}, 1), ({"deploy_name": "a", "deploy_as": "adapter"}, 1), ({}, 1)):
         steps.converter_files(steps.read_steps(options), tmp_path, lines.append)

@@ -34,20 +34,25 @@ from trainyard.run.gather import _space_needed
 from trainyard.run.isolation import Isolation
 from trainyard.run.launch_scripts import sbatch, script
 from trainyard.run.options import make_options
-from trainyard.run.plan import Node, check_own_gpus, choose_port, environment, head_first, plan_nodes
+from trainyard.run.plan import check_own_gpus, choose_port, environment, head_first, plan_nodes
 from trainyard.run.planning import check_layers, check_torchft, surplus
 from trainyard.run.restart_policy import RestartPolicy
-from trainyard.run.spec_files import PreparedRun
 from trainyard.run.teacher_host import check_teacher_host, staged_groups
+from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
 
 
 def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> HostState:
     found = {
-        "gpus": [{"name": "A"}] * gpus,
+        "gpus": [{"name": "A", "memory_mib": 1000}] * gpus,
         "boot_id": name,
         "route_error": "",
         "interface": f"{name}0",
         "source": "10.0.0.1",
+        "memory_mib": 1000,
+        "link_mbit": 0,
+        "versions": {},
+        "part": None,
+        "stop_wanted": False,
     }
     about = Host(name, f"10.0.0.{len(name)}", data_dir="/d", python="/p", processes=processes)
     return HostState(about, facts=found | {"cpus": 8} | facts)
@@ -127,7 +132,7 @@ def test_elastic_names_the_host_of_the_store() -> None:
 
 def test_the_host_of_the_teacher_is_the_last_node_and_trains_nothing() -> None:
     train, teacher = [host("a", gpus=2), host("bb", cpus=6)], host("ccc", gpus=1, free_ports=[29500, 29501])
-    teacher.gpus = [{"name": "A", "uuid": "GPU-00000000-0000-0000-0000-000000000001"}]
+    teacher.gpus = [{"name": "A", "memory_mib": 1000, "uuid": "GPU-00000000-0000-0000-0000-000000000001"}]
     nodes = plan_nodes(train, run="r", port=29500, isolation=Isolation(), teacher=teacher)
     assert [node.ranks for node in nodes] == [[0, 1], [2], [3]] and [node.teaches for node in nodes] == [0, 0, 1]
     assert all("--nnodes=2" in node.command for node in nodes[:2])
@@ -165,17 +170,18 @@ def test_a_host_that_cannot_teach_is_named_before_any_contact(name: str, options
 
 def test_the_teacher_is_copied_to_its_host_alone() -> None:
     files = [
-        {"kind": kind, "bytes": size, "dest": kind}
+        StagedFile(kind, "", kind, {}, "", size)
         for kind, size in (("model", 1), ("teacher", 2), ("dataset", 4), ("trainer", 8))
     ]
     states, sizes = [host("a"), host("b")], {"a": 13, "b": 10}
-    prepared = PreparedRun("r", {"teacher": "/t", "distill_alpha": 0.5, "teacher_host": "b"}, files, {})
+    spec = make_spec({"teacher": "/t", "distill_alpha": 0.5, "teacher_host": "b"}, "test")
+    prepared = PreparedRun(spec, files, {})
     assert _space_needed(states, prepared, "a", 1, "ddp") == sizes
-    prepared = PreparedRun("r", {"teacher_host": ""}, files, {})
+    prepared = PreparedRun(make_spec({}, "test"), files, {})
     assert _space_needed(states, prepared, "a", 2, "ddp") == {"a": 15, "b": 15}
-    groups = staged_groups([{"host": "a"}, {"host": "b", "teaches": True}], files)
-    assert [[entry["host"] for entry in entries] for entries, _ in groups] == [["a"], ["b"]]
-    assert [[file["kind"] for file in each] for _, each in groups] == [
+    groups = staged_groups([PlanEntry("a"), PlanEntry("b", teaches=True)], files)
+    assert [[entry.host for entry in entries] for entries, _ in groups] == [["a"], ["b"]]
+    assert [[file.kind for file in each] for _, each in groups] == [
         ["model", "dataset", "trainer"],
         ["teacher", "trainer"],
     ]
@@ -218,11 +224,9 @@ def test_replicas_with_a_torchrun_each() -> None:
     ]
     for node, words in zip(nodes, places, strict=True):
         assert {*words, "--lighthouse=10.0.0.1:29500"} <= set(node.command)
-    texts = [script(node.as_dict(), "r") for node in nodes]
+    texts = [script(node, "r") for node in nodes]
     assert ["trainer.distributed.lighthouse 10.0.0.1:29500 >>" in text for text in texts] == [True, False, False]
-    assert "trainer.distributed.lighthouse 10.0.0.1:29500 >>" in sbatch(
-        [node.as_dict() | {"gpus": []} for node in nodes], "r"
-    )
+    assert "trainer.distributed.lighthouse 10.0.0.1:29500 >>" in sbatch(nodes, "r")
     hosts[2].facts["free_ports"] = [29500, 29501]
     with pytest.raises(PlanError, match="no port from 29500 to 29599 is free on ccc"):
         plan_nodes(hosts, run="r", port=29501, replica_hosts=2)
@@ -271,16 +275,17 @@ def test_which_failures_end_the_run(failure: dict[str, Any], min_nodes: int, end
 NASTY = {"HF_TOKEN": "geheim x='y\" z= $HOME `id`=", "NAME": "a=b="}
 
 
-def entries(folder: Path) -> list[dict[str, Any]]:
+def entries(folder: Path) -> list[PlanEntry]:
     """A plan over two hosts whose command prints its environment, with folders that need quoting."""
     plan = []
     for place in (0, 1):
         run_dir = folder / f"data dir {place}/runs/r"
         run_dir.mkdir(parents=True)
         command = ["/usr/bin/env", "python3", "-c", "import os, json; print(json.dumps(dict(os.environ)))", "it's", '"']
-        node = Node(f"node{place}", place, [place], "10.0.0.1", "eth0", 1, str(run_dir), str(run_dir), command)
+        node = PlanEntry(f"node{place}", place, [place], "10.0.0.1", "eth0", 1, str(run_dir), str(run_dir), command)
         (run_dir / "env").write_text(environment(node, NASTY))
-        plan.append(node.as_dict() | {"gpus": ["A"] * (place + 1)})
+        node.gpus = ["A"] * (place + 1)
+        plan.append(node)
     return plan
 
 
@@ -302,9 +307,9 @@ def test_sbatch_runs_on_each_node_its_own_part(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text('#!/bin/bash\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     for entry in plan:
-        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": entry["host"]}
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": entry.host}
         done = subprocess.run(["bash", "-s"], input=text, capture_output=True, text=True, check=True, env=path)
-        assert json.loads(done.stdout)["PWD"] == entry["run_dir"]
+        assert json.loads(done.stdout)["PWD"] == entry.run_dir
     lost = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "node7"}
     done = subprocess.run(["bash", "-s"], input=text, capture_output=True, text=True, check=False, env=lost)
     assert done.returncode == 2 and "no part of the run is planned for node7" in done.stderr
@@ -455,14 +460,14 @@ def test_torchft_with_ipv6_is_refused_before_a_start() -> None:
     ],
 )
 def test_hosts_beyond_equal_pipelines_are_left_out(fields: dict[str, Any]) -> None:
-    spec = make_spec({"model": "x"} | fields, "here").model_dump(mode="json")
+    spec = make_spec({"model": "x"} | fields, "here")
     assert surplus(["a", "b", "c", "d"], spec, 2) == surplus(["a"], spec, 1) == {}
     assert surplus(["a", "b", "c"], spec, 2) == {"c": "every pipeline has 2 hosts"}
     for min_nodes in (0, 3):
         with pytest.raises(PlanError, match="_hosts: 3 hosts cannot form pipelines of 2 hosts each: set "):
             surplus(["a", "b", "c"], spec, min_nodes)
-    assert surplus(["a", "b", "c"], spec | {"strategy": "ddp"}, 0) == {}
-    assert surplus(["a", "b", "c"], spec | {"pipeline_hosts": 0, "replica_hosts": 1}, 0) == {}
+    assert surplus(["a", "b", "c"], spec.model_copy(update={"strategy": "ddp"}), 0) == {}
+    assert surplus(["a", "b", "c"], spec.model_copy(update={"pipeline_hosts": 0, "replica_hosts": 1}), 0) == {}
 
 
 def test_runs_that_start_together_have_different_ports() -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from trainer.spec import make_spec
 from trainyard.connection import Host, Login
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.artifacts import summary, tensorboard_command
+from trainyard.run.types import PlanEntry
 
+HEAD = PlanEntry("node1", run_dir="/d/runs/r")
 RESULT = {
     "run": "r", "status": "finished", "step": 1, "steps": 1, "world_size": 2, "loss_first": 4.0, "loss_last": 3.0, "eval_loss": None,
     "tokens": 11, "samples": 1, "tokens_per_second": 47.0, "adapter": True,
@@ -25,14 +28,14 @@ RESULT = {
             ["  steps        epochs=1 ends before max_steps=3: more epochs give more steps"],
         ),
         ({"epochs": 1, "max_steps": 1}, []),
-        ({"epochs": 1, "max_steps": 0}, []),
+        ({"epochs": 1}, []),
         (None, []),  # a plan that was read from a host
     ],
     ids=str,
 )
 def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, Any] | None, more: list[str]) -> None:
-    head = {"host": "node1", "run_dir": "/d/runs/r"} | ({"spec": spec} if spec else {})
-    lines = summary(RESULT, head, 2, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only
+    known = make_spec(spec, "the test") if spec else None
+    lines = summary(RESULT, HEAD, 2, None, known)  # type: ignore[arg-type]  # it is asked for TensorBoard only
     assert lines[: 1 + len(more)] == ["run r finished: 1 of 1 steps on 2 ranks, 2 hosts", *more]
     assert lines[1 + len(more)] == "  loss         4.0000 -> 3.0000 (-25 %)"
     assert "  speed        47 tokens/s, 11 tokens of 1 sample (without the eval split)" in lines
@@ -40,8 +43,7 @@ def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, 
 
 def test_the_summary_has_the_totals_of_the_dataset() -> None:
     data = {"samples": 9, "answers": 12, "tokens": 80, "truncated": 2, "dropped": {"too long": 1}, "notes": {}}
-    head = {"host": "node1", "run_dir": "/d/runs/r"}
-    lines = summary(RESULT | {"data": data}, head, 2, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only
+    lines = summary(RESULT | {"data": data}, HEAD, 2, None, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only
     assert (
         lines[4] == "  data         9 samples: 12 answers and 80 tokens with loss, 2 truncated, 1 dropped (1 too long)"
     )

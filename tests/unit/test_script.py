@@ -20,7 +20,6 @@ from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import time_limit
 from trainyard.run.isolation import outside_need
 from trainyard.run.options import LaunchOptions
-from trainyard.run.planning import host_spec
 from trainyard.run.spec_files import PreparedRun, prepare
 
 
@@ -71,21 +70,21 @@ def test_a_file_that_is_no_script_is_refused(make: Any, why: str, tmp_path: Path
 
 def test_the_script_is_staged_alone_unless_model_and_dataset_are_set(tmp_path: Path) -> None:
     run = prepared(tmp_path, script=str(script(tmp_path)))
-    assert [entry["kind"] for entry in run.files] == ["script", "trainer"]
+    assert [file.kind for file in run.files] == ["script", "trainer"]
     assert run.run.startswith("my-worker-") and run.has_dataset
     assert outside_need(run.spec, run.has_dataset, {}) == ""
-    entry = run.files[0]
-    assert entry["dest"] == f"store/scripts/my-worker-{entry['digest'][:12]}.py"
-    there = make_spec(host_spec(run.spec, run.files, "/srv/trainyard"), "the test")
-    assert there.script == f"/srv/trainyard/{entry['dest']}" and there.model == "tiny"
+    file = run.files[0]
+    assert file.dest == f"store/scripts/my-worker-{file.digest[:12]}.py"
+    there = run.spec_on("/srv/trainyard")
+    assert there.script == f"/srv/trainyard/{file.dest}" and there.model == "tiny"
     assert environment(there, Path("/srv/r")).keys().isdisjoint({"TRAINYARD_MODEL", "TRAINYARD_DATASET"})
 
     # Its dataset has any format, and is staged with the same names as that of the trainer.
     data = script(tmp_path, "1,2\n", "numbers.csv")
     more = prepared(tmp_path, script=str(script(tmp_path)), dataset=str(data))
-    assert [entry["kind"] for entry in more.files] == ["dataset", "script", "trainer"] and more.has_dataset
-    there = make_spec(host_spec(more.spec, more.files, "/srv"), "the test")
-    assert environment(there, Path("/srv/r"))["TRAINYARD_DATASET"] == f"/srv/{more.files[0]['dest']}"
+    assert [file.kind for file in more.files] == ["dataset", "script", "trainer"] and more.has_dataset
+    there = more.spec_on("/srv")
+    assert environment(there, Path("/srv/r"))["TRAINYARD_DATASET"] == f"/srv/{more.files[0].dest}"
 
 
 def test_the_name_of_a_run_depends_on_the_content_of_its_script(tmp_path: Path) -> None:

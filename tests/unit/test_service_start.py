@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,17 @@ import pytest
 from trainer.errors import UserError
 from trainer.spec import make_spec
 from trainyard.connection import Host
-from trainyard.run.file_entries import file_entry
 from trainyard.run.options import LaunchOptions
-from trainyard.run.service_start import read_service_start, service_start
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.start_record import options_of, read_service_start, service_hosts, service_run, service_start
 from trainyard.run.transfer import receive_request, staged_copies
+from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
 
 HOSTS = {name: Host(name, "10.0.0.1", "/data", "/usr/bin/python3", env={"A": name}) for name in ("node1", "node2")}
-ON_HOSTS = {
-    "kind": "dataset",
-    "src": "",
-    "dest": "store/datasets/abc.jsonl",
-    "sha256": {},
-    "bytes": 0,
-    "digest": "a" * 64,
-}
+ON_HOSTS = StagedFile("dataset", "", "store/datasets/abc.jsonl", {}, "a" * 64, 0, on_hosts="/mnt/data.jsonl")
 
 
-def on_controller(folder: Path, kind: str, name: str = "") -> dict[str, Any]:
-    """Return the entry of a file of the controller, or of a folder that has it and config.json."""
+def on_controller(folder: Path, kind: str, name: str = "") -> StagedFile:
+    """Return a file of the controller, or of a folder that has it and config.json."""
     folder.mkdir(exist_ok=True)
     path = folder / (name or "model.safetensors")
     path.write_bytes(b"content")
@@ -38,56 +31,54 @@ def on_controller(folder: Path, kind: str, name: str = "") -> dict[str, Any]:
     digests = {"" if name else path.name: hashlib.sha256(b"content").hexdigest()}
     if not name:
         (folder / "config.json").write_text("{}")
-    return file_entry(path if name else folder, f"store/{kind}s/x-{kind}", digests, kind)
+    return StagedFile.of(path if name else folder, f"store/{kind}s/x-{kind}", digests, kind)
 
 
-def record(tmp_path: Path, entries: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    hub = {"sizes": {"model.safetensors": 5}, "fetched_by": "node2", "config": "{}"}
+def record(tmp_path: Path, entries: list[PlanEntry], **fields: Any) -> dict[str, Any]:
+    hub: dict[str, Any] = {"sizes": {"model.safetensors": 5}, "fetched_by": "node2", "config": "{}", "src": ""}
     files = [
-        ON_HOSTS | {"on_hosts": "/mnt/data.jsonl", "config": "", "source": 0},
+        ON_HOSTS,
         on_controller(tmp_path / "files", "script", "work.py"),
         on_controller(tmp_path / "model", "model"),
-        on_controller(tmp_path / "teacher", "teacher") | hub | {"src": ""},
+        replace(on_controller(tmp_path / "teacher", "teacher"), **hub),
         on_controller(tmp_path / "files", "trainer", "trainer.zip"),
     ]
     spec = make_spec({"run": "r", "model": str(tmp_path / "model"), "dataset": "host:/mnt/data.jsonl", **fields}, "it")
-    prepared = PreparedRun(
-        "r", spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}, files, {"model": "m"}
-    )
+    prepared = PreparedRun(spec, files, {"model": "m"})
     options = LaunchOptions.model_validate({"run_env": {"B": "2"}, "collect_to": "/home/me", "max_restarts": 3})
     found: dict[str, Any] = json.loads(service_start(prepared, options, HOSTS, entries))
     return found
 
 
 def test_every_file_is_one_that_the_hosts_have(tmp_path: Path) -> None:
-    found = record(tmp_path, [{"host": "node2", "ranks": [0]}, {"host": "node1", "ranks": [1]}])
+    found = record(tmp_path, [PlanEntry("node2", 0, [0]), PlanEntry("node1", 1, [1])])
     assert found["launch"] == {"max_restarts": 3} and found["env"]["node1"] == {"A": "node1", "B": "2"}
     (tmp_path / "r.json").write_text(json.dumps(found))
     start = read_service_start(tmp_path / "r.json", "r")
-    assert [host.env["A"] for host in start.hosts(list(HOSTS.values()))] == ["node1", "node2"]
-    assert start.options(LaunchOptions()).max_restarts == 3
-    prepared = start.prepared(tmp_path / "work")
-    assert prepared.spec["rows_per_step"] == start.spec.rows_per_step and prepared.has_dataset
+    assert [host.env["A"] for host in service_hosts(start, list(HOSTS.values()))] == ["node1", "node2"]
+    assert options_of(start, LaunchOptions()).max_restarts == 3
+    prepared = service_run(start, tmp_path / "work")
+    assert prepared.spec == start.spec and prepared.has_dataset
     dataset, script, model, teacher, trainer = prepared.files
-    assert dataset["on_hosts"] == "/mnt/data.jsonl" and dataset["source"] == 0 and not dataset.get("fetched_by")
-    assert [file["fetched_by"] for file in (script, model, teacher)] == ["node2"] * 3
-    assert model["config"] == teacher["config"] == "{}" and {file["src"] for file in prepared.files[:-1]} == {""}
-    assert Path(trainer["src"]).is_relative_to(tmp_path / "work"), "the trainer is that of the service"
+    assert dataset == ON_HOSTS
+    assert [file.fetched_by for file in (script, model, teacher)] == ["node2"] * 3
+    assert model.config == teacher.config == "{}" and {file.src for file in prepared.files[:-1]} == {""}
+    assert Path(trainer.src).is_relative_to(tmp_path / "work"), "the trainer is that of the service"
     copies = staged_copies(prepared.files)
     weights, _ = copies["store/models/x-model/model.safetensors"], copies["store/scripts/x-script"]
     assert (weights.source, weights.size, weights.mode) == ("", 7, 0o600)
-    assert receive_request({"data_dir": "/data"}, prepared.files, copies)["links"] == {
+    assert receive_request(PlanEntry("node1", data_dir="/data"), prepared.files, copies)["links"] == {
         "/data/store/datasets/abc.jsonl": ("/mnt/data.jsonl", "a" * 64)
     }
 
 
 def test_no_path_of_the_controller_is_in_a_record_and_its_hosts_and_name_are_checked(tmp_path: Path) -> None:
-    found = record(tmp_path, [{"host": "node1"}])
+    found = record(tmp_path, [PlanEntry("node1")])
     assert found["files"][2]["fetched_by"] == "node1"
     for file in found["files"]:
         assert not str(file.get("src")) and str(tmp_path) not in json.dumps({**file, "src": ""})
     (tmp_path / "r.json").write_text(json.dumps(found))
     with pytest.raises(UserError, match="was started on node2, which the service does not know"):
-        read_service_start(tmp_path / "r.json", "r").hosts([HOSTS["node1"]])
+        service_hosts(read_service_start(tmp_path / "r.json", "r"), [HOSTS["node1"]])
     with pytest.raises(UserError, match="that of another run"):
         read_service_start(tmp_path / "r.json", "other")

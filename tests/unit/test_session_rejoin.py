@@ -16,21 +16,16 @@ from trainyard.run import session as module
 from trainyard.run.errors import LaunchError, PlanError, RunError, RunFailedError
 from trainyard.run.gather import fit_hosts
 from trainyard.run.options import make_options
-from trainyard.run.planning import PreviousStart, RunPlan
 from trainyard.run.session import RunSession
-from trainyard.run.session_state import SessionState
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.types import PlanEntry, PreparedRun, PreviousStart, RunPlan, SessionState
 
 SPEC = make_spec({"run": "r", "model": "tiny", "fake_data": True, "strategy": "ddp"}, "the test")
-PREPARED = PreparedRun("r", SPEC.model_dump(mode="json") | {"rows_per_step": 8}, [], {})
+PREPARED = PreparedRun(SPEC, [], {})
 HOSTS = [Host(name, f"10.0.0.{place}", "/d", "/p") for place, name in enumerate("abc", 1)]
 
 
-def entries(names: str) -> list[dict[str, Any]]:
-    return [
-        {"host": name, "run_dir": "/d/runs/r", "ranks": [rank], "node_rank": rank, "attempt": 1, "spec": PREPARED.spec}
-        for rank, name in enumerate(names)
-    ]
+def entries(names: str) -> list[PlanEntry]:
+    return [PlanEntry(name, rank, [rank], run_dir="/d/runs/r") for rank, name in enumerate(names)]
 
 
 class Starts:
@@ -48,17 +43,17 @@ class Starts:
         monkeypatch.setattr(module, "start_ranks", self.start)
         monkeypatch.setattr(module, "follow_parts", self.follow)
         options = make_options({"max_restarts": 1, "min_nodes": 1, "restart_delay": 0})
-        state = SessionState(prepared=PREPARED.as_dict(), plan=entries("ab"), phase="running")
+        state = SessionState(PREPARED, entries("ab"), SPEC, "running")
         self.session = RunSession(HOSTS, lambda host: None, options, state=state, report=lambda line: None)  # type: ignore[arg-type, return-value]
 
     def plan(self, hosts: list[HostState], *rest: Any) -> RunPlan:
         previous: PreviousStart = rest[3]
         names = [host.name for host in hosts if host.name not in previous.barred]
         self.plans.append(names)
-        return RunPlan(entries("".join(names)), "new", 1, [])
+        return RunPlan(entries("".join(names)), "new", 1, [], SPEC)
 
-    def start(self, plan: list[dict[str, Any]], *rest: Any) -> dict[str, Any]:
-        self.refuse([entry["host"] for entry in plan])
+    def start(self, plan: list[PlanEntry], *rest: Any) -> dict[str, Any]:
+        self.refuse([entry.host for entry in plan])
         return {}
 
     def stop(self, parts: list[Any], connect: Any, request: dict[str, Any], limit: float) -> dict[str, str]:
@@ -113,7 +108,7 @@ def test_a_plan_that_fails_with_the_returning_host_leaves_it_out(monkeypatch: py
 
 def test_a_start_that_leaves_the_returning_host_out_counts_as_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = Starts(monkeypatch, lambda names: None, returns=2)
-    monkeypatch.setattr(module, "plan_run", lambda *args: RunPlan(entries("ab"), "new", 1, []))
+    monkeypatch.setattr(module, "plan_run", lambda *args: RunPlan(entries("ab"), "new", 1, [], SPEC))
     assert starts.session.follow()["status"] == "finished" and starts.session._speeds.losses == {"c": 2}
 
 
@@ -130,7 +125,7 @@ def test_a_host_that_lost_its_supervisor_imports_before_the_restart(monkeypatch:
         return starts.follow(*args, **more)
 
     monkeypatch.setattr(module, "follow_parts", follow)
-    monkeypatch.setattr(module, "plan_run", lambda *args: RunPlan(entries("ab"), "new", 1, []))
+    monkeypatch.setattr(module, "plan_run", lambda *args: RunPlan(entries("ab"), "new", 1, [], SPEC))
     monkeypatch.setattr(starts.session._early, "begin", asked.extend)
     assert starts.session.follow()["status"] == "finished" and asked == ["b"]
 
@@ -206,8 +201,7 @@ def test_a_host_that_completes_no_pipeline_does_not_stop_the_run(
     monkeypatch: pytest.MonkeyPatch, size: int, fits: list[str]
 ) -> None:
     session = Starts(monkeypatch, lambda names: None, returns=0).session
-    for entry in session.state.plan:
-        entry["spec"] = entry["spec"] | {"strategy": "pipeline", "pipeline_hosts": size}
+    session.state.spec = SPEC.model_copy(update={"strategy": "pipeline", "pipeline_hosts": size})
     monkeypatch.setattr(absent_hosts, "fit_hosts", lambda *args: ["c"])
     rejoin = session._rejoin()
     assert rejoin and rejoin._fits(["c"])() == fits

@@ -23,6 +23,7 @@ from trainyard.run.errors import PlanError
 from trainyard.run.job_words import waiting_line
 from trainyard.run.options import make_options
 from trainyard.run.slurm_job import batch_script
+from trainyard.run.types import PlanEntry
 
 # Names that a shell, srun or Python's format could misread.
 NAMES = st.text(st.characters(exclude_characters="/\0\n", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
@@ -32,7 +33,7 @@ ASKED = {"slurm_nodes": 2, "slurm_partition": "gpu", "slurm_account": "lab7", "s
 
 
 def script_of(run_dir: str, python: str, processes: int = 1, **options: Any) -> str:
-    entry = {"run_dir": run_dir, "data_dir": str(Path(run_dir).parents[1]), "command": [python]}
+    entry = PlanEntry("login", run_dir=run_dir, data_dir=str(Path(run_dir).parents[1]), command=[python])
     return batch_script(entry, processes, make_options({"launcher": "slurm", **ASKED, **options}))
 
 

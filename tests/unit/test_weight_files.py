@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer.config import RunSpec
+from trainer.spec import make_spec
 from trainer.supervise.link_free import link_free
 from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.host_facts import staged_bytes
-from trainyard.run.spec_files import spec_of
+from trainyard.run.types import PlanEntry, StagedFile
 from trainyard.run.weight_files import (
     hosts_that_share,
     serves_layers,
@@ -20,19 +23,19 @@ from trainyard.run.weight_files import (
     weight_groups,
 )
 
-MODEL: dict[str, Any] = {
-    "kind": "model",
-    "sha256": {"config.json": "1", "model-00001-of-00002.safetensors": "2", "model-00002-of-00002.safetensors": "3"},
-}
-DATASET: dict[str, Any] = {"kind": "dataset", "sha256": {"": "4"}}
-
+SIZES = {"config.json": 5, "model-00001-of-00002.safetensors": 400, "model-00002-of-00002.safetensors": 200}
+MODEL = StagedFile("model", "", "store/models/m-1", dict.fromkeys(SIZES, "1"), "2", 605, SIZES)
+DATASET = StagedFile("dataset", "", "store/datasets/d", {"": "4"}, "4", 10, {"": 10})
 
 REPLICAS = {"replica_strategy": "pipeline", "replica_hosts": 2}
 
 
-def entries(strategy: str, hosts: int = 3, **fields: Any) -> list[dict[str, Any]]:
-    spec = {"model": "/d/store/models/m-1", "strategy": strategy} | fields
-    return [{"host": f"node{n}", "ranks": [2 * n, 2 * n + 1], "spec": spec} for n in range(hosts)]
+def spec_of(strategy: str, **fields: Any) -> RunSpec:
+    return make_spec({"model": "/d/store/models/m-1", "strategy": strategy} | fields, "the test")
+
+
+def entries(hosts: int = 3) -> list[PlanEntry]:
+    return [PlanEntry(f"node{n}", n, [2 * n, 2 * n + 1]) for n in range(hosts)]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +43,11 @@ def entries(strategy: str, hosts: int = 3, **fields: Any) -> list[dict[str, Any]
 )
 def test_the_host_of_rank_0_alone_receives_the_weights_of_a_pipeline(fields: dict[str, Any]) -> None:
     """Also of the pipelines of diloco: the ranks of other replicas receive their layers from it, too."""
-    plan = entries(hosts=4, **fields)
-    (head, files), (rest, reduced) = weight_groups([(plan, [MODEL, DATASET])])
+    plan = entries(4)
+    (head, files), (rest, reduced) = weight_groups([(plan, [MODEL, DATASET])], spec_of(**fields))
     assert (head, rest) == (plan[:1], plan[1:])
     assert files == [MODEL, DATASET]
-    assert reduced == [MODEL | {"sha256": {"config.json": "1"}}, DATASET]
+    assert reduced == [replace(MODEL, sha256={"config.json": "1"}), DATASET]
 
 
 @pytest.mark.parametrize(
@@ -62,19 +65,19 @@ def test_the_host_of_rank_0_alone_receives_the_weights_of_a_pipeline(fields: dic
 def test_otherwise_all_hosts_receive_all_files(
     strategy: str, hosts: int, more: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    groups = [(entries(strategy, hosts, **fields), [MODEL | more, DATASET])]
-    assert weight_groups(groups) == groups
+    groups = [(entries(hosts), [replace(MODEL, **more), DATASET])]
+    assert weight_groups(groups, spec_of(strategy, **fields)) == groups
 
 
 def test_a_new_first_host_is_asked_although_it_was_staged() -> None:
     """It had the place of another rank before, and lacks the weights."""
-    assert [serves_layers(entry) for entry in entries("pipeline")] == [True, False, False]
-    assert not any(serves_layers(entry) for entry in entries("ddp"))
+    assert [serves_layers(entry, spec_of("pipeline")) for entry in entries()] == [True, False, False]
+    assert not any(serves_layers(entry, spec_of("ddp")) for entry in entries())
 
 
 def test_hosts_share_the_weights_of_their_pipeline() -> None:
     def shared(strategy: str, **fields: Any) -> int:
-        return hosts_that_share(spec_of(entries(strategy, **fields)[0]["spec"]), 4)
+        return hosts_that_share(spec_of(strategy, **fields), 4)
 
     assert shared("ddp") == shared("diloco") == shared("fsdp") == 1
     assert shared("pipeline") == 4
@@ -83,10 +86,6 @@ def test_hosts_share_the_weights_of_their_pipeline() -> None:
 
 # Space on the disks ------------------------------------------------------------------------------------------------------
 
-SIZES = {"config.json": 5, "model-00001-of-00002.safetensors": 400, "model-00002-of-00002.safetensors": 200}
-STAGED = MODEL | {"dest": "store/models/m-1", "bytes": 605, "sizes": SIZES}
-DATA = DATASET | {"dest": "store/datasets/d", "bytes": 10, "sizes": {"": 10}}
-
 
 def state(name: str) -> HostState:
     return HostState(Host(name, "10.0.0.1", "/d", "/p"))
@@ -94,13 +93,13 @@ def state(name: str) -> HostState:
 
 @pytest.mark.parametrize(("share", "first", "needed"), [(1.0, "a", 615), (1 / 3, "a", 615), (1 / 3, "b", 215)])
 def test_a_host_needs_space_for_what_is_sent_to_it(share: float, first: str, needed: int) -> None:
-    assert space_needed([STAGED, DATA], state("a"), first, share) == needed
+    assert space_needed([MODEL, DATASET], state("a"), first, share) == needed
 
 
 def test_all_hosts_need_space_for_a_model_that_another_host_than_the_first_fetched() -> None:
-    assert space_needed([STAGED | {"fetched_by": "c"}], state("a"), "b", 1 / 3) == 605
-    assert space_needed([STAGED | {"fetched_by": "b"}], state("a"), "b", 1 / 3) == 205
-    linked = STAGED | {"on_hosts": "/srv/m", "bytes": 0, "sha256": {}}
+    assert space_needed([replace(MODEL, fetched_by="c")], state("a"), "b", 1 / 3) == 605
+    assert space_needed([replace(MODEL, fetched_by="b")], state("a"), "b", 1 / 3) == 205
+    linked = replace(MODEL, on_hosts="/srv/m", bytes=0, sha256={})
     assert space_needed([linked], state("a"), "b", 1 / 3) == 0
 
 
@@ -113,22 +112,20 @@ def test_what_a_host_has_needs_no_space(tmp_path: Path) -> None:
     (store / "datasets/d").write_bytes(bytes(10))
     for name, size in SIZES.items():
         (folder / name).write_bytes(bytes(size))
-    paths = staged_paths(
-        [STAGED, DATA, {"kind": "model", "on_hosts": "/srv/m", "dest": "store/models/l"}], str(tmp_path)
-    )
+    paths = staged_paths([MODEL, DATASET, replace(MODEL, on_hosts="/srv/m", dest="store/models/l")], str(tmp_path))
     assert paths == [str(folder), str(store / "datasets/d"), f"{folder}.layers"]
     found = {path: staged_bytes(link_free(Path(path))) for path in paths}
     assert list(found.values()) == [[600, 5], [0, 10], [0, 0]]
     host = HostState(Host("a", "10.0.0.1", str(tmp_path), "/p"), facts={"staged": found})
-    assert space_needed([STAGED, DATA], host, "a", 1.0) == space_needed([STAGED, DATA], host, "b", 0.5) == 0
+    assert space_needed([MODEL, DATASET], host, "a", 1.0) == space_needed([MODEL, DATASET], host, "b", 0.5) == 0
     (folder / "config.json").unlink()
     (folder / "model-00001-of-00002.safetensors").unlink()
     host.facts["staged"] = {path: staged_bytes(link_free(Path(path))) for path in paths}
-    assert space_needed([STAGED, DATA], host, "a", 1.0) == 405
-    assert space_needed([STAGED, DATA], host, "b", 0.5) == 5 + 100
+    assert space_needed([MODEL, DATASET], host, "a", 1.0) == 405
+    assert space_needed([MODEL, DATASET], host, "b", 0.5) == 5 + 100
     (store / "models/m-1.layers").mkdir()
     (store / "models/m-1.layers/1.safetensors").write_bytes(bytes(60))
     host.facts["staged"] = {path: staged_bytes(link_free(Path(path))) for path in paths}
-    assert space_needed([STAGED, DATA], host, "b", 0.5) == 5 + 40
+    assert space_needed([MODEL, DATASET], host, "b", 0.5) == 5 + 40
     (store / "models/link").symlink_to(folder)
     assert staged_bytes(link_free(store / "models/link")) == [0, 0]

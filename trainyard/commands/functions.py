@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from trainer.errors import UserError
@@ -33,8 +34,8 @@ from trainyard.run.errors import RunError
 from trainyard.run.merge import make_merge_options, merge_runs
 from trainyard.run.plan import PORTS
 from trainyard.run.runs import manage_runs
-from trainyard.run.session_state import SessionState
 from trainyard.run.status import find_parts, no_such_run
+from trainyard.run.types import SessionState, plain, read
 from trainyard.service_records import following
 
 
@@ -53,17 +54,18 @@ def plan(call: Call) -> dict[str, Any]:
     if failure := session.state.failure:  # max_restarts leaves it to `follow`
         raise RunError(failure["msg"])
     state = session.state
-    found = {"run": session.run_name, "phase": state.phase, "plan": state.plan, "data": session.prepared.data}
+    totals = asdict(session.prepared.data) if session.prepared.data else {}
+    found = {"run": session.run_name, "phase": state.phase, "plan": session.plan_rows(), "data": totals}
     return found | {"lines": planned["lines"]}
 
 
 def train_step(call: Call, step: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Do one step of a run, such as `stage`. Returns its result, and the `session` that the next step gets as `state`."""
-    session = call.session(state=SessionState(**state))
+    session = call.session(state=read(SessionState, state))
     if step == "prepare":
         session.spec = call.spec()
     how = {"preview": True} if step == call.command == "plan" else {}
-    return getattr(session, step)(**how) | {"session": session.state.as_dict()}
+    return getattr(session, step)(**how) | {"session": plain(session.state)}
 
 
 def data(call: Call) -> None:

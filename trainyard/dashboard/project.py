@@ -10,10 +10,16 @@ from typing import Any
 from trainer.errors import UserError
 from trainyard.connection import Host, HostConnection
 from trainyard.run.options import LaunchOptions
-from trainyard.run.service_start import read_service_start
 from trainyard.run.session import RunSession
-from trainyard.run.session_state import SessionState
-from trainyard.run.start_record import has_start, read_start
+from trainyard.run.start_record import (
+    has_start,
+    options_of,
+    read_service_start,
+    read_start,
+    service_hosts,
+    service_run,
+)
+from trainyard.run.types import SessionState
 from trainyard.service_records import dashboard_host
 
 
@@ -79,8 +85,10 @@ class Project:
         """
         if self.is_service:
             start = read_service_start(self._received_start(run), run)
-            state = SessionState(prepared=start.prepared(self.work).as_dict())
-            return RunSession(start.hosts(hosts), connect, start.options(options), home=self.home, state=state, **how)
+            state = SessionState(prepared=service_run(start, self.work))
+            return RunSession(
+                service_hosts(start, hosts), connect, options_of(start, options), home=self.home, state=state, **how
+            )
         record = read_start(self.home, run)
         known = {host.name: host for host in hosts}
         if missing := [name for name in record.hosts if name not in known]:
@@ -93,7 +101,7 @@ class Project:
                 "in the inventory"
             )
         own = [known[name] for name in record.hosts]
-        return RunSession(own, connect, record.options(options), home=self.home, spec=record.spec, **how)
+        return RunSession(own, connect, options_of(record, options), home=self.home, spec=record.spec, **how)
 
     def _received_start(self, run: str) -> Path:
         return self.received / "starts" / f"{run}.json"

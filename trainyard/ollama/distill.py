@@ -157,7 +157,7 @@ class Distillation:
         alone = spec.model_copy(update={"fake_data": True})
         session = RunSession(self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report)
         session.prepare()
-        return next((str(entry["src"]) for entry in session.prepared.files if entry["kind"] == "model"), "")
+        return next((file.src for file in session.prepared.files if file.kind == "model"), "")
 
     def _find_teachers(self, logprobs: bool, check: bool) -> Sequence[Node]:
         """Return the servers that teach. Raises UserError."""

@@ -22,7 +22,7 @@ from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import Site, add_runs, check_runs
 from trainyard.run.artifacts import parse_result
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import Report
+from trainyard.run.types import Report
 
 _LIMIT = 60.0  # s for a host to read the results of its runs
 

@@ -23,7 +23,6 @@ from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
 from trainyard.run.session import KeepRecord, RunSession
-from trainyard.run.session_state import SessionState
 from trainyard.tables import table
 
 Connect = Callable[[Host], HostConnection]
@@ -86,18 +85,21 @@ def train_students(
     """
     groups = host_groups(hosts, len(specs), hybrid)
     settings = _options_of(groups, options)
-    states = []
+    sessions = []
     for index, spec in enumerate(specs):
         session = RunSession(groups[index % len(groups)], connect, options, spec=spec, home=home, report=report)
         session.prepare()
-        states.append(session.state)
+        sessions.append(session)
     runs = [
-        StudentRun(spec.model, _run_name(state), [host.name for host in groups[index % len(groups)]])
-        for index, (spec, state) in enumerate(zip(specs, states, strict=True))
+        StudentRun(spec.model, session.run_name, [host.name for host in groups[index % len(groups)]])
+        for index, (spec, session) in enumerate(zip(specs, sessions, strict=True))
     ]
     if len({run.run for run in runs}) < len(runs):
         raise UserError("distill: two students have the same run spec: name each model once")
-    jobs = [[(index, states[index]) for index in range(group, len(specs), len(groups))] for group in range(len(groups))]
+    jobs = [
+        [(index, sessions[index].state) for index in range(group, len(specs), len(groups))]
+        for group in range(len(groups))
+    ]
 
     def train(group: int, tell: Callable[[tuple[Any, ...]], None]) -> None:
         for index, state in jobs[group]:
@@ -139,10 +141,6 @@ def _run(session: RunSession) -> dict[str, Any]:
         raise RunError("the run was stopped")
     result: dict[str, Any] = collected["result"]
     return result
-
-
-def _run_name(state: SessionState) -> str:
-    return str((state.prepared or {})["run"])
 
 
 def _prefixed(name: str, tell: Callable[[tuple[Any, ...]], None]) -> Report:

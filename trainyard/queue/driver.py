@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from trainyard.run.launch import stop_parts
 from trainyard.run.monitor import Part
 from trainyard.run.restart_policy import furthest_step
 from trainyard.run.session import RunSession
-from trainyard.run.session_state import SessionState
+from trainyard.run.types import SessionState
 
 POLL = 0.3  # s between two queries to Slurm
 LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases
@@ -57,14 +58,14 @@ class Driver:
         if state is None:
             raise UserError(f"{folder / 'state.json'} is missing: add the run again")
         self.state: dict[str, Any] = state
-        self.run = str(self.session.prepared["run"])
+        self.run = self.session.prepared.run
         self.copy = Copy(folder, self.run, self.connect, self.report)
         self.reached = max((attempt.get("reached", 0) for attempt in state["attempts"]), default=0)  # furthest step
 
     @property
     def continues(self) -> bool:
         """Whether the first attempt continues a run that existed before it was added."""
-        return self.session.continues and self.session.prepared["spec"].get("resume") != "never"
+        return self.session.continues and self.session.prepared.spec.resume != "never"
 
     def drive(self) -> None:
         """Drive the run until its job waits or has ended."""
@@ -190,7 +191,7 @@ class Driver:
         prepared = with_dataset(self.session.prepared, self.folder / name if name else None, self.folder)
         again = len(self.state["attempts"]) > 1
         if again:  # resume=never refuses only checkpoints from before the run was added
-            prepared = prepared | {"spec": prepared["spec"] | {"resume": "auto"}}
+            prepared = replace(prepared, spec=prepared.spec.model_copy(update={"resume": "auto"}))
         if again or self.continues:
             self.carry(hosts)
         here = {host.name: host for host in hosts}

@@ -26,7 +26,7 @@ from trainyard.queue.requests import Site, add_runs
 from trainyard.queue.steps import servers_of
 from trainyard.queue.sweep import in_order
 from trainyard.run.errors import RunError
-from trainyard.run.spec_files import Report
+from trainyard.run.types import Report
 
 Verb = Literal["add", "list", "cancel", "hold", "release", "priority", "again", "history"]
 VERBS: tuple[str, ...] = get_args(Verb)

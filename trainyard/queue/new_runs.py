@@ -21,7 +21,7 @@ from trainyard.queue.steps import Steps, read_steps
 from trainyard.queue.sweep import SweepRun, grids_of, in_order, read_sweep, without_grids
 from trainyard.run import options as launch_options
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import Report
+from trainyard.run.types import Report
 
 OWN_NAMES = ("do", "file")
 # Options that make no sense where this machine neither starts nor follows the run.

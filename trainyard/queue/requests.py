@@ -39,9 +39,9 @@ from trainyard.queue.steps import (
 from trainyard.queue.sweep import grids_of
 from trainyard.run.choose_strategy import spec_here
 from trainyard.run.host_files import HostAccess
-from trainyard.run.planning import host_spec
-from trainyard.run.spec_files import PreparedRun, Report, prepare
+from trainyard.run.spec_files import prepare
 from trainyard.run.transfer import copy_to_hosts
+from trainyard.run.types import PlanEntry, PreparedRun, Report
 
 FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate
@@ -111,7 +111,7 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
         continues = bool(there[prepared.run]) or prepared.run in queue.requests
         answers.append(_add(run, prepared, site, queue, jobs, after, continues=continues))
     lines = [answer.pop("line") for answer in answers]
-    lines += [f"{line} (run {made.run})" for made in ready if (line := DataReport.of(made.data).loss.warning())]
+    lines += [f"{line} (run {made.run})" for made in ready if (line := (made.data or DataReport()).loss.warning())]
     return {"changed": not all(known), "runs": answers, "lines": lines}
 
 
@@ -246,18 +246,14 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None) -> lis
         earlier = make_spec(_fields(before["spec"]), "the queue host")
     except UserError:
         return ["its spec on the queue host is damaged"]
-    now = make_spec(_fields(prepared.spec), "the run")
+    now = prepared.spec
     # Paths may differ where the files are the same.
-    same_files = sorted(map(tuple, before["digests"])) == sorted(
-        (file["kind"], file["digest"]) for file in prepared.files
-    )
+    same_files = sorted(map(tuple, before["digests"])) == sorted((file.kind, file.digest) for file in prepared.files)
     if same_files:
         paths = {name: getattr(now, name) for name in ("model", "dataset", "teacher", "script")}
         earlier = earlier.model_copy(update=paths)
     found = changed_fields(earlier, now)
-    changed = {
-        kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f["kind"], f["digest"]) for f in prepared.files}
-    }
+    changed = {kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f.kind, f.digest) for f in prepared.files}}
     return [printable(line) for line in found] or [
         f"{kind}: another content"
         for kind in sorted(changed & {"dataset", "model", "teacher", "script", PROMPTS, EVAL_PROMPTS})
@@ -274,7 +270,7 @@ def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str
         earlier = make_spec(parse_mapping(text, f"{host.name}: spec.yml"), f"{host.name}: spec.yml")
     except UserError:
         return ["its spec.yml is damaged"]
-    now = make_spec(host_spec(prepared.spec, prepared.files, host.data_dir), "the run")
+    now = prepared.spec_on(host.data_dir)
     if now.strategy == AUTO:
         now = now.model_copy(update={"strategy": earlier.strategy})
     if is_student(prepared):  # the queue host has made its dataset
@@ -337,7 +333,7 @@ def _add(
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
     contents = {
-        "session.json": Session(list(site.hosts), options, staged.as_dict(), steps, continues).as_json(),
+        "session.json": Session(list(site.hosts), options, staged, steps, continues).as_json(),
         "program.zip": program_archive(),
     }
     job = jobs[request.run] = site.queue.add(request, contents, links, arguments)
@@ -352,19 +348,19 @@ def stage(prepared: PreparedRun, site: Site, transfer: str) -> tuple[PreparedRun
     Returns:
         The run with paths below its folder as `src`; and the path in the store of each file, by the name there.
     """
-    holders = {str(file.get("fetched_by") or "") for file in prepared.files} - {""}
+    holders = {file.fetched_by for file in prepared.files} - {""}
     members = [site.queue.host, *(host for host in site.hosts if host.name in holders and host != site.queue.host)]
-    entries = [{"host": host.name, "address": host.address, "data_dir": host.data_dir} for host in members]
+    entries = [PlanEntry(host.name, address=host.address, data_dir=host.data_dir) for host in members]
     copy_to_hosts(entries, prepared.files, site.connect, site.token, transfer=transfer, report=site.report)
     staged, links = [], {}
     for file in prepared.files:
-        if file.get("on_hosts"):
+        if file.on_hosts:
             staged.append(file)
             continue
-        for name in file["sha256"]:
-            path = f"{file['dest']}/{name}" if name else file["dest"]
+        for name in file.sha256:
+            path = f"{file.dest}/{name}" if name else file.dest
             links[f"{FILES}/{path}"] = f"{site.queue.host.data_dir}/{path}"
-        staged.append({**file, "src": f"{FILES}/{file['dest']}", "fetched_by": ""})
+        staged.append(dataclasses.replace(file, src=f"{FILES}/{file.dest}", fetched_by=""))
     return dataclasses.replace(prepared, files=staged), links
 
 
@@ -414,12 +410,12 @@ def _samples(spec: RunSpec, prepared: PreparedRun) -> int:
     """Return the number of samples of the run's datasets; 0 if this machine does not have them, or they are large."""
     if spec.fake_data:
         return spec.fake_rows
-    datasets = [file for file in prepared.files if file["kind"] == "dataset"]
-    if not prepared.has_dataset or not all(file["src"] for file in datasets):
+    datasets = [file for file in prepared.files if file.kind == "dataset"]
+    if not prepared.has_dataset or not all(file.src for file in datasets):
         return 0
-    if sum(file["bytes"] for file in datasets) > COUNTED_BYTES:
+    if sum(file.bytes for file in datasets) > COUNTED_BYTES:
         return 0
-    paths = [file["src"] for file in sorted(datasets, key=lambda file: file["source"])]
+    paths = [file.src for file in sorted(datasets, key=lambda file: file.source)]
     return sum(1 for source in spec.with_dataset_paths(paths).sources for _ in read_records(source))
 
 

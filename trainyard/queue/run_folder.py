@@ -21,8 +21,8 @@ import trainyard
 from trainer.errors import UserError
 from trainyard.connection import Host, Login
 from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.session_state import SessionState
 from trainyard.run.trainer_archive import zip_packages
+from trainyard.run.types import PreparedRun, plain, read
 
 KEY = ".ssh/trainyard_queue_ed25519"  # in the home of the user of the queue host; made by the role queue
 KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"  # written by the role ssh
@@ -39,21 +39,21 @@ class Session:
 
     Attributes:
         hosts: all hosts that it may use, in inventory order.
-        prepared: the fields of PreparedRun; `src` of a file is below the run's folder.
+        prepared: `src` of a file is below the run's folder.
         steps: the run's steps besides training, as for `step_data`.
         continues: whether hosts, or the queue host, have a folder of the run from before it was added.
     """
 
     hosts: list[Host]
     options: LaunchOptions
-    prepared: dict[str, Any]
+    prepared: PreparedRun
     steps: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
 
     def as_json(self) -> bytes:
         """Return the contents of `session.json`."""
         hosts = [asdict(host) | {"env": dict(host.env)} for host in self.hosts]
-        state = SessionState(prepared=self.prepared).as_dict()
+        state = {"prepared": plain(self.prepared)}
         options = self.options.model_dump(mode="json")
         more = {"steps": self.steps, "continues": self.continues}
         return json.dumps({"hosts": hosts, "options": options, "state": state, **more}).encode()
@@ -80,12 +80,11 @@ def read_session(folder: Path) -> Session:
     try:
         content = json.loads((folder / "session.json").read_bytes())
         hosts = [read_host(entry) for entry in content["hosts"]]
-        prepared = dict(content["state"]["prepared"])
+        prepared = read(PreparedRun, content["state"]["prepared"])
         options = make_options(content["options"], str(folder / "session.json"))
         steps = dict(content.get("steps") or {})
-        for entry in prepared["files"]:
-            if entry.get("src"):
-                entry["src"] = str(_below(folder, entry["src"]))
+        files = [replace(file, src=str(_below(folder, file.src))) if file.src else file for file in prepared.files]
+        prepared = replace(prepared, files=files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
     return Session(hosts, options, prepared, steps, bool(content.get("continues")))

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config import FIELDS, RunSpec
 from trainer.errors import UserError
 from trainer.files import write_atomic
-from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.ollama.answers import AnswerFile, AnswersInUseError, answers_path
 from trainyard.ollama.collect import Questions, make_dataset
@@ -32,6 +31,7 @@ from trainyard.queue.steps import CONVERTER, EVAL_PROMPTS, PROMPTS
 from trainyard.remote.digests import Digests
 from trainyard.run.errors import RunError
 from trainyard.run.spec_files import dataset_entry
+from trainyard.run.types import PreparedRun
 
 POLL = 2.0  # s between two attempts to open answers that another run collects
 ANSWERS = ".students"  # folder of the answers below that of the queue: runs share them
@@ -44,7 +44,7 @@ class LeaseLostError(RunError):
 
 
 def ask_teachers(
-    data: Mapping[str, Any], prepared: Mapping[str, Any], folder: Path, report: Report, lost: Callable[[], str]
+    data: Mapping[str, Any], prepared: PreparedRun, folder: Path, report: Report, lost: Callable[[], str]
 ) -> Path:
     """Let the teachers answer the prompts of a run; return the dataset of their answers, a file below `folder`.
 
@@ -52,7 +52,6 @@ def ask_teachers(
 
     Args:
         data: `student` of `step_data`.
-        prepared: the fields of PreparedRun.
         folder: folder of the run.
         lost: returns why the run must leave its hosts, or an empty string.
 
@@ -61,8 +60,8 @@ def ask_teachers(
         UserError: no teacher answers, or too few answers are left to train on.
     """
     options, machines = _read_student(data)
-    paths = {file["kind"]: Path(file["src"]) for file in prepared["files"] if file["kind"] in (PROMPTS, EVAL_PROMPTS)}
-    spec = _spec(prepared)
+    paths = {file.kind: Path(file.src) for file in prepared.files if file.kind in (PROMPTS, EVAL_PROMPTS)}
+    spec = prepared.spec
 
     def watched(line: str) -> None:
         if why := lost():
@@ -96,22 +95,22 @@ def ask_teachers(
             time.sleep(POLL)
 
 
-def with_dataset(prepared: Mapping[str, Any], dataset: Path | None, folder: Path) -> dict[str, Any]:
-    """Return the fields of PreparedRun for training: with this dataset, if there is one, and without files of other steps.
+def with_dataset(prepared: PreparedRun, dataset: Path | None, folder: Path) -> PreparedRun:
+    """Return the run for training: with this dataset, if there is one, and without files of other steps.
 
     Raises:
         UserError: the dataset is missing.
     """
-    files = [file for file in prepared["files"] if file["kind"] not in (PROMPTS, EVAL_PROMPTS, CONVERTER)]
+    files = [file for file in prepared.files if file.kind not in (PROMPTS, EVAL_PROMPTS, CONVERTER)]
     if dataset is None:
-        return {**prepared, "files": files}
+        return replace(prepared, files=files)
     try:
-        entry = dataset_entry(dataset, Digests(folder / "digests.json"))
+        file = dataset_entry(dataset, Digests(folder / "digests.json"))
     except OSError as error:
         raise UserError(f"cannot read the dataset {dataset} ({error.strerror}): add the run again") from None
-    origin = {**prepared["origin"], "dataset": dataset.name, "dataset_sha256": entry["digest"]}
-    spec = {**prepared["spec"], "dataset": str(dataset)}
-    return {**prepared, "spec": spec, "origin": origin, "files": [entry | {"source": 0}, *files]}
+    origin = {**prepared.origin, "dataset": dataset.name, "dataset_sha256": file.digest}
+    spec = prepared.spec.model_copy(update={"dataset": str(dataset)})
+    return replace(prepared, spec=spec, origin=origin, files=[file, *files])
 
 
 def has_model(run: str, hosts: Sequence[Host], connect: Connect) -> bool:
@@ -126,7 +125,7 @@ def has_model(run: str, hosts: Sequence[Host], connect: Connect) -> bool:
 
 def deploy_model(
     data: Mapping[str, Any],
-    prepared: Mapping[str, Any],
+    prepared: PreparedRun,
     hosts: Sequence[Host],
     connect: Connect,
     folder: Path,
@@ -136,7 +135,6 @@ def deploy_model(
 
     Args:
         data: `deploy` of `step_data`.
-        prepared: the fields of PreparedRun.
         hosts: all that the run may use; one of them has the run.
         folder: folder of the run.
 
@@ -149,9 +147,9 @@ def deploy_model(
             path = folder / "template.gotmpl"
             write_atomic(path, str(data["template"]).encode(), 0o600)
             options = options.model_copy(update={"template": str(path)})
-        for file in prepared["files"]:
-            if file["kind"] == CONVERTER:  # where converter_archive looks for it
-                source = Path(file["src"])
+        for file in prepared.files:
+            if file.kind == CONVERTER:  # where converter_archive looks for it
+                source = Path(file.src)
                 (folder / "deploy").mkdir(exist_ok=True)
                 write_atomic(folder / "deploy" / source.name, source.read_bytes(), 0o600)
         urls = {host.name: [str(url) for url in data["urls"][host.name]] for host in hosts}
@@ -175,8 +173,3 @@ def _read_student(data: Mapping[str, Any]) -> tuple[DistillOptions, list[Candida
         return DistillOptions.model_validate(data["options"]), [Candidate(**machine) for machine in data["machines"]]
     except (ValidationError, KeyError, TypeError) as error:
         raise UserError(_text(error)) from None
-
-
-def _spec(prepared: Mapping[str, Any]) -> RunSpec:
-    fields = {name: value for name, value in prepared["spec"].items() if name in FIELDS}
-    return make_spec(fields, "session.json")

@@ -30,9 +30,9 @@ from trainyard.ollama.options import MODEL_NAME_RULES, DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teachers import Candidate, candidates
-from trainyard.run.file_entries import file_entry
 from trainyard.run.host_files import HostAccess
-from trainyard.run.spec_files import PreparedRun, Report, prepare
+from trainyard.run.spec_files import prepare
+from trainyard.run.types import Files, PreparedRun, Report, StagedFile
 
 # Kinds of files in PreparedRun.files that the queue host needs, and the hosts of the run do not.
 PROMPTS, EVAL_PROMPTS, CONVERTER = "prompts", "eval_prompts", "converter"
@@ -170,14 +170,14 @@ def prepare_student(
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, text, 0o600)
-        files.append(file_entry(path, f"store/prompts/{digest[:16]}.jsonl", {"": digest}, kind))
+        files.append(StagedFile.of(path, f"store/prompts/{digest[:16]}.jsonl", {"": digest}, kind))
     # The prompts have been converted to chats: the settings of their columns do not apply to the dataset.
     change = {"fake_data": False, "dataset_split": "train", "dataset_config": "", "columns": {}}
-    return dataclasses.replace(prepared, spec=prepared.spec | change, files=files)
+    return dataclasses.replace(prepared, spec=prepared.spec.model_copy(update=change), files=files)
 
 
-def converter_files(steps: Steps, work: Path, report: Report) -> list[dict[str, Any]]:
-    """Return the entry of the model converter if a deployment may need it; none if it needs none, or if it is
+def converter_files(steps: Steps, work: Path, report: Report) -> Files:
+    """Return the model converter if a deployment may need it; none if it needs none, or if it is
     unavailable.
 
     Args:
@@ -192,12 +192,12 @@ def converter_files(steps: Steps, work: Path, report: Report) -> list[dict[str, 
         report(f"{error}: if the deployment needs the converter, the queue host downloads it")
         return []
     digest = sha256_file(path)
-    return [file_entry(path, f"store/deploy/{path.name}", {"": digest}, CONVERTER)]
+    return [StagedFile.of(path, f"store/deploy/{path.name}", {"": digest}, CONVERTER)]
 
 
 def is_student(prepared: PreparedRun) -> bool:
     """Return whether the dataset of a run consists of answers to its prompts."""
-    return any(file["kind"] == PROMPTS for file in prepared.files)
+    return any(file.kind == PROMPTS for file in prepared.files)
 
 
 def step_data(steps: Steps, run: str, servers: Servers) -> dict[str, Any]:

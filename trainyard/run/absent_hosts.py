@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
+from trainer.config import RunSpec
 from trainyard.connection import Host
 from trainyard.run.early_imports import EarlyImports
 from trainyard.run.gather import Connect, describe, fit_hosts
@@ -13,14 +13,15 @@ from trainyard.run.monitor import Part
 from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import surplus
 from trainyard.run.rejoin import Rejoin, Speeds
-from trainyard.run.spec_files import PreparedRun
 from trainyard.run.status import run_parts
+from trainyard.run.types import PlanEntry, PreparedRun
 
 END_LIMIT = 10.0  # s for a host to end what is left of a run; a connection that was lost takes most of it
 
 
 def watch_absent(
-    plan: list[dict[str, Any]],
+    plan: list[PlanEntry],
+    spec: RunSpec,
     hosts: Mapping[str, Host],
     connect: Connect,
     prepared: PreparedRun,
@@ -33,28 +34,29 @@ def watch_absent(
 
     Args:
         plan: the entries of this start.
+        spec: its spec, whose strategy is never `auto`.
         hosts: all hosts of the run by name, in inventory order.
         speeds: measurements of earlier starts.
         early: lets a host that returns import before it takes part again.
         failed_at: when the start before this one failed, on the monotonic clock; None if this is the first.
     """
-    present = {entry["host"] for entry in plan}
+    present = {entry.host for entry in plan}
     absent = [name for name in hosts if name not in present]
-    replicated = any(entry.get("replica") is not None for entry in plan)
+    replicated = any(entry.replica is not None for entry in plan)
     if options.elastic or options.launcher != "ssh" or replicated or not options.max_restarts:
         return None
 
     def fits(names: list[str]) -> Callable[[], list[str]]:
         head = plan[0]
-        states = [describe(hosts[name]) for name in (head["host"], *names)]
+        states = [describe(hosts[name]) for name in (head.host, *names)]
         next_start = [name for name in hosts if name in present or name in names]
         first = options.head if options.head in next_start else next_start[0]
         connected = {state.name: connect(state.name) for state in states}.__getitem__
-        ask = (states, connected, prepared, options, head["spec"]["strategy"], first, len(next_start))
+        ask = (states, connected, prepared, options, spec.strategy, first, len(next_start))
 
         def check() -> list[str]:
             found = fit_hosts(*ask)
-            extra = surplus([*present, *found], head["spec"], 1)
+            extra = surplus([*present, *found], spec, 1)
             return [name for name in found if name not in extra]
 
         return check

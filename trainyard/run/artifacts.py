@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.config import RunSpec
 from trainer.data.data_report import DataReport
 from trainer.formats import counted
 from trainyard import front_end
@@ -19,6 +20,7 @@ from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.copy_files import Exchange, copy_artifacts, fetch_file, lent_files, split_run
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
+from trainyard.run.types import PlanEntry
 
 READ_LIMIT = 600.0  # s for a host to return results and digests
 # What is copied from a run folder: no checkpoints, no secrets.
@@ -41,7 +43,7 @@ _DIGESTS = ("adapter_sha256", "model_sha256")
 
 
 def collect_artifacts(
-    entries: list[dict[str, Any]], connect: Connect, copy_to: str = "", base_model: str = ""
+    entries: list[PlanEntry], connect: Connect, copy_to: str = "", base_model: str = "", spec: RunSpec | None = None
 ) -> dict[str, Any]:
     """Collect the results of a run that has ended.
 
@@ -49,6 +51,7 @@ def collect_artifacts(
         entries: the plan, the head first.
         copy_to: folder on the controller that receives the artifacts below the run's name; empty: none.
         base_model: path or hub id of the base model on the controller, for the copy of an adapter; empty: unknown.
+        spec: of the run; None: unknown.
 
     Returns:
         `result`, the head's result.json; `lines`, the summary; `changed`, whether a file was copied.
@@ -56,14 +59,14 @@ def collect_artifacts(
     Raises:
         RunError: a host does not answer, there is no result, the weights differ, or a file cannot be copied.
     """
-    connections = {entry["host"]: connect(entry["host"]) for entry in entries}
+    connections = {entry.host: connect(entry.host) for entry in entries}
     head = entries[0]
-    run = Path(head["run_dir"]).name  # of the plan, not of a host's result
+    run = Path(head.run_dir).name  # of the plan, not of a host's result
     results = _read_results(entries, connections)
-    entries = [entry for entry in entries if entry["host"] in results]
-    result = results[head["host"]]["result"]
+    entries = [entry for entry in entries if entry.host in results]
+    result = results[head.host]["result"]
     if not result:
-        raise RunError(f"{head['host']}: {head['run_dir']} has no result.json: see its logs in {head['run_dir']}/logs")
+        raise RunError(f"{head.host}: {head.run_dir} has no result.json: see its logs in {head.run_dir}/logs")
     _check_weights(entries, results)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -71,18 +74,18 @@ def collect_artifacts(
         if copy_to:
             target = Path(copy_to).expanduser() / run
             edits = {ADAPTER_CONFIG: functools.partial(with_base_model, base_model)} if base_model else {}
-            copied += copy_artifacts(connections[head["host"]], head["run_dir"], target, ARTIFACTS, edits)
+            copied += copy_artifacts(connections[head.host], head.run_dir, target, ARTIFACTS, edits)
     except (RemoteError, ReplyError) as error:
-        raise RunError(f"{head['host']}: {error}") from None
+        raise RunError(f"{head.host}: {error}") from None
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from None
-    lines = summary(result | {"run": run}, head, len(entries), connections[head["host"]])
+    lines = summary(result | {"run": run}, head, len(entries), connections[head.host], spec)
     if copy_to:
         lines.insert(-1, f"  copy here    {target}")
     return {"result": result, "lines": lines, "changed": bool(copied)}
 
 
-def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConnection]) -> dict[str, dict[str, Any]]:
+def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnection]) -> dict[str, dict[str, Any]]:
     """Return `result`, `ranks` of the last start, and `logs` with their sizes, for each host that answers.
 
     Raises:
@@ -90,19 +93,19 @@ def _read_results(entries: list[dict[str, Any]], connections: dict[str, HostConn
     """
     wanted = {"sizes": ["logs/*.log", "state/rank*.json"]}
     # The nodes of a Slurm job, except for the first one, have their results below the run folder.
-    on_nodes = {e["host"]: [f"nodes/{n}/result.json" for n in range(1, e.get("job_nodes") or 1)] for e in entries}
+    on_nodes = {e.host: [f"nodes/{n}/result.json" for n in range(1, e.job_nodes or 1)] for e in entries}
     requests = {
-        entry["host"]: functools.partial(
-            connections[entry["host"]].call,
+        entry.host: functools.partial(
+            connections[entry.host].call,
             "read_files",
-            wanted | {"run_dir": entry["run_dir"], "text": ["result.json", *on_nodes[entry["host"]]]},
+            wanted | {"run_dir": entry.run_dir, "text": ["result.json", *on_nodes[entry.host]]},
         )
         for entry in entries
     }
     asked = FanOut(requests).wait(READ_LIMIT)
     for entry in entries:
-        if entry["host"] in asked.errors and not _may_be_absent(entry):
-            raise RunError(f"{entry['host']}: {asked.errors[entry['host']]}")
+        if entry.host in asked.errors and not _may_be_absent(entry):
+            raise RunError(f"{entry.host}: {asked.errors[entry.host]}")
     results = {}
     for host, answer in asked.answers.items():
         sizes = answer["sizes"]
@@ -126,18 +129,18 @@ def parse_result(host: str, text: str | None) -> dict[str, Any] | None:
         raise RunError(f"{host}: {error}") from None
 
 
-def _may_be_absent(entry: dict[str, Any]) -> bool:
+def _may_be_absent(entry: PlanEntry) -> bool:
     """Return whether the run may have ended without this host: it belongs to a replica group other than the head's."""
-    return entry.get("replica") is not None and entry["node_rank"] > 0
+    return entry.replica is not None and entry.node_rank > 0
 
 
-def _check_weights(entries: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -> None:
+def _check_weights(entries: list[PlanEntry], results: dict[str, dict[str, Any]]) -> None:
     """Check that all hosts ended with the same weights. Raises RunError."""
     head = entries[0]
     ended = {
-        entry["host"]: results[entry["host"]]["result"]
+        entry.host: results[entry.host]["result"]
         for entry in entries
-        if results[entry["host"]]["result"] or not _may_be_absent(entry)
+        if results[entry.host]["result"] or not _may_be_absent(entry)
     }
     ended |= {f"{host} {name}": result for host in results for name, result in results[host]["nodes"].items() if result}
     for kind in _DIGESTS:
@@ -146,27 +149,27 @@ def _check_weights(entries: list[dict[str, Any]], results: dict[str, dict[str, A
             shown = ", ".join(f"{host} {str(digest)[:12]}" for host, digest in digests.items())
             raise RunError(
                 f"the hosts ended with different weights ({kind}: {shown}): do not use them; "
-                f"see the logs in {head['run_dir']}/logs"
+                f"see the logs in {head.run_dir}/logs"
             )
 
 
 def _gather_logs(
-    entries: list[dict[str, Any]],
+    entries: list[PlanEntry],
     results: dict[str, dict[str, Any]],
     connections: dict[str, HostConnection],
     folder: Path,
 ) -> list[str]:
     """Copy the other hosts' logs to the head's run folder; return the names that were copied. Raises RemoteError."""
     head = entries[0]
-    present = results[head["host"]]["logs"]
+    present = results[head.host]["logs"]
     # A host delivers the logs of its own ranks only, each file once.
-    taken = {f"rank{rank}.log" for rank in results[head["host"]]["ranks"]} | {"torchrun.0.log"}
+    taken = {f"rank{rank}.log" for rank in results[head.host]["ranks"]} | {"torchrun.0.log"}
     copied: list[str] = []
     for entry in entries[1:]:
-        answer = results[entry["host"]]
+        answer = results[entry.host]
         # torchrun renumbers the ranks of an elastic run: logs of other ranks belong to earlier starts.
-        ranks = answer["ranks"] if entry.get("elastic") else entry["ranks"]
-        current = {f"torchrun.{entry['node_rank']}.log", *(f"rank{rank}.log" for rank in ranks)} - taken
+        ranks = answer["ranks"] if entry.elastic else entry.ranks
+        current = {f"torchrun.{entry.node_rank}.log", *(f"rank{rank}.log" for rank in ranks)} - taken
         taken |= current
         wanted = {
             name: size
@@ -174,13 +177,13 @@ def _gather_logs(
             if name in current and present.get(name) != size and size <= LOG_LIMIT
         }
         try:
-            _fetch_logs(connections[entry["host"]], entry["run_dir"], wanted, folder)
+            _fetch_logs(connections[entry.host], entry.run_dir, wanted, folder)
         except RemoteError as error:
-            raise RunError(f"{entry['host']}: {error}") from None
+            raise RunError(f"{entry.host}: {error}") from None
         copied += wanted
     if copied:
-        root, run = split_run(head["run_dir"])
-        exchange = Exchange(connections[head["host"]], root)
+        root, run = split_run(head.run_dir)
+        exchange = Exchange(connections[head.host], root)
         exchange.call()
         for name in copied:
             exchange.put(folder / name, name)
@@ -196,20 +199,22 @@ def _fetch_logs(connection: HostConnection, run_dir: str, sizes: Mapping[str, in
             fetch_file(connection, lent[f"{run}/logs/{name}"], folder / name, size)
 
 
-def _early_end(result: dict[str, Any], spec: dict[str, Any]) -> list[str]:
+def _early_end(result: dict[str, Any], spec: RunSpec | None) -> list[str]:
     """Return a line that says why a run has fewer steps than its `max_steps`, or none."""
-    wanted = spec.get("max_steps") or 0
-    if result["steps"] >= wanted:
+    wanted = spec.max_steps if spec else None
+    if not spec or result["steps"] >= (wanted or 0):
         return []
-    return [f"  steps        epochs={spec['epochs']} ends before max_steps={wanted}: more epochs give more steps"]
+    return [f"  steps        epochs={spec.epochs} ends before max_steps={wanted}: more epochs give more steps"]
 
 
-def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection: HostConnection) -> list[str]:
+def summary(
+    result: dict[str, Any], head: PlanEntry, hosts: int, connection: HostConnection, spec: RunSpec | None
+) -> list[str]:
     """Return the summary of a run, and the next command."""
     if result.get("script"):
         return script_summary(result, head, hosts)
     kind = "adapter" if result.get("adapter") else "model"
-    where = f" on {head['host']}" if hosts > 1 else ""
+    where = f" on {head.host}" if hosts > 1 else ""
     eval_loss = result.get("eval_loss")
     first, last = result.get("loss_first"), result.get("loss_last")
     change = f" ({(last / first - 1) * 100:+.0f} %)" if first and last is not None else ""
@@ -218,34 +223,34 @@ def summary(result: dict[str, Any], head: dict[str, Any], hosts: int, connection
     lines = [
         f"run {result['run']} {result['status']}: {result['step']} of {result['steps']} steps on "
         f"{counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
-        *_early_end(result, head.get("spec") or {}),
+        *_early_end(result, spec),
         f"  loss         {losses}{change}",
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
         *(DataReport.of(result["data"]).lines("  data         ") if "data" in result else []),
-        f"  {kind:<12} {head['run_dir']}/{kind}{where}{_averaged(result)}",
-        *([f"  merged       {head['run_dir']}/merged{where}"] if result.get("merged") else []),
-        f"  logs         {head['run_dir']}/logs",
+        f"  {kind:<12} {head.run_dir}/{kind}{where}{_averaged(result)}",
+        *([f"  merged       {head.run_dir}/merged{where}"] if result.get("merged") else []),
+        f"  logs         {head.run_dir}/logs",
     ]
     if result.get("tensorboard"):
-        folder = f"{head['run_dir']}/tensorboard"
+        folder = f"{head.run_dir}/tensorboard"
         lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection.host)}"]
     lines.append(f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name")
     return lines
 
 
-def script_summary(result: dict[str, Any], head: dict[str, Any], hosts: int) -> list[str]:
+def script_summary(result: dict[str, Any], head: PlanEntry, hosts: int) -> list[str]:
     """Return the summary of a run with a script."""
     losses = [result["loss_first"], result["loss_last"]]
     shown = " -> ".join(f"{loss:.4f}" for loss in losses if loss is not None)
-    where = f" on {head['host']}" if hosts > 1 else ""
+    where = f" on {head.host}" if hosts > 1 else ""
     steps = f"{result['step']} of {counted(result['steps'], 'step')}" if result["steps"] else "no steps reported"
     lines = [
         f"run {result['run']} {result['status']}: {steps} on {counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
         f"  script       {result['script']}",
         *([f"  loss         {shown}"] if shown else []),
-        f"  result       {head['run_dir']}/result.json{where}",
-        f"  logs         {head['run_dir']}/logs",
+        f"  result       {head.run_dir}/result.json{where}",
+        f"  logs         {head.run_dir}/logs",
     ]
     return [*lines, f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name"]
 

@@ -168,7 +168,7 @@ def _measure(checks: Sequence[HostCheck]) -> None:
         one.host.name: functools.partial(
             one.session.connect(one.host.name).call,
             "read_files",
-            {"run_dir": plans[one.host.name]["run_dir"], "text": ["metrics.jsonl"]},
+            {"run_dir": plans[one.host.name].run_dir, "text": ["metrics.jsonl"]},
         )
         for one in checks
     }
@@ -176,9 +176,9 @@ def _measure(checks: Sequence[HostCheck]) -> None:
     for one in checks:
         name, entry = one.host.name, plans[one.host.name]
         one.error = asked.errors.get(name, "")
-        one.ranks = len(entry["ranks"])
-        gpus = [printable(gpu, LABEL_LIMIT) for gpu in entry["gpus"]]
-        one.device = f"{len(gpus)} x {gpus[0]}" if gpus else f"CPU, {entry['threads'] * one.ranks} threads"
+        one.ranks = len(entry.ranks)
+        gpus = [printable(gpu, LABEL_LIMIT) for gpu in entry.gpus]
+        one.device = f"{len(gpus)} x {gpus[0]}" if gpus else f"CPU, {entry.threads * one.ranks} threads"
         if not one.error:
             one.error = read_metrics(one, asked.answers[name]["text"].get("metrics.jsonl") or "")
         peaks = [

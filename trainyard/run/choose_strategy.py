@@ -6,20 +6,20 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from trainer.config import FIELDS, TINY, RunSpec, parse_mapping
+from trainer.config import TINY, RunSpec, parse_mapping
 from trainer.errors import UserError
 from trainer.planner.recommend import choose
 from trainer.spec import make_spec
 from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
 from trainyard.run.plan import rank_counts
+from trainyard.run.types import MODELS, Files
 
 MEASURABLE = 2000.0  # Mbit/s: above, a single measured stream understates the link
 
 
-def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[dict[str, Any]]) -> tuple[str, str]:
+def choose_strategy(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[str, str]:
     """Return the strategy for these hosts and the reason. A run that started before keeps its strategy.
 
     Args:
@@ -56,28 +56,24 @@ def choose_strategy(hosts: list[HostState], spec: dict[str, Any], files: list[di
 
 
 @contextlib.contextmanager
-def spec_here(spec: dict[str, Any], files: list[dict[str, Any]]) -> Iterator[RunSpec]:
+def spec_here(spec: RunSpec, files: Files) -> Iterator[RunSpec]:
     """Yield the spec with models that the controller can read: their folders here, or the config.json of a host.
 
     Args:
         files: the files of the prepared run, among them the model and the teacher.
-
-    Raises:
-        UserError: the spec is invalid.
     """
-    fields = {name: value for name, value in spec.items() if name in FIELDS}
+    folders: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="trainyard-") as work:
         for file in files:
-            setting = file["kind"]
-            if setting not in ("model", "teacher") or spec[setting] == TINY:
+            if file.kind not in MODELS or getattr(spec, file.kind) == TINY:
                 continue
-            fields[setting] = file["src"]
-            if not file["src"]:
-                folder = Path(work) / setting
+            folders[file.kind] = file.src
+            if not file.src:
+                folder = Path(work) / file.kind
                 folder.mkdir()
-                (folder / "config.json").write_text(file["config"], encoding="utf-8")
-                fields[setting] = str(folder)
-        yield make_spec(fields, "the plan")
+                (folder / "config.json").write_text(file.config, encoding="utf-8")
+                folders[file.kind] = str(folder)
+        yield spec.model_copy(update=folders)
 
 
 def staged_spec(host: HostState) -> RunSpec:

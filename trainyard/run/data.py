@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from trainer.config import RunSpec
@@ -15,8 +14,8 @@ from trainer.inputs import host_path, path_kind, user_path
 from trainyard.run.hub import fetch_on_controller, is_offline
 from trainyard.run.model_files import model_folder
 from trainyard.run.spec_files import dataset_file
+from trainyard.run.types import Report
 
-Report = Callable[[str], None]
 _ELSEWHERE = "run the command `data` of the trainer on a host"
 
 

@@ -14,6 +14,7 @@ from trainyard.connection import FanOut
 from trainyard.run.gather import Connect
 from trainyard.run.launch import standby_seconds, start_request
 from trainyard.run.options import LaunchOptions
+from trainyard.run.types import PlanEntry
 
 RETURN_LIMIT = 1800.0  # s for which a host that has returned waits to take part again; the session ends the wait before
 
@@ -27,13 +28,13 @@ class EarlyImports:
     """
 
     def __init__(self, connect: Connect, options: LaunchOptions) -> None:
-        self.requested: dict[str, dict[str, Any]] = {}  # the plan entries of the hosts that were asked
+        self.requested: dict[str, PlanEntry] = {}  # the plan entries of the hosts that were asked
         self._connect, self._options = connect, options
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._entries: dict[str, PlanEntry] = {}
 
-    def note_start(self, entries: Iterable[dict[str, Any]]) -> None:
+    def note_start(self, entries: Iterable[PlanEntry]) -> None:
         """Take note of the plan of a start, whose settings the next start has, too."""
-        self._entries |= {entry["host"]: entry for entry in entries if not entry.get("teaches")}
+        self._entries |= {entry.host: entry for entry in entries if not entry.teaches}
 
     def begin(self, names: Iterable[str]) -> None:
         """Ask these hosts, and do not wait for their answers: a host that has no standby process imports in its next start."""

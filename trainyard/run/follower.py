@@ -17,7 +17,7 @@ from trainyard.run.launch import STOP_LIMIT, stop_parts
 from trainyard.run.monitor import ENDED, Cause, Part, Progress, absent_replicas, causes, is_behind, last_step
 from trainyard.run.options import LaunchOptions
 from trainyard.run.rejoin import SIGN_OF_LIFE, Rejoin
-from trainyard.run.spec_files import Report
+from trainyard.run.types import Report
 
 TICK = 0.1  # s between two checks of the answers
 POLL = 0.5  # s between two requests to a host, at least

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
+from trainer.config import RunSpec
 from trainer.data.files import needs_library
 from trainer.formats import printable
 from trainer.strategy import AUTO, plan_of, possible_plans
@@ -19,8 +20,8 @@ from trainyard.run.choose_strategy import staged_spec
 from trainyard.run.errors import HostUnreachableError, PlanError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
-from trainyard.run.spec_files import PreparedRun, spec_of
 from trainyard.run.teacher_host import files_of
+from trainyard.run.types import PreparedRun
 from trainyard.run.weight_files import hosts_that_share, space_needed, staged_paths
 
 FACTS_LIMIT = 60.0  # s for a host to return its facts
@@ -39,10 +40,9 @@ def describe(host: Host) -> HostState:
     return HostState(host)
 
 
-def own_torchrun(spec: dict[str, Any]) -> bool:
+def own_torchrun(spec: RunSpec) -> bool:
     """Return whether every replica group of the run has, or may have, a torchrun of its own."""
-    run = spec_of(spec)
-    return any(plan.separate_launchers(run) for plan in possible_plans(run))
+    return any(plan.separate_launchers(spec) for plan in possible_plans(spec))
 
 
 def gather_facts(
@@ -58,7 +58,7 @@ def gather_facts(
         Why a host did not answer, by name; such a host has no facts.
     """
     requested = [options.master_port] if options.master_port else []
-    apart, teacher = own_torchrun(prepared.spec), prepared.spec["teacher_host"]
+    apart, teacher = own_torchrun(prepared.spec), prepared.spec.teacher_host
     ports = [*requested, *(PORTS if apart or teacher or not requested else [])]
     requests: dict[str, Callable[[], dict[str, Any]]] = {}
     for place, host in enumerate(hosts):
@@ -111,7 +111,7 @@ def usable_hosts(
     Raises:
         PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can, or not that of the teacher.
     """
-    minimum, teacher = options.min_nodes, prepared.spec["teacher_host"]
+    minimum, teacher = options.min_nodes, prepared.spec.teacher_host
     left_out: dict[str, str] = {}
     any_unreachable = False
     while True:
@@ -143,7 +143,7 @@ def usable_hosts(
 def _strategy(hosts: list[HostState], prepared: PreparedRun) -> str:
     """Return the strategy of the run; `auto` if it has not started yet. Raises PlanError."""
     began = next((host for host in hosts if host.facts["spec"]), None)
-    return staged_spec(began).strategy if began and prepared.spec["strategy"] == AUTO else prepared.spec["strategy"]
+    return staged_spec(began).strategy if began and prepared.spec.strategy == AUTO else prepared.spec.strategy
 
 
 def _space_needed(
@@ -155,8 +155,8 @@ def _space_needed(
         first: the host of rank 0.
         count: number of hosts that train.
     """
-    teacher = str(prepared.spec["teacher_host"] or "")
-    share = 1 / hosts_that_share(spec_of(prepared.spec).model_copy(update={"strategy": strategy}), count)
+    teacher = prepared.spec.teacher_host
+    share = 1 / hosts_that_share(prepared.spec.model_copy(update={"strategy": strategy}), count)
     return {
         host.name: space_needed(files_of(prepared.files, teacher, teaches=host.name == teacher), host, first, share)
         for host in hosts
@@ -198,7 +198,7 @@ def fit_hosts(
     for host in reached[1:]:
         with contextlib.suppress(PlanError):
             check_consistency([head, host])
-            check_requirements([host], prepared.spec | {"strategy": strategy})
+            check_requirements([host], prepared.spec.model_copy(update={"strategy": strategy}))
             if host.name not in unfit and not unfitness(host, needed[host.name]):
                 found.append(host.name)
     return found
@@ -211,25 +211,25 @@ def check_consistency(hosts: list[HostState]) -> None:
         raise PlanError(finding.headline if finding.check == "address" else finding.message)
 
 
-def check_requirements(hosts: list[HostState], spec: dict[str, Any]) -> None:
+def check_requirements(hosts: list[HostState], spec: RunSpec) -> None:
     """Check that every host has the packages and tools that the spec needs. Raises PlanError."""
-    eight, four = spec["optimizer"] == "adamw8bit", spec["quantize"] == "nf4"
-    dataset = next((source.path for source in spec_of(spec).sources if needs_library(source.path)), "")
+    eight, four = spec.optimizer == "adamw8bit", spec.quantize == "nf4"
+    dataset = next((source.path for source in spec.sources if needs_library(source.path)), "")
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
-        **plan_of(spec_of(spec)).needs_packages(spec_of(spec)),
-        "wandb": "wandb" in spec["loggers"] and "loggers=wandb",
-        "unsloth": spec["backend"] == "unsloth" and "backend=unsloth",
-        "datasets": bool(dataset) and not spec["fake_data"] and not spec["script"] and f"dataset={printable(dataset)}",
+        **plan_of(spec).needs_packages(spec),
+        "wandb": "wandb" in spec.loggers and "loggers=wandb",
+        "unsloth": spec.backend == "unsloth" and "backend=unsloth",
+        "datasets": bool(dataset) and not spec.fake_data and not spec.script and f"dataset={printable(dataset)}",
     }
     for host in hosts:
         name, facts = host.name, host.facts
-        if spec["backend"] == "unsloth" and not host.gpus:
+        if spec.backend == "unsloth" and not host.gpus:
             raise PlanError(f"{name}: backend=unsloth needs an NVIDIA GPU and the host has none: use backend=peft")
         for package, setting in needs.items():
             if setting and package not in facts["versions"]:
                 raise PlanError(f"{name}: {setting} needs the Python package {package}: install it, or omit {setting}")
-        if spec["torch_compile"] and not facts["compiler"]:
+        if spec.torch_compile and not facts["compiler"]:
             raise PlanError(
                 f"{name}: torch_compile needs a C++ compiler: run apt install g++, or set torch_compile=false"
             )

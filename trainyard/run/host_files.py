@@ -17,6 +17,7 @@ from trainer.formats import quoted
 from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.remote.local_files import tree_digest
 from trainyard.run.errors import HostUnreachableError
+from trainyard.run.types import StagedFile
 
 DESCRIBE_LIMIT = 3600.0  # s: a host reads every file once
 CONFIG = "config.json"
@@ -49,14 +50,13 @@ class HostFiles:
         """Size of all files."""
         return sum(size for size, _ in self.names.values())
 
-    def entry(self, kind: str) -> dict[str, Any]:
-        """Return the entry of PreparedRun.files: nothing is copied, and the store has a link to the path."""
+    def entry(self, kind: str) -> StagedFile:
+        """Return the file of a run: nothing is copied, and the store has a link to the path."""
         if kind == "model":
             target = f"store/models/{Path(self.path).name or 'model'}-{self.digest[:12]}"
         else:
             target = f"store/datasets/{self.digest[:16]}{data_suffix(Path(self.path)) if self.kind == 'file' else ''}"
-        about = {"kind": kind, "src": "", "dest": target, "sha256": {}, "bytes": 0, "digest": self.digest}
-        return about | {"on_hosts": self.path, "config": self.texts.get(CONFIG, "")}
+        return StagedFile(kind, "", target, {}, self.digest, 0, on_hosts=self.path, config=self.texts.get(CONFIG, ""))
 
 
 @dataclass(frozen=True)

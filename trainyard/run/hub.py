@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from trainyard.connection import RemoteError
 from trainyard.run.copy_files import NAME, in_time
 from trainyard.run.errors import StageError
 from trainyard.run.host_files import CONFIG, HostAccess, HostFiles
+from trainyard.run.types import Report, StagedFile
 
 Kind = Literal["model", "dataset"]
 
@@ -33,8 +34,8 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Callable[[str], None]) -> dict[str, Any] | None:
-    """Let one host fetch a repository of the hub into its store; return its entry of PreparedRun.files.
+def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Report) -> StagedFile | None:
+    """Let one host fetch a repository of the hub into its store; return it.
 
     Returns None if the controller fetches it instead: it is itself a host of the run, nothing may change, or no host
     reaches the hub.
@@ -71,29 +72,29 @@ def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Callable[[s
     return None
 
 
-def fetch_again(file: dict[str, Any], name: str, access: HostAccess, report: Callable[[str], None]) -> dict[str, Any]:
-    """Let another host fetch a model that only a host without a part in the run has; return its new entry of PreparedRun.files.
+def fetch_again(file: StagedFile, name: str, access: HostAccess, report: Report) -> StagedFile:
+    """Let another host fetch a model that only a host without a part in the run has; return what it fetched.
 
     Args:
-        file: its entry.
+        file: the model.
         name: its name on the hub.
 
     Raises:
         StageError: no host can fetch it, or the hub has other contents now.
     """
-    lost = file["fetched_by"]
+    lost = file.fetched_by
     found = None if is_offline() else fetch_on_host("model", name, access, report)
     if found is None:
         raise StageError(f"{lost} has the files of {name}, and no other host can fetch them from the hub: start {lost}")
-    if found["digest"] != file["digest"]:
+    if found.digest != file.digest:
         raise StageError(
             f"model: {name} on the hub has changed since this run started, and only {lost} has the files: "
             f"start {lost}, or choose another name with {front_end.option('run', 'NAME')}"
         )
-    return found | {"kind": file["kind"]}
+    return dataclasses.replace(found, kind=file.kind)
 
 
-def fetch_on_controller(kind: Kind, name: str, report: Callable[[str], None]) -> Path:
+def fetch_on_controller(kind: Kind, name: str, report: Report) -> Path:
     """Return a folder in this machine's hub cache; fetch its missing files. Raises UserError."""
     from huggingface_hub import snapshot_download
 
@@ -121,15 +122,15 @@ def _environment(access: HostAccess) -> dict[str, str]:
     return here | {name: value for name, value in access.run_env.items() if _HUB_VARIABLE.fullmatch(name)}
 
 
-def _entry(kind: Kind, name: str, host: str, found: HostFiles) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "src": "",
-        "dest": f"{_target(kind, name)}-{found.digest[:12]}",
-        "sha256": {path: digest for path, (_, digest) in found.names.items()},
-        "sizes": {path: size for path, (size, _) in found.names.items()},
-        "bytes": found.bytes,
-        "digest": found.digest,
-        "fetched_by": host,
-        "config": found.texts.get(CONFIG, ""),
-    }
+def _entry(kind: Kind, name: str, host: str, found: HostFiles) -> StagedFile:
+    return StagedFile(
+        kind,
+        "",
+        f"{_target(kind, name)}-{found.digest[:12]}",
+        {path: digest for path, (_, digest) in found.names.items()},
+        found.digest,
+        found.bytes,
+        {path: size for path, (size, _) in found.names.items()},
+        fetched_by=host,
+        config=found.texts.get(CONFIG, ""),
+    )

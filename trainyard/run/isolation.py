@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from trainer.config import RunSpec
 from trainyard import front_end
 from trainyard.preflight.host_state import HostState
 
@@ -28,7 +28,7 @@ class Isolation:
 NO_ISOLATION = Isolation(incoming=False)
 
 
-def choose_isolation(wanted: str, spec: Mapping[str, Any], has_dataset: bool, run_env: Mapping[str, str]) -> Isolation:
+def choose_isolation(wanted: str, spec: RunSpec, has_dataset: bool, run_env: Mapping[str, str]) -> Isolation:
     """Return the filter for the launch option `isolate`.
 
     Args:
@@ -43,17 +43,17 @@ def choose_isolation(wanted: str, spec: Mapping[str, Any], has_dataset: bool, ru
     return Isolation(outgoing=not reason, reason=reason)
 
 
-def outside_need(spec: Mapping[str, Any], has_dataset: bool, run_env: Mapping[str, str]) -> str:
+def outside_need(spec: RunSpec, has_dataset: bool, run_env: Mapping[str, str]) -> str:
     """Return the setting for which the ranks connect to machines outside the run, or an empty string.
 
     Models need no such connection, because the controller stages them.
     """
-    if "wandb" in spec["loggers"]:
+    if "wandb" in spec.loggers:
         return "loggers=wandb"
-    if spec["backend"] == "unsloth":
+    if spec.backend == "unsloth":
         return "backend=unsloth"
-    if not has_dataset and not spec["fake_data"]:
-        return f"dataset={spec['dataset']}"
+    if not has_dataset and not spec.fake_data:
+        return f"dataset={spec.dataset_name}"
     for name, value in run_env.items():
         # A proxy or a server; or another network, whose addresses are unknown here.
         if "://" in value or name.lower().endswith(("_proxy", "_host", "_endpoint", "_socket_ifname")):

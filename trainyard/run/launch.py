@@ -16,7 +16,7 @@ from trainyard.run.errors import LaunchError
 from trainyard.run.gather import Connect
 from trainyard.run.monitor import Part, killed_ranks, last_step
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import Report
+from trainyard.run.types import PlanEntry, Report
 
 READY_LIMIT = 60.0  # s for a host to get ready
 BEGIN_LIMIT = 20.0  # s for a host to receive the command to begin
@@ -25,7 +25,7 @@ STANDBY_LIMIT = 180.0  # s that a standby process waits for a restart: longer th
 
 
 def start_ranks(
-    entries: list[dict[str, Any]],
+    entries: list[PlanEntry],
     connect: Connect,
     report: Report,
     properties: Iterable[str] = (),
@@ -36,7 +36,6 @@ def start_ranks(
     Every host gets ready first, which takes some hosts longer. Then a command of a few milliseconds starts all ranks.
 
     Args:
-        entries: the plan; each entry needs `host`, `node_rank`, `ranks`, `run_dir` and `command`.
         properties: properties of the systemd units.
         standby: seconds that a standby process on each host waits for the next start; 0 for none.
 
@@ -46,26 +45,26 @@ def start_ranks(
     Raises:
         LaunchError: a host refused or did not answer; no rank is left running.
     """
-    stale = [Part(entry["host"], entry["run_dir"]) for entry in entries if entry.get("stale")]
+    stale = [Part(entry.host, entry.run_dir) for entry in entries if entry.stale]
     for host, error in stop_parts(stale, connect, {"now": True, "keep": standby > 0}).items():
         raise LaunchError(f"{host}: cannot stop the ranks of an earlier start: {error}")
-    connections = {entry["host"]: connect(entry["host"]) for entry in entries}
-    names = [entry["host"] for entry in entries]
+    connections = {entry.host: connect(entry.host) for entry in entries}
+    names = [entry.host for entry in entries]
     ready = FanOut(
         {
-            entry["host"]: functools.partial(
-                connections[entry["host"]].start_run, start_request(entry, names, properties, standby)
+            entry.host: functools.partial(
+                connections[entry.host].start_run, start_request(entry, names, properties, standby)
             )
             for entry in entries
         }
     ).wait(READY_LIMIT)
     begun = ready
     if not ready.errors:
-        begun = FanOut({e["host"]: functools.partial(_begin, connections[e["host"]], e) for e in entries})
+        begun = FanOut({e.host: functools.partial(_begin, connections[e.host], e) for e in entries})
         begun.wait(BEGIN_LIMIT)
     if begun.errors:
         # A host that refused may run another run, or another start of this one. Leave that alone.
-        parts = [Part(entry["host"], entry["run_dir"]) for entry in entries if entry["host"] in ready.answers]
+        parts = [Part(entry.host, entry.run_dir) for entry in entries if entry.host in ready.answers]
         stop_parts(parts, connect, {"now": True, "keep": standby > 0})
         host = next(name for name in names if name in begun.errors)
         raise LaunchError(f"{host}: {begun.errors[host]}", troubles=begun.errors, lost=list(begun.errors))
@@ -82,47 +81,47 @@ def standby_seconds(options: LaunchOptions) -> float:
 
 
 def start_request(
-    entry: dict[str, Any], hosts: list[str], properties: Iterable[str], standby: float = 0.0
+    entry: PlanEntry, hosts: list[str], properties: Iterable[str], standby: float = 0.0
 ) -> dict[str, Any]:
     """Return the request that makes one host ready (see trainer.supervise)."""
     request = {
-        "run_dir": entry["run_dir"],
-        "node_rank": entry["node_rank"],
-        "ranks": list(entry["ranks"]),
+        "run_dir": entry.run_dir,
+        "node_rank": entry.node_rank,
+        "ranks": entry.ranks,
         "hosts": hosts,
-        "backend": entry.get("backend") or "auto",
-        "attempt": entry.get("attempt") or 0,
-        "claim": entry.get("claim") or "",
-        "stop_seen": bool(entry.get("stop_wanted", True)),
-        "devices": entry.get("devices") or [],
-        "writable": entry.get("writable") or [],
-        "reads": sorted(_paths(entry.get("spec"))),
-        "properties": [*properties, *(entry.get("properties") or [])],
-        "reachable": (entry.get("peers") or []) if entry.get("isolated") else [],
+        "backend": entry.backend,
+        "attempt": entry.attempt,
+        "claim": entry.claim,
+        "stop_seen": entry.stop_wanted,
+        "devices": entry.devices,
+        "writable": entry.writable,
+        "reads": entry.reads,
+        "properties": [*properties, *entry.properties],
+        "reachable": entry.peers if entry.isolated else [],
         "hold": True,
         "standby": standby,
-        "lease": entry.get("lease") or "",
-        "teaches": bool(entry.get("teaches")),
-        "script": entry.get("script") or "",
-        "command": [str(word) for word in entry["command"]],
+        "lease": entry.lease,
+        "teaches": entry.teaches,
+        "script": entry.script,
+        "command": entry.command,
     }
-    if entry.get("replica") is not None:
-        request |= {"replica": entry["replica"], "restarts": entry["restarts"], "lighthouse": entry["lighthouse"]}
+    if entry.replica is not None:
+        request |= {"replica": entry.replica, "restarts": entry.restarts, "lighthouse": entry.lighthouse}
     return request
 
 
-def _paths(value: Any) -> set[str]:
+def paths_in(value: Any) -> set[str]:
     """Return the absolute paths in a value of a spec."""
     if isinstance(value, str):
         return {value} if value.startswith("/") else set()
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return set().union(*map(_paths, values))
+    return set().union(*map(paths_in, values))
 
 
-def _begin(connection: HostConnection, entry: dict[str, Any]) -> dict[str, Any]:
+def _begin(connection: HostConnection, entry: PlanEntry) -> dict[str, Any]:
     # A shell command, because Python would take longer to start and the ranks would start further apart. The file
     # must not exist (set -C): code of a rank could make it a link.
-    file = shlex.quote(f"{entry['run_dir']}/state/go")
+    file = shlex.quote(f"{entry.run_dir}/state/go")
     return connection.run(f"set -C; : >{file} && date '+{{\"now\": %s.%N}}'", verb="begin")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer import slurm_script
 from trainyard.run.errors import RunError
+from trainyard.run.types import PlanEntry
 
 # Exports the lines of `env`, as trainer.supervise does. They are read and not sourced, because a value may contain spaces
 # or quotes. Scripts contain no values, because these may be secrets.
@@ -19,7 +20,7 @@ done < {run_dir}/env
 """
 
 
-def write_scripts(entries: list[dict[str, Any]], folder: Path, check: bool = False) -> dict[str, Any]:
+def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -> dict[str, Any]:
     """Write the scripts of a plan into a folder on the controller.
 
     Args:
@@ -31,8 +32,8 @@ def write_scripts(entries: list[dict[str, Any]], folder: Path, check: bool = Fal
     Raises:
         RunError: the folder cannot be written.
     """
-    run = Path(entries[0]["run_dir"]).name
-    texts = {folder / f"{entry['host']}.sh": script(entry, run) for entry in entries}
+    run = Path(entries[0].run_dir).name
+    texts = {folder / f"{entry.host}.sh": script(entry, run) for entry in entries}
     texts[folder / f"{run}.sbatch"] = sbatch(entries, run)
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if not check:
@@ -48,35 +49,35 @@ def write_scripts(entries: list[dict[str, Any]], folder: Path, check: bool = Fal
     return {"changed": bool(changed), "files": files, "lines": [*files, how]}
 
 
-def lighthouse(entry: dict[str, Any]) -> str:
+def lighthouse(entry: PlanEntry) -> str:
     """Return the line that starts the run's lighthouse in the background, on the host that runs it; else empty."""
-    if not entry.get("lighthouse"):
+    if not entry.lighthouse:
         return ""
-    command = shlex.join([entry["command"][0], "-m", "trainer.distributed.lighthouse", entry["lighthouse"]])
-    return f"{command} >> {shlex.quote(entry['run_dir'])}/lighthouse.log 2>&1 &\n"
+    command = shlex.join([entry.command[0], "-m", "trainer.distributed.lighthouse", entry.lighthouse])
+    return f"{command} >> {shlex.quote(entry.run_dir)}/lighthouse.log 2>&1 &\n"
 
 
-def script(entry: dict[str, Any], run: str) -> str:
+def script(entry: PlanEntry, run: str) -> str:
     """Return the bash script that starts one host's part of a run."""
-    ranks = ",".join(map(str, entry["ranks"]))
+    ranks = ",".join(map(str, entry.ranks))
     return (
         "#!/bin/bash\n"
-        f"# trainyard run {run}: node {entry['node_rank']}, ranks {ranks}, for {one_line(entry['host'])} ({entry['address']}).\n"
+        f"# trainyard run {run}: node {entry.node_rank}, ranks {ranks}, for {one_line(entry.host)} ({entry.address}).\n"
         "# Start it on all hosts within a few minutes.\n"
         "set -euo pipefail\n"
-        f"{READ_ENVIRONMENT.format(run_dir=shlex.quote(entry['run_dir']))}"
+        f"{READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir))}"
         f"{lighthouse(entry)}"
-        f"exec {shlex.join(entry['command'])}\n"
+        f"exec {shlex.join(entry.command)}\n"
     )
 
 
-def sbatch(entries: list[dict[str, Any]], run: str) -> str:
+def sbatch(entries: list[PlanEntry], run: str) -> str:
     """Return the script for `sbatch`. Slurm must know the hosts by their names in the inventory.
 
     Every node selects its own command by its Slurm name, because ranks, devices and folders may differ between nodes.
     """
-    gpus = {len(entry["gpus"]) for entry in entries}
-    names = [entry["host"] for entry in entries]
+    gpus = {len(entry.gpus) for entry in entries}
+    names = [entry.host for entry in entries]
     lines = [
         *slurm_script.header(
             run, slurm_script.Resources(len(entries), gpus.pop() if len(gpus) == 1 else 0, names=names)
@@ -86,11 +87,11 @@ def sbatch(entries: list[dict[str, Any]], run: str) -> str:
     ]
     cases = ["case $SLURMD_NODENAME in"]
     for entry in entries:
-        cases.append(f"{shlex.quote(entry['host'])})")
+        cases.append(f"{shlex.quote(entry.host)})")
         # Not splitlines(): a folder's name may contain other characters at which it ends a line.
-        cases += READ_ENVIRONMENT.format(run_dir=shlex.quote(entry["run_dir"])).rstrip("\n").split("\n")
+        cases += READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir)).rstrip("\n").split("\n")
         cases += lighthouse(entry).split("\n")[:-1]
-        cases.append(f"exec {shlex.join(entry['command'])} ;;")
+        cases.append(f"exec {shlex.join(entry.command)} ;;")
     cases += ["*)", 'echo "error: no part of the run is planned for $SLURMD_NODENAME" >&2; exit 2 ;;', "esac"]
     return "\n".join([*lines, f"exec {slurm_script.step(chr(10).join(cases))}", ""])
 

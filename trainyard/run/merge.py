@@ -25,16 +25,16 @@ from trainyard.run.copy_files import copy_artifacts, in_time
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.options import LaunchOptions
+from trainyard.run.spec_files import trainer_file
 from trainyard.run.status import find_parts, no_such_run
-from trainyard.run.trainer_archive import trainer_archive
 from trainyard.run.transfer import copy_to_hosts
+from trainyard.run.types import PlanEntry, Report, StagedFile
 
 MERGE_LIMIT = 24 * 3600.0  # s
 MAX_PROMPTS = 10_000
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PATTERNS = ["adapter/*", "model/*", "spec.yml"]
 Numbers = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], BeforeValidator(split_words)]
-Report = Callable[[str], None]
 
 
 class MergeOptions(PlaybookOptions):
@@ -107,7 +107,6 @@ def merge_runs(
         return {"changed": True, "msg": f"would merge {', '.join(options.runs)} on {target.name}"}
     connection = connect(target)
     folder = f"{target.data_dir}/runs/{options.run}"
-    work = home / ".trainyard"
     try:
         with tempfile.TemporaryDirectory() as aside:
             files = []
@@ -119,11 +118,9 @@ def merge_runs(
                 copy_artifacts(connect(by_name[host]), run_dir, Path(aside) / run, _PATTERNS)
                 files.append(_files_of(Path(aside) / run, f"runs/{options.run}/parts/{run}"))
                 parts.append({"run": run, "folder": f"{folder}/parts/{run}"})
-            archive = trainer_archive(work)
-            digest = sha256_file(archive)
-            trainer = f"store/trainers/{digest[:16]}.zip"
-            files.append({"src": str(archive), "dest": trainer, "sha256": {"": digest}})
-            entry = {"host": target.name, "address": target.address, "data_dir": target.data_dir}
+            trainer = trainer_file(home / ".trainyard")
+            files.append(trainer)
+            entry = PlanEntry(target.name, address=target.address, data_dir=target.data_dir)
             copy_to_hosts(
                 [entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8), transfer=launch.transfer
             )
@@ -138,8 +135,8 @@ def merge_runs(
             "max_tokens": options.max_tokens,
         }
         request = {
-            "trainer": f"{target.data_dir}/{trainer}",
-            "digest": digest,
+            "trainer": f"{target.data_dir}/{trainer.dest}",
+            "digest": trainer.digest,
             "run_dir": folder,
             "reads": [part["folder"] for part in parts],
             "backend": target.backend,
@@ -165,9 +162,9 @@ def _place(run: str, hosts: Sequence[Host], connect: Connect, limit: float) -> t
     return parts[0].host, parts[0].run_dir
 
 
-def _files_of(folder: Path, dest: str) -> dict[str, Any]:
+def _files_of(folder: Path, dest: str) -> StagedFile:
     files = {str(path.relative_to(folder)): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {"src": str(folder), "dest": dest, "sha256": files}
+    return StagedFile.of(folder, dest, files, "part")
 
 
 def merge_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:

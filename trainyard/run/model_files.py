@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,10 @@ from trainer.errors import UserError, first_line
 from trainer.inputs import path_kind, read_regular, user_path
 from trainer.model_name import check_model_name, in_hub_cache
 from trainyard.remote.digests import Digests
-from trainyard.run.file_entries import folder_entry
 from trainyard.run.host_files import HostAccess, HostFiles
 from trainyard.run.hub import fetch_again, fetch_on_controller, fetch_on_host, is_offline
 from trainyard.run.teacher_host import access_for
-
-Report = Callable[[str], None]
+from trainyard.run.types import Files, Report, StagedFile
 
 _MODEL_PARTS = (
     (("config.json",), "config.json"),
@@ -56,8 +55,8 @@ def model_entries(
     digests: Digests,
     work: Path,
     report: Report,
-) -> list[dict[str, Any]]:
-    """Return the entries of PreparedRun.files of the student and the teacher.
+) -> Files:
+    """Return the student and the teacher.
 
     Args:
         datasets: those on the controller, if it has all of them.
@@ -66,29 +65,29 @@ def model_entries(
     Raises:
         UserError: a model is missing or damaged, or the two have different vocabularies.
     """
-    entries: list[dict[str, Any]] = []
+    files: Files = []
     for setting, name in model_settings(spec).items():
         if found := on_hosts.get(setting):
-            entry = found.entry("model")
+            file = found.entry("model")
         elif fetched := hub_model(name, setting, access and access_for(access, spec, setting), report):
-            entry = fetched
+            file = fetched
         else:
             folder = model_folder(spec, datasets, work, report, setting)
             stem = name.rpartition("/")[2] if is_hub_id(name) else folder.name
-            entry = folder_entry(folder, f"store/models/{stem}", digests, "model")
-        if entry["dest"] in [other["dest"] for other in entries] and not spec.teacher_host:
-            entry = entry | {"bytes": 0}  # a model that teaches itself is copied once
-        entries.append(entry | {"kind": setting})
-    check_vocabularies(spec, [Path(entry["src"]) for entry in entries if entry["src"]])
-    if entries and not spec.script:
-        _check_targets(spec, entries[0])
-    return entries
+            file = StagedFile.of_folder(folder, f"store/models/{stem}", digests, "model")
+        if file.dest in [other.dest for other in files] and not spec.teacher_host:
+            file = replace(file, bytes=0)  # a model that teaches itself is copied once
+        files.append(replace(file, kind=setting))
+    check_vocabularies(spec, [Path(file.src) for file in files if file.src])
+    if files and not spec.script:
+        _check_targets(spec, files[0])
+    return files
 
 
-def _check_targets(spec: RunSpec, model: Mapping[str, Any]) -> None:
+def _check_targets(spec: RunSpec, model: StagedFile) -> None:
     """Check `lora_targets` as far as the controller knows the layers of the model. The ranks check them fully. Raises UserError."""
     try:
-        text = model.get("config") or read_regular(Path(model["src"]) / "config.json", _MAX_CONFIG)
+        text = model.config or read_regular(Path(model.src) / "config.json", _MAX_CONFIG)
         shape = read_shape(json.loads(text))
     except (UserError, OSError, ValueError, RecursionError):  # of a kind that the planner does not know, or damaged
         return
@@ -131,18 +130,16 @@ def check_names(names: Collection[str], where: str, remedy: str, setting: str) -
             raise UserError(f"{setting}: {where} has no {what}: {remedy}")
 
 
-def hub_model(name: str, setting: str, access: HostAccess | None, report: Report) -> dict[str, Any] | None:
-    """Return the entry of a model that one host fetches from the hub; None if it is found or fetched elsewhere."""
+def hub_model(name: str, setting: str, access: HostAccess | None, report: Report) -> StagedFile | None:
+    """Return a model that one host fetches from the hub; None if it is found or fetched elsewhere."""
     if access is None or is_offline() or not is_hub_id(name) or in_hub_cache(name):
         return None
-    if entry := fetch_on_host("model", name, access, report):
-        check_names(entry["sha256"], f"{name} on the hub", "choose a model in the format of transformers", setting)
-    return entry
+    if file := fetch_on_host("model", name, access, report):
+        check_names(file.sha256, f"{name} on the hub", "choose a model in the format of transformers", setting)
+    return file
 
 
-def fetch_models_again(
-    files: Sequence[dict[str, Any]], spec: Mapping[str, Any], access: HostAccess, report: Report
-) -> list[dict[str, Any]]:
+def fetch_models_again(files: Files, spec: RunSpec, access: HostAccess, report: Report) -> Files:
     """Return the files of a run, of which models of the hub that only another host has are fetched by one of these hosts.
 
     Args:
@@ -153,8 +150,8 @@ def fetch_models_again(
     """
     present = {host.name for host in access.hosts}
     return [
-        fetch_again(file, spec["model"], access, report)
-        if file["kind"] == "model" and file.get("fetched_by", "") not in {"", *present} and is_hub_id(spec["model"])
+        fetch_again(file, spec.model, access, report)
+        if file.kind == "model" and file.fetched_by not in {"", *present} and is_hub_id(spec.model)
         else file
         for file in files
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import zlib
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,9 +16,11 @@ from trainer.strategy import plan_named, plan_of
 from trainyard.connection import Host
 from trainyard.preflight.gpu_choice import devices, numbers
 from trainyard.preflight.host_state import HostState
+from trainyard.remote.commit import start_of
 from trainyard.run.errors import PlanError
 from trainyard.run.isolation import NO_ISOLATION, Isolation
 from trainyard.run.teacher_host import teacher_port
+from trainyard.run.types import PlanEntry
 
 # Below 32768, because the kernel assigns higher ports to outgoing connections.
 PORTS = range(29500, 29600)
@@ -26,71 +28,6 @@ LOOPBACK = "127.0.0.1"
 GPUS = "CUDA_VISIBLE_DEVICES"
 _MAX_ADDRESSES = 64  # of one host: a host states them itself
 _JOIN_TIMEOUT = 120  # s for all hosts of an elastic run to reach the rendezvous
-
-
-@dataclass(frozen=True)
-class Node:
-    """One host's part of a run.
-
-    Attributes:
-        node_rank: place of the host in the run.
-        ranks: global ranks on this host, in the order of local ranks.
-        threads: CPU threads per rank.
-        command: argument list of the launcher, interpreter first.
-        attempt: number of this start of the run.
-        replica: number of the replica group, if every group has its own torchrun; else None.
-        restarts: maximum consecutive restarts of such a torchrun by its host's supervisor.
-        lighthouse: address of torchft's lighthouse, on the host that runs it; else empty.
-        allocator: path of a library to load instead of the C library's malloc.
-        elastic: whether torchrun restarts its ranks itself.
-        stale: whether ranks of an earlier start still run there and must be stopped first.
-        peers: addresses of all hosts of the run, from which its ranks accept connections; empty to accept all.
-        isolated: whether the ranks connect only to these addresses.
-        devices: UUIDs of the GPUs of the ranks, in the order of local ranks; empty without a GPU.
-        gpu_numbers: their numbers in the order of nvidia-smi.
-        hide_gpus: whether the ranks use the CPU of a host with GPUs.
-        shared_gpus: whether ranks of two hosts of the run, which are one machine, use the same GPU.
-        lease: under the queue, the file on the host that is locked while the run may use it; else empty.
-        teacher: ADDRESS:PORT of the teacher of a run with `teacher_host`; else empty.
-        teaches: whether this is the teacher's host. Its only "rank" is the teacher, with the number after those that train.
-    """
-
-    host: str
-    node_rank: int
-    ranks: list[int]
-    address: str
-    interface: str
-    threads: int
-    run_dir: str
-    data_dir: str
-    command: list[str]
-    backend: str = "auto"
-    properties: list[str] = field(default_factory=list)
-    attempt: int = 1
-    replica: int | None = None
-    restarts: int = 0
-    lighthouse: str = ""
-    allocator: str = ""
-    elastic: bool = False
-    stale: bool = False
-    peers: list[str] = field(default_factory=list)
-    isolated: bool = False
-    devices: list[str] = field(default_factory=list)
-    gpu_numbers: list[int] = field(default_factory=list)
-    hide_gpus: bool = False
-    shared_gpus: bool = False
-    lease: str = ""
-    teacher: str = ""
-    teaches: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, entry: dict[str, Any]) -> Node:
-        """Return the node of a plan's entry, which may hold more than the node's fields."""
-        return cls(**{name: entry[name] for name in cls.__dataclass_fields__ if name in entry})
 
 
 def choose_port(requested: int | None, free: list[int], head: str, run_dir: str, lease: str = "") -> int:
@@ -205,7 +142,7 @@ def plan_nodes(
     identity: str = "",
     isolation: Isolation = NO_ISOLATION,
     teacher: HostState | None = None,
-) -> list[Node]:
+) -> list[PlanEntry]:
     """Plan a run over `hosts`, in order: the rank is the place in the list.
 
     Args:
@@ -231,7 +168,7 @@ def plan_nodes(
     teacher_at = _teacher_address(everyone, port) if teacher else ""
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
     shared_gpus = hosts_share_gpus(hosts)  # all ranks need the same backend
-    nodes: list[Node] = []
+    nodes: list[PlanEntry] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
         first = sum(counts[:place])
         if replica_hosts:
@@ -243,7 +180,7 @@ def plan_nodes(
         meeting.torchrun.append(f"--rdzv-id={identity or f'{run}-{attempt}'}")
         run_dir = f"{host.host.data_dir}/runs/{run}"
         nodes.append(
-            Node(
+            PlanEntry(
                 **_of_host(host, addresses[place]),
                 node_rank=place,
                 ranks=list(range(first, first + count)),
@@ -284,6 +221,12 @@ def _of_host(state: HostState, address: str) -> dict[str, Any]:
         "gpu_numbers": numbers(state),
         "hide_gpus": bool(facts["gpus"]) and not state.gpus,
         "lease": host.lease,
+        "versions": facts["versions"],
+        "gpus": [gpu["name"] for gpu in state.gpus],
+        "memory_mib": min((gpu["memory_mib"] for gpu in state.gpus), default=facts["memory_mib"]),
+        "link_mbit": facts["link_mbit"],
+        "previous": start_of(facts["part"]),
+        "stop_wanted": facts["stop_wanted"],
     }
 
 
@@ -292,7 +235,7 @@ def _teacher_address(hosts: list[HostState], port: int) -> str:
     return f"{meeting_addresses(hosts)[-1]}:{teacher_port(hosts[-1], port) if port else 0}"
 
 
-def _teacher_node(host: HostState, head: Node, world: int, threads: int, place: int) -> Node:
+def _teacher_node(host: HostState, head: PlanEntry, world: int, threads: int, place: int) -> PlanEntry:
     """Return the node of the teacher's host in the run of `head`. `world`: number of ranks."""
     run_dir = f"{host.host.data_dir}/runs/{PurePosixPath(head.run_dir).name}"
     module = [host.host.python, "-m", "trainer.distillation.teacher_server", f"{run_dir}/spec.yml"]
@@ -404,7 +347,7 @@ def _replica_rendezvous(
     )
 
 
-def environment(node: Node, extra: dict[str, str]) -> str:
+def environment(node: PlanEntry, extra: dict[str, str]) -> str:
     """Return the contents of the node's `env` file: KEY=VALUE lines. The file has mode 0600, because it may hold
     secrets.
 
@@ -439,7 +382,7 @@ def environment(node: Node, extra: dict[str, str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in values.items())
 
 
-def gpu_environment(node: Node) -> dict[str, str]:
+def gpu_environment(node: PlanEntry) -> dict[str, str]:
     """Return the variables that limit the ranks to the node's GPUs. Rank N of the host uses the N-th of them."""
     if node.hide_gpus:
         return {GPUS: ""}
@@ -449,15 +392,15 @@ def gpu_environment(node: Node) -> dict[str, str]:
     return limits | shared
 
 
-def shared_rows(nodes: list[Node], spec: dict[str, Any], before: list[int]) -> list[int]:
+def shared_rows(nodes: list[PlanEntry], spec: RunSpec, before: list[int]) -> list[int]:
     """Return each host's rows of a step: as `before` (rows by rank, of an earlier start), else equal for all ranks."""
-    ranks, rows = sum(len(node.ranks) for node in nodes), spec["rows_per_step"]
+    ranks, rows = sum(len(node.ranks) for node in nodes), spec.rows_per_step
     if len(before) != ranks or sum(before) != rows:
         before = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
     return [sum(before[rank] for rank in node.ranks) for node in nodes]
 
 
-def plan_lines(nodes: list[Node], spec: dict[str, Any], port: int, before: list[int]) -> list[str]:
+def plan_lines(nodes: list[PlanEntry], spec: RunSpec, port: int, before: list[int]) -> list[str]:
     """Return the plan of the ranks as a table and a summary. `before`: rows by rank, of an earlier start."""
     nodes = [node for node in nodes if not node.teaches]
     world = sum(len(node.ranks) for node in nodes)
@@ -474,11 +417,11 @@ def plan_lines(nodes: list[Node], spec: dict[str, Any], port: int, before: list[
         head.append("GPUs")
         rows = [[*row, ",".join(map(str, n.gpu_numbers)) or "-"] for row, n in zip(rows, nodes, strict=True)]
     by_speed = ""
-    if plan_named(spec["strategy"]).shares_rows_by_speed and not spec["script"]:
+    if plan_named(spec.strategy).shares_rows_by_speed and not spec.script:
         head.append("rows")
         rows = [[*row, str(count)] for row, count in zip(rows, shared_rows(nodes, spec, before), strict=True)]
-        by_speed = ", balanced by measured speed" if spec["balance"] == "auto" and world > 1 else ""
-    if spec["script"]:
-        return [*table([head, *rows]), f"world size {world}, {meeting}, script {Path(spec['script']).name}"]
-    batches = f"{spec['rows_per_step']} rows per step in micro-batches of {spec['batch_size']}{by_speed}"
-    return [*table([head, *rows]), f"world size {world}, {meeting}, strategy {spec['strategy']}, {batches}"]
+        by_speed = ", balanced by measured speed" if spec.balance == "auto" and world > 1 else ""
+    if spec.script:
+        return [*table([head, *rows]), f"world size {world}, {meeting}, script {Path(spec.script).name}"]
+    batches = f"{spec.rows_per_step} rows per step in micro-batches of {spec.batch_size}{by_speed}"
+    return [*table([head, *rows]), f"world size {world}, {meeting}, strategy {spec.strategy}, {batches}"]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from trainer.config import FIELDS, RunSpec
-from trainer.config.dataset_source import with_paths
 from trainer.costs.model_shape import shape_of
 from trainer.costs.packing_forecast import packing_text
-from trainer.data.data_report import DataReport
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainer.spec import changed_fields, make_spec
+from trainer.spec import changed_fields
 from trainer.strategy import AUTO, plan_of
 from trainer.strategy.pipeline_split import check_ranks, given_layers
 from trainyard import front_end
@@ -23,7 +19,6 @@ from trainyard.preflight.host_state import HostState
 from trainyard.preflight.mesh import high_ports, measure_mesh
 from trainyard.preflight.report import Report
 from trainyard.preflight.runner import check_plan, skipped_checks
-from trainyard.remote.commit import start_of
 from trainyard.run.choose_strategy import choose_strategy, spec_here, staged_spec
 from trainyard.run.errors import PartlyActiveError, PlanError, RunError
 from trainyard.run.gather import (
@@ -35,46 +30,11 @@ from trainyard.run.gather import (
 )
 from trainyard.run.isolation import choose_isolation, isolation_lines, unit_lines
 from trainyard.run.options import LaunchOptions
-from trainyard.run.plan import Node, check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
-from trainyard.run.spec_files import PreparedRun, spec_of
+from trainyard.run.plan import check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.teacher_host import split_teacher, teacher_line
+from trainyard.run.types import Phase, PlanEntry, PreparedRun, PreviousStart, RunPlan
 
-Phase = Literal["new", "running", "finished", "stopped"]
 TORCHRUN_RESTARTS = 3  # consecutive restarts by torchrun or a supervisor where max_restarts is 0
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """What a session does next.
-
-    Attributes:
-        entries: by node rank, the fields of Node, `spec` with paths on that host, `versions`, `gpus`, `memory_mib`.
-        phase: `new` to stage and launch, `running` to follow, `finished`, or `stopped` by a user before a restart.
-        port: rendezvous port; 0 for a run that is already running.
-        lines: the plan as readable text.
-    """
-
-    entries: list[dict[str, Any]]
-    phase: Phase
-    port: int
-    lines: list[str]
-
-
-@dataclass(frozen=True)
-class PreviousStart:
-    """The previous start of the run in this session.
-
-    Attributes:
-        begun: whether the ranks started.
-        attempt: its number; 0 if there was none.
-        lost: hosts that did not answer.
-        barred: hosts with which the next start just failed: it is made without them.
-    """
-
-    begun: bool = False
-    attempt: int = 0
-    lost: Collection[str] = field(default_factory=list)
-    barred: Collection[str] = ()
 
 
 def plan_run(
@@ -97,16 +57,16 @@ def plan_run(
         HostUnreachableError: a host does not answer.
     """
     previous = previous or PreviousStart()
-    run, spec = prepared.run, dict(prepared.spec)
-    train, teacher = split_teacher(hosts, spec["teacher_host"])
+    run, spec = prepared.run, prepared.spec
+    train, teacher = split_teacher(hosts, spec.teacher_host)
     ordered = [*head_first(train, options.head), *([teacher] if teacher else [])]
     ordered = [host for host in ordered if host.name not in previous.barred]
     ordered, left_out = usable_hosts(ordered, connect, prepared, options, previous.lost, preview)
     check_consistency(ordered)
-    hosts, teacher = split_teacher(ordered, spec["teacher_host"])
-    chosen = _resolve_strategy(hosts, connect, spec, prepared)
+    hosts, teacher = split_teacher(ordered, spec.teacher_host)
+    spec, chosen = _resolve_strategy(hosts, connect, prepared)
     check_requirements(hosts, spec)
-    check_own_gpus(hosts, spec_of(spec))
+    check_own_gpus(hosts, spec)
     if apart := own_torchrun(spec):
         check_torchft([host.host for host in hosts], options)
     last_attempt = max((part["attempt"] for host in ordered if (part := host.facts["part"])), default=0)
@@ -114,58 +74,57 @@ def plan_run(
     if not members and (extra := surplus([host.name for host in hosts], spec, options.min_nodes)):
         left_out |= extra
         ordered = [host for host in ordered if host.name not in extra]
-        hosts, teacher = split_teacher(ordered, spec["teacher_host"])
+        hosts, teacher = split_teacher(ordered, spec.teacher_host)
     port = 0 if members else _rendezvous_port(options.master_port, hosts[0], run)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
-        spec["resume"] = "auto"
+        spec = spec.model_copy(update={"resume": "auto"})
     if members:
         ordered = members
-        hosts, teacher = split_teacher(ordered, spec["teacher_host"])
+        hosts, teacher = split_teacher(ordered, spec.teacher_host)
     variables = {name: value for host in ordered for name, value in host.host.env.items()} | options.run_env
     isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, variables)
     if teacher:
         teacher.gpus = teacher.gpus[:1]  # one process computes
-    nodes = plan_nodes(
+    entries = plan_nodes(
         hosts,
         run=run,
         port=port,
         attempt=last_attempt if members else last_attempt + 1,
         elastic=(options.min_nodes or len(hosts)) if options.elastic else 0,
         restarts=options.max_restarts or TORCHRUN_RESTARTS,
-        replica_hosts=spec["replica_hosts"] if apart else 0,
+        replica_hosts=spec.replica_hosts if apart else 0,
         # Scripts that start the run keep their id, so that rendering them again changes nothing.
         identity="" if options.render_only else f"{run}-{secrets.token_hex(16)}",
         isolation=isolation,
         teacher=teacher,
     )
-    entries = [_entry(node, host, spec, prepared) for node, host in zip(nodes, ordered, strict=True)]
     if members:
-        check_running_spec(members[0], entries[0]["spec"], run)
-        return RunPlan(entries, "running", port, [f"run {run} is already running: following it"])
+        check_running_spec(members[0], prepared.spec_on(entries[0].data_dir, spec))
+        return RunPlan(entries, "running", port, [f"run {run} is already running: following it"], spec)
     if previous.begun and was_stopped(ordered, last_attempt):
-        return RunPlan(entries, "stopped", port, [stopped_line(run)])
-    phase: Phase = "finished" if is_finished(hosts, entries[0]["spec"], run) else "new"
+        return RunPlan(entries, "stopped", port, [stopped_line(run)], spec)
+    phase: Phase = "finished" if is_finished(hosts, prepared.spec_on(entries[0].data_dir, spec)) else "new"
     if phase == "finished" and not preview:
-        return RunPlan(entries, phase, port, [])
+        return RunPlan(entries, phase, port, [], spec)
     lines = [finished_line(run)] if phase == "finished" else []
     lines += _host_lines(ordered, left_out, preview)
-    lines += plan_lines(nodes, spec, port, hosts[0].facts.get("rows", []))
-    if not spec["script"]:  # whose rows the plan does not know
+    lines += plan_lines(entries, spec, port, hosts[0].facts.get("rows", []))
+    if not spec.script:  # whose rows the plan does not know
         with spec_here(spec, prepared.files) as here:
-            check_layers(here, [len(node.ranks) for node in nodes if not node.teaches])
+            check_layers(here, [len(node.ranks) for node in entries if not node.teaches])
             lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
             if teacher:
-                lines.append(teacher_line(here, teacher, nodes[-1].teacher, prepared.origin["teacher"]))
-    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered) + unit_lines(ordered))
+                lines.append(teacher_line(here, teacher, entries[-1].teacher, prepared.origin["teacher"]))
+    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered) + unit_lines(ordered), spec)
 
 
 def data_lines(prepared: PreparedRun) -> list[str]:
     """Return the lines of the plan about the samples of a run."""
-    if prepared.spec["fake_data"] or prepared.spec["script"]:
+    if prepared.spec.fake_data or prepared.spec.script:
         return []
     if not prepared.data:
         return ["data: the ranks count it before the first step"]
-    return DataReport.of(prepared.data).lines("data: ")
+    return prepared.data.lines("data: ")
 
 
 def _rendezvous_port(requested: int | None, head: HostState, run: str) -> int:
@@ -202,15 +161,14 @@ def check_torchft(hosts: Collection[Host], options: LaunchOptions) -> None:
         )
 
 
-def surplus(names: Sequence[str], spec: dict[str, Any], min_nodes: int) -> dict[str, str]:
+def surplus(names: Sequence[str], spec: RunSpec, min_nodes: int) -> dict[str, str]:
     """Return the last hosts to leave out, so that all pipelines have the same number of hosts, and the reason for each.
 
     Raises:
         PlanError: `min_nodes` does not allow so few hosts.
     """
-    run = spec_of(spec)
-    field = plan_of(run).pipeline_field(run)
-    size = getattr(run, field) if field else 0
+    field = plan_of(spec).pipeline_field(spec)
+    size = getattr(spec, field) if field else 0
     over = len(names) % size if 0 < size < len(names) else 0
     if over and not 0 < min_nodes <= len(names) - over:
         raise PlanError(
@@ -239,14 +197,14 @@ def check_layers(spec: RunSpec, processes: Sequence[int]) -> None:
         raise PlanError(str(error)) from None
 
 
-def _resolve_strategy(hosts: list[HostState], connect: Connect, spec: dict[str, Any], prepared: PreparedRun) -> str:
-    """Replace strategy `auto` in the spec; return the reason, or an empty string if there is nothing to resolve."""
-    if spec["strategy"] != AUTO:
-        return ""
+def _resolve_strategy(hosts: list[HostState], connect: Connect, prepared: PreparedRun) -> tuple[RunSpec, str]:
+    """Return the spec with strategy `auto` replaced, and the reason; an empty string if there is nothing to resolve."""
+    if prepared.spec.strategy != AUTO:
+        return prepared.spec, ""
     if not any(host.facts["spec"] for host in hosts):
         measure_mesh(hosts, high_ports(), lambda host: connect(host.name))
-    spec["strategy"], why = choose_strategy(hosts, spec, prepared.files)
-    return why
+    strategy, why = choose_strategy(hosts, prepared.spec, prepared.files)
+    return prepared.spec.model_copy(update={"strategy": strategy}), why
 
 
 def _running_members(
@@ -291,34 +249,7 @@ def stopped_line(run: str) -> str:
     return f"run {run} was stopped: {front_end.playbook('train')} with the same spec continues it"
 
 
-def _entry(node: Node, host: HostState, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
-    facts = host.facts
-    return node.as_dict() | {
-        "spec": host_spec(spec, prepared.files, node.data_dir),
-        "previous": start_of(facts["part"]),
-        "stop_wanted": bool(facts["stop_wanted"]),
-        "link_mbit": facts["link_mbit"],
-        "versions": facts["versions"],
-        "gpus": [gpu["name"] for gpu in host.gpus],
-        "memory_mib": min((gpu["memory_mib"] for gpu in host.gpus), default=facts["memory_mib"]),
-    }
-
-
-def host_spec(spec: dict[str, Any], files: list[dict[str, Any]], data_dir: str) -> dict[str, Any]:
-    """Return the spec with the paths of the models and datasets on a host."""
-    known = {name: value for name, value in spec.items() if name in FIELDS}
-    listed = known["dataset"]
-    datasets = [listed] if isinstance(listed, str) else [source["path"] for source in listed]
-    for entry in files:
-        path = f"{data_dir}/{entry['dest']}"
-        if entry["kind"] in ("model", "teacher", "script"):
-            known[entry["kind"]] = path
-        elif entry["kind"] == "dataset":
-            datasets[entry.get("source", 0)] = path
-    return known | {"dataset": with_paths(listed, datasets)}
-
-
-def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:
+def check_running_spec(head: HostState, spec: RunSpec) -> None:
     """Check that a run that is already running has this spec, so that the user expects it to be followed.
 
     Args:
@@ -328,40 +259,38 @@ def check_running_spec(head: HostState, spec: dict[str, Any], run: str) -> None:
     Raises:
         PlanError: it has another spec.
     """
-    before = staged_spec(head).model_dump(mode="json")
-    now = make_spec(spec, "the plan").model_dump(mode="json")
+    before, now = staged_spec(head).model_dump(mode="json"), spec.model_dump(mode="json")
     names = [name for name in FIELDS if name not in ("run", "resume") and before[name] != now[name]]
     if names:
         different = "; ".join(f"{name}: is {quoted(before[name])}, wanted {quoted(now[name])}" for name in names)
         raise PlanError(
-            f"run {run} is running with another spec ({different}): choose another name with {front_end.option('run', 'NAME')}, "
+            f"run {spec.run} is running with another spec ({different}): choose another name with {front_end.option('run', 'NAME')}, "
             "or repeat the options with which it was started"
         )
 
 
-def is_finished(hosts: list[HostState], spec: dict[str, Any], run: str) -> bool:
+def is_finished(hosts: list[HostState], spec: RunSpec) -> bool:
     """Return whether the run has finished on every host.
 
     Raises:
         PlanError: its folder holds another spec, or checkpoints while `resume` is never.
     """
     facts = hosts[0].facts
-    now = make_spec(spec, "the plan")
     if facts["spec"] is not None:
-        if different := changed_fields(staged_spec(hosts[0]), now):
+        if different := changed_fields(staged_spec(hosts[0]), spec):
             raise PlanError(
-                f"run {run} exists with another spec ({'; '.join(different)}): repeat the options with which it was started, "
+                f"run {spec.run} exists with another spec ({'; '.join(different)}): repeat the options with which it was started, "
                 f"or choose another name with {front_end.option('run', 'NAME')}"
             )
-        if now.resume == "never" and (facts["result"] or {}).get("status") != "finished":
+        if spec.resume == "never" and (facts["result"] or {}).get("status") != "finished":
             raise PlanError(
-                f"run {run} has checkpoints and resume is never: choose another name with {front_end.option('run', 'NAME')}"
+                f"run {spec.run} has checkpoints and resume is never: choose another name with {front_end.option('run', 'NAME')}"
             )
     return all((host.facts["result"] or {}).get("status") == "finished" for host in hosts)
 
 
 def check_plan_mesh(
-    entries: list[dict[str, Any]], hosts: Mapping[str, Host], port: int, connect: Connect, *, write: bool = True
+    entries: list[PlanEntry], hosts: Mapping[str, Host], port: int, connect: Connect, *, write: bool = True
 ) -> list[str]:
     """Check that every host of a plan reaches every other one and has its own data directory; return warnings.
 
@@ -373,7 +302,7 @@ def check_plan_mesh(
     Raises:
         RunError: a connection fails, or hosts share a data directory; `lines` hold all findings.
     """
-    states = [HostState(hosts[entry["host"]], facts={"interface": entry["interface"]}) for entry in entries]
+    states = [HostState(hosts[entry.host], facts={"interface": entry.interface}) for entry in entries]
     findings = check_plan(states, lambda host: connect(host.name), port, write=write)
     report = Report(findings, [finding.line for finding in findings])
     if report.error:

@@ -15,7 +15,6 @@ from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, end_of, stop_lines, stop_parts
 from trainyard.run.monitor import ENDED
 from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import Report
 from trainyard.run.status import (
     LATEST,
     RunList,
@@ -28,6 +27,7 @@ from trainyard.run.status import (
     run_name,
     watch_runs,
 )
+from trainyard.run.types import Report
 
 WATCH = 5.0  # s between two tables of a watched status
 GRACE = 60.0  # s that ranks have to save a checkpoint and exit

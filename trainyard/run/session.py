@@ -14,7 +14,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,20 @@ from trainyard.run.errors import LaunchError, LostSourceError, PartlyActiveError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
 from trainyard.run.host_files import HostAccess
-from trainyard.run.launch import standby_seconds, start_ranks
+from trainyard.run.launch import paths_in, standby_seconds, start_ranks
 from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.model_files import fetch_models_again
 from trainyard.run.options import LaunchOptions
-from trainyard.run.planning import PreviousStart, RunPlan, check_plan_mesh, plan_run, stopped_line
+from trainyard.run.planning import check_plan_mesh, plan_run, stopped_line
 from trainyard.run.rejoin import Rejoin, Speeds
 from trainyard.run.restart_policy import RestartPolicy
-from trainyard.run.service_start import service_start
-from trainyard.run.session_state import SessionState
 from trainyard.run.slurm import check_job, check_options, plan_job
-from trainyard.run.spec_files import PreparedRun, Report, prepare
+from trainyard.run.spec_files import prepare
 from trainyard.run.stage import release_claims, stage_files
-from trainyard.run.start_record import keep_start
+from trainyard.run.start_record import keep_start, service_start
 from trainyard.run.status import planned_parts
 from trainyard.run.teacher_host import check_teacher_host, training_entries
+from trainyard.run.types import PlanEntry, PreparedRun, PreviousStart, Report, RunPlan, SessionState
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
@@ -112,12 +111,27 @@ class RunSession:
         """The named run and its files. Raises RunError before `prepare`."""
         if self.state.prepared is None:
             raise RunError("the run has no spec: prepare it first")
-        return PreparedRun(**self.state.prepared)
+        return self.state.prepared
+
+    @property
+    def plan_spec(self) -> RunSpec:
+        """The spec of the plan. Raises RunError before `plan`."""
+        if self.state.spec is None:
+            raise RunError("the run has no plan: plan it first")
+        return self.state.spec
+
+    def spec_on(self, entry: PlanEntry) -> RunSpec:
+        """Return the spec of the plan with the paths on a host. Raises RunError before `plan`."""
+        return self.prepared.spec_on(entry.data_dir, self.plan_spec)
+
+    def plan_rows(self) -> list[dict[str, Any]]:
+        """Return the entries of the plan as plain data, each with the spec on its host. Raises RunError before `plan`."""
+        return [asdict(entry) | {"spec": self.spec_on(entry).model_dump(mode="json")} for entry in self.state.plan]
 
     @property
     def run_name(self) -> str:
         """Name of the run."""
-        return self.prepared.run if self.state.prepared else Path(self.state.plan[0]["run_dir"]).name
+        return self.prepared.run if self.state.prepared else Path(self.state.plan[0].run_dir).name
 
     def run(self) -> dict[str, Any]:
         """Do all steps; return the result of `collect`. Reports the lines of each step. A run that is prepared stays so."""
@@ -139,12 +153,12 @@ class RunSession:
             raise RunError("the run has no spec")
         with contextlib.ExitStack() as stack:
             if self.options.launcher == "slurm":
-                check_options(self.options, len(self.hosts), self.spec.model_dump(mode="json"))
+                check_options(self.options, len(self.hosts), self.spec)
             check_teacher_host(self.spec, list(self.hosts.values()), self.options)
             work = self.home / ".trainyard"
             if self.check:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self.state.prepared = prepare(self.spec, work, self.report, self._access()).as_dict()
+            self.state.prepared = prepare(self.spec, work, self.report, self._access())
         return {"changed": False}
 
     def plan(self, preview: bool = False) -> dict[str, Any]:
@@ -192,7 +206,7 @@ class RunSession:
         if self.check:
             return {
                 "changed": True,
-                "msg": f"would start {self.run_name} on {', '.join(e['host'] for e in state.plan)}",
+                "msg": f"would start {self.run_name} on {', '.join(e.host for e in state.plan)}",
             }
         try:
             return {"changed": True} | self._launch()
@@ -252,7 +266,9 @@ class RunSession:
         if self.check or self.options.render_only or left or state.status == "stopped" or state.phase == "failed":
             return _SKIPPED
         base_model = self.prepared.base_model if state.prepared else ""
-        collected = collect_artifacts(training_entries(state.plan), self.connect, self.options.collect_to, base_model)
+        collected = collect_artifacts(
+            training_entries(state.plan), self.connect, self.options.collect_to, base_model, state.spec
+        )
         if state.phase == "finished":
             collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
         return collected
@@ -277,6 +293,9 @@ class RunSession:
                     raise
                 time.sleep(CLAIM_POLL)
         self.state.plan, self.state.phase, self.state.port = plan.entries, plan.phase, plan.port
+        self.state.spec = plan.spec
+        for entry in plan.entries:
+            entry.reads = sorted(paths_in(self.spec_on(entry).model_dump(mode="json")))
         if plan.phase == "running":
             self.state.attempt = self._planned_attempt()
         return plan
@@ -292,21 +311,21 @@ class RunSession:
         while True:
             try:
                 done = stage_files(
-                    *(state.plan, self.prepared, self.connect, self._environments(), state.token),
+                    *(state.plan, self.plan_spec, self.prepared, self.connect, self._environments(), state.token),
                     check=self.check,
                     transfer=self.options.transfer,
                     report=self.report,
                     staged=state.staged,
                 )
                 if not self.check:
-                    state.staged = sorted({*state.staged, *(entry["host"] for entry in state.plan)})
+                    state.staged = sorted({*state.staged, *(entry.host for entry in state.plan)})
                 return done
             except LostSourceError:
-                hosts = [self.hosts[entry["host"]] for entry in training_entries(state.plan)]
+                hosts = [self.hosts[entry.host] for entry in training_entries(state.plan)]
                 files = fetch_models_again(self.prepared.files, self.prepared.spec, self._access(hosts), self.report)
                 if fetched or files == self.prepared.files:
                     raise
-                fetched, state.prepared = True, replace(self.prepared, files=files).as_dict()
+                fetched, state.prepared = True, replace(self.prepared, files=files)
                 continue
             except RunClaimedError as error:
                 if time.monotonic() > deadline:
@@ -320,7 +339,7 @@ class RunSession:
 
     def _environments(self) -> dict[str, dict[str, str]]:
         """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
-        secret = {TEACHER_TOKEN: secrets.token_hex(32)} if self.prepared.spec["teacher_host"] else {}
+        secret = {TEACHER_TOKEN: secrets.token_hex(32)} if self.prepared.spec.teacher_host else {}
         # Hosts of a pipeline copy their stages of a checkpoint where the run may continue with fewer hosts.
         fewer = self.options.max_restarts and 0 < self.options.min_nodes < len(self.hosts)
         copies = {COPY_STAGES: "1"} if fewer else {}
@@ -349,7 +368,7 @@ class RunSession:
             else:
                 self.keep_record(f"starts/{self.run_name}.json", record)
 
-    def _end_standby(self, entries: list[dict[str, Any]], lost: Iterable[str]) -> None:
+    def _end_standby(self, entries: list[PlanEntry], lost: Iterable[str]) -> None:
         end_standby(planned_parts(entries), self.connect, self.options, set(lost))
 
     def _render(self) -> dict[str, Any]:
@@ -376,7 +395,7 @@ class RunSession:
         if not self.state.prepared:
             return None
         failed_at, self._failed_at = self._failed_at, None
-        run = (self.state.plan, self.hosts, self.connect, self.prepared, self.options)
+        run = (self.state.plan, self.plan_spec, self.hosts, self.connect, self.prepared, self.options)
         return watch_absent(*run, self._speeds, self._early, failed_at)
 
     # Restarts ---------------------------------------------------------------------------------------------------------
@@ -391,7 +410,7 @@ class RunSession:
         _sleep_until(due - PLAN_AHEAD)
         plan = self._make_plan(previous)
         if plan.phase != "stopped":
-            left_out = [entry for entry in before if entry["host"] not in {entry["host"] for entry in plan.entries}]
+            left_out = [entry for entry in before if entry.host not in {entry.host for entry in plan.entries}]
             self._end_standby(left_out, previous.lost)
             for line in plan.lines:
                 self.report(line)
@@ -416,7 +435,7 @@ class RunSession:
         A host with which the run did not start counts as lost, so that it does not stop the run again and again.
         """
         failure = self._attempt(functools.partial(self._restart, PreviousStart(True, self.state.attempt), 0.0))
-        present = {entry["host"] for entry in self.state.plan}
+        present = {entry.host for entry in self.state.plan}
         for name in returning:
             if failure or name not in present:
                 self._speeds.losses[name] = self._speeds.losses.get(name, 0) + 1
@@ -443,7 +462,7 @@ class RunSession:
         return None
 
     def _planned_attempt(self) -> int:
-        return max((entry.get("attempt", 0) for entry in self.state.plan), default=0)
+        return max((entry.attempt for entry in self.state.plan), default=0)
 
     def _final(self, failure: dict[str, Any], why: str) -> RunError:
         """Return the error of a run that is not restarted."""

@@ -6,9 +6,9 @@ ranks, and the backend `slurm` of trainer.supervise submits, watches and stops t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from trainer.config import RunSpec
 from trainer.formats import counted
 from trainer.slurm_script import gpus_of
 from trainer.strategy import AUTO
@@ -21,20 +21,16 @@ from trainyard.run.copy_files import in_time
 from trainyard.run.errors import PlanError, RunError
 from trainyard.run.gather import Connect, check_requirements, own_torchrun, usable_hosts
 from trainyard.run.options import OPTIONS, LaunchOptions
-from trainyard.run.plan import Node
 from trainyard.run.planning import (
-    PreviousStart,
-    RunPlan,
     check_running_spec,
     data_lines,
     finished_line,
-    host_spec,
     is_finished,
     stopped_line,
     was_stopped,
 )
 from trainyard.run.slurm_job import batch_script, resources
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.types import PlanEntry, PreparedRun, PreviousStart, RunPlan
 
 CHECK_LIMIT = 150.0  # s for a login host to check a job
 # Launch options that only the ranks of this program's own hosts have, with the reason.
@@ -46,7 +42,7 @@ _NOT_WITH_SLURM = {
 }
 
 
-def check_options(options: LaunchOptions, hosts: int, spec: Mapping[str, Any]) -> None:
+def check_options(options: LaunchOptions, hosts: int, spec: RunSpec) -> None:
     """Check without contacting a host that options, hosts and spec fit a job of Slurm. Raises PlanError.
 
     Args:
@@ -61,9 +57,9 @@ def check_options(options: LaunchOptions, hosts: int, spec: Mapping[str, Any]) -
             raise PlanError(f"{name}: has no effect with launcher=slurm ({why}): omit it")
     if options.isolate == "always":
         raise PlanError("isolate: launcher=slurm cannot filter the connections of the ranks: omit it")
-    if spec["teacher_host"]:
+    if spec.teacher_host:
         raise PlanError("teacher_host: launcher=slurm trains on nodes that Slurm chooses: omit teacher_host")
-    if own_torchrun(dict(spec)):
+    if own_torchrun(spec):
         raise PlanError("diloco_membership: launcher=slurm has one torchrun for all nodes: set diloco_membership=fixed")
 
 
@@ -76,74 +72,62 @@ def plan_job(
     preview: bool = False,
 ) -> RunPlan:
     """Plan a run as a job; arguments and result are those of `plan_run`. This changes nothing. Raises PlanError."""
-    previous, run, spec = previous or PreviousStart(), prepared.run, dict(prepared.spec)
+    previous, run, spec = previous or PreviousStart(), prepared.run, prepared.spec
     check_options(options, len(hosts), spec)
     hosts, _ = usable_hosts(hosts, connect, prepared, options, previous.lost, preview)
     login = hosts[0]
     # The login host may have neither GPUs nor a compiler.
-    check_requirements(hosts, spec | {"backend": "auto", "torch_compile": False})
+    check_requirements(hosts, spec.model_copy(update={"backend": "auto", "torch_compile": False}))
     part = login.facts["part"] or {}
     processes = login.host.processes or gpus_of(options.slurm_gres) or 1
     if login.facts["spec"]:  # its nodes have chosen
-        spec["strategy"] = staged_spec(login).strategy
+        spec = spec.model_copy(update={"strategy": staged_spec(login).strategy})
     if previous.begun:
-        spec["resume"] = "auto"
-    entry = _entry(login, run, processes * options.slurm_nodes, spec, prepared)
-    entry["attempt"] = int(part.get("attempt") or 0) + 1
-    entry["job_nodes"] = options.slurm_nodes
-    entry["script"] = batch_script(entry, processes, options)
-    if login.facts["running"]:
-        check_running_spec(login, entry["spec"], run)
-        entry["ranks"], entry["attempt"] = list(part.get("ranks") or entry["ranks"]), int(part.get("attempt") or 1)
-        return RunPlan([entry], "running", 0, [f"run {run} is already running: following it"])
-    if previous.begun and was_stopped(hosts, int(part.get("attempt") or 0)):
-        return RunPlan([entry], "stopped", 0, [stopped_line(run)])
-    lines = [*_plan_lines(login, options, processes, spec), *data_lines(prepared)]
-    if is_finished(hosts, entry["spec"], run):
-        return RunPlan([entry], "finished", 0, [finished_line(run), *lines] if preview else [])
-    return RunPlan([entry], "new", 0, lines)
-
-
-def _entry(login: HostState, run: str, world: int, spec: dict[str, Any], prepared: PreparedRun) -> dict[str, Any]:
-    """Return the entry of the plan: one host with all ranks."""
-    host, facts = login.host, login.facts
-    node = Node(
-        host=host.name,
-        node_rank=0,
-        ranks=list(range(world)),
+        spec = spec.model_copy(update={"resume": "auto"})
+    attempt = int(part.get("attempt") or 0)
+    entry = PlanEntry(
+        host=login.name,
+        ranks=list(range(processes * options.slurm_nodes)),
         address=login.address,
-        interface="",
-        threads=0,
-        run_dir=f"{host.data_dir}/runs/{run}",
-        data_dir=host.data_dir,
-        command=[host.python],
+        run_dir=f"{login.host.data_dir}/runs/{run}",
+        data_dir=login.host.data_dir,
+        command=[login.host.python],
         backend="slurm",
+        attempt=attempt + 1,
+        versions=login.facts["versions"],
+        job_nodes=options.slurm_nodes,
+        link_mbit=login.facts["link_mbit"],
+        previous=start_of(login.facts["part"]),
     )
-    return node.as_dict() | {
-        "spec": host_spec(spec, prepared.files, host.data_dir),
-        "previous": start_of(facts["part"]),
-        "link_mbit": facts["link_mbit"],
-        "versions": facts["versions"],
-        "gpus": [],
-        "memory_mib": 0,
-    }
+    entry.script = batch_script(entry, processes, options)
+    here = prepared.spec_on(entry.data_dir, spec)
+    if login.facts["running"]:
+        check_running_spec(login, here)
+        entry.ranks, entry.attempt = list(part.get("ranks") or entry.ranks), attempt or 1
+        return RunPlan([entry], "running", 0, [f"run {run} is already running: following it"], spec)
+    if previous.begun and was_stopped(hosts, attempt):
+        return RunPlan([entry], "stopped", 0, [stopped_line(run)], spec)
+    lines = [*_plan_lines(login, options, processes, spec), *data_lines(prepared)]
+    if is_finished(hosts, here):
+        return RunPlan([entry], "finished", 0, [finished_line(run), *lines] if preview else [], spec)
+    return RunPlan([entry], "new", 0, lines, spec)
 
 
-def _plan_lines(login: HostState, options: LaunchOptions, processes: int, spec: Mapping[str, Any]) -> list[str]:
+def _plan_lines(login: HostState, options: LaunchOptions, processes: int, spec: RunSpec) -> list[str]:
     asked = " ".join(option for option in resources(options).options if not option.startswith("--ntasks-per-node"))
     world = processes * options.slurm_nodes
     lines = [
         f"job of Slurm, submitted on {login.name}: {asked}",
         f"world size {world}: {counted(options.slurm_nodes, 'node')} with {counted(processes, 'rank')} each, in {login.host.data_dir}",
     ]
-    if spec["script"]:
+    if spec.script:
         return lines
-    strategy = "which the nodes choose" if spec["strategy"] == AUTO else spec["strategy"]
-    batches = f"{spec['rows_per_step']} rows per step in micro-batches of {spec['batch_size']}"
+    strategy = "which the nodes choose" if spec.strategy == AUTO else spec.strategy
+    batches = f"{spec.rows_per_step} rows per step in micro-batches of {spec.batch_size}"
     return [*lines, f"strategy {strategy}, {batches}"]
 
 
-def check_job(entry: Mapping[str, Any], options: LaunchOptions, connect: Connect, *, write: bool = True) -> list[str]:
+def check_job(entry: PlanEntry, options: LaunchOptions, connect: Connect, *, write: bool = True) -> list[str]:
     """Check before the job is submitted that Slurm would accept it, and that nodes have the folder and the interpreter.
 
     Args:
@@ -155,12 +139,12 @@ def check_job(entry: Mapping[str, Any], options: LaunchOptions, connect: Connect
     Raises:
         RunError: a mistake that the user has to correct; nothing was submitted.
     """
-    name, python = entry["host"], entry["command"][0]
+    name, python = entry.host, entry.command[0]
     request = {
-        "script": entry["script"],
+        "script": entry.script,
         "options": _step_options(options),
         "partition": options.slurm_partition,
-        "data_dir": entry["data_dir"],
+        "data_dir": entry.data_dir,
         "python": python,
         "write": write,
     }
@@ -175,7 +159,7 @@ def check_job(entry: Mapping[str, Any], options: LaunchOptions, connect: Connect
     for node, shared, found in answer["nodes"]:
         if not shared:
             raise RunError(
-                f"node {node} does not share {entry['data_dir']} with {name}: set cluster_data_dir of {name} to a folder that "
+                f"node {node} does not share {entry.data_dir} with {name}: set cluster_data_dir of {name} to a folder that "
                 "all nodes share"
             )
         if found != "torch":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from typing import Any
 
 from trainer import slurm_script
 from trainyard.run.errors import PlanError
 from trainyard.run.launch_scripts import READ_ENVIRONMENT
 from trainyard.run.options import LaunchOptions
+from trainyard.run.types import PlanEntry
 
 # Each node but the first has a folder of its own for its checkpoints. Their heartbeats and logs are in the same folder.
 _FOLDERS = """\
@@ -66,7 +65,7 @@ def resources(options: LaunchOptions) -> slurm_script.Resources:
     )
 
 
-def batch_script(entry: Mapping[str, Any], processes: int, options: LaunchOptions) -> str:
+def batch_script(entry: PlanEntry, processes: int, options: LaunchOptions) -> str:
     """Return the batch script that starts the ranks of a run.
 
     Args:
@@ -76,7 +75,7 @@ def batch_script(entry: Mapping[str, Any], processes: int, options: LaunchOption
     Raises:
         PlanError: a path that a script cannot hold.
     """
-    run_dir, python = entry["run_dir"], entry["command"][0]
+    run_dir, python = entry.run_dir, entry.command[0]
     for path in (run_dir, python):
         if "\0" in path or "\n" in path:
             raise PlanError(
@@ -85,7 +84,7 @@ def batch_script(entry: Mapping[str, Any], processes: int, options: LaunchOption
     run, name = shlex.quote(run_dir), run_dir.rpartition("/")[2]
     words = {
         "run": run,
-        "data": shlex.quote(entry["data_dir"]),
+        "data": shlex.quote(entry.data_dir),
         "python": shlex.quote(python),
         "stop": shlex.quote(shlex.quote(f"{run_dir}/stop")),
         "processes": processes,

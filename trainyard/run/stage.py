@@ -11,29 +11,32 @@ import functools
 import json
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import yaml
 
+from trainer.config import RunSpec
 from trainyard.connection import FanOut
 from trainyard.run.errors import RunClaimedError, StageError
 from trainyard.run.gather import Connect
-from trainyard.run.plan import Node, environment
-from trainyard.run.spec_files import PreparedRun, Report
+from trainyard.run.plan import environment
 from trainyard.run.teacher_host import staged_groups, training_entries
 from trainyard.run.transfer import ask_hosts, copy_to_hosts
+from trainyard.run.types import PlanEntry, PreparedRun, Report
 from trainyard.run.weight_files import serves_layers, weight_groups
 
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
 # Fields of an entry that plan.json does not have. `peers` repeats the addresses of all entries.
-_PRIVATE = ("spec", "previous", "claim", "link_mbit", "script", "peers", "stop_wanted", "writable")
+_PRIVATE = ("previous", "claim", "link_mbit", "script", "peers", "stop_wanted", "writable", "reads")
 # Variables that name folders of programs.
 _CODE = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
 
 
 def stage_files(
-    entries: list[dict[str, Any]],
+    entries: list[PlanEntry],
+    spec: RunSpec,
     prepared: PreparedRun,
     connect: Connect,
     environments: Mapping[str, dict[str, str]],
@@ -47,8 +50,8 @@ def stage_files(
     """Copy what differs to every host of the plan, claim the run, and write the run folder's small files.
 
     Args:
-        entries: the plan; each entry has the node's fields, its `spec` and its `previous` start. Their `claim` is set, and their `writable`: paths
-            of variables.
+        entries: the plan. Their `claim` is set, and their `writable`: paths of variables.
+        spec: of the plan.
         environments: environment variables for the ranks, by host.
         token: token of this controller's claim on the run.
         check: compare only.
@@ -65,19 +68,19 @@ def stage_files(
         PlanError: a value of `environments` cannot be written to a file.
     """
     plan = packed(plan_file(entries))
-    commits = {e["host"]: commit_request(e, plan, prepared, environments.get(e["host"], {}), token) for e in entries}
-    changed: dict[str, list[str]] = {entry["host"]: [] for entry in entries}
-    for hosts, files in weight_groups(staged_groups(entries, prepared.files)):
-        if group := [entry for entry in hosts if entry["host"] not in staged or serves_layers(entry)]:
+    commits = {e.host: commit_request(e, plan, spec, prepared, environments.get(e.host, {}), token) for e in entries}
+    changed: dict[str, list[str]] = {entry.host: [] for entry in entries}
+    for hosts, files in weight_groups(staged_groups(entries, prepared.files), spec):
+        if group := [entry for entry in hosts if entry.host not in staged or serves_layers(entry, spec)]:
             changed |= copy_to_hosts(
                 *(group, files, connect, token), check=check, transfer=transfer, report=report, sources=entries
             )
     if check:
         return changed
     # Controllers claim a run on the same host first, so that one of them gets it on all hosts.
-    order = sorted(entries, key=lambda entry: (entry["address"], entry["run_dir"]))
+    order = sorted(entries, key=lambda entry: (entry.address, entry.run_dir))
     for group in (order[:1], order[1:]):
-        calls = {e["host"]: functools.partial(connect(e["host"]).call, "commit", commits[e["host"]]) for e in group}
+        calls = {e.host: functools.partial(connect(e.host).call, "commit", commits[e.host]) for e in group}
         answers = ask_hosts(group, calls, COMMIT_LIMIT)
         if refusals := {host: answer["claimed"] for host, answer in answers.items() if "claimed" in answer}:
             release_claims(order, connect, token)
@@ -88,17 +91,17 @@ def stage_files(
                 raise StageError(f"{host}: sent an invalid reply to commit")
             changed[host] = changed[host] + answer["changed"]
     for entry in entries:
-        entry["claim"] = token
-        named = environments.get(entry["host"], {}).items()
-        entry["writable"] = sorted(value for name, value in named if value.startswith("/") and name not in _CODE)
+        entry.claim = token
+        named = environments.get(entry.host, {}).items()
+        entry.writable = sorted(value for name, value in named if value.startswith("/") and name not in _CODE)
     return changed
 
 
-def release_claims(entries: list[dict[str, Any]], connect: Connect, token: str) -> None:
+def release_claims(entries: list[PlanEntry], connect: Connect, token: str) -> None:
     """Remove this controller's claims, so that another one need not wait until they expire."""
     requests = {
-        entry["host"]: functools.partial(
-            connect(entry["host"]).call, "commit", {"run_dir": entry["run_dir"], "token": token, "release": True}
+        entry.host: functools.partial(
+            connect(entry.host).call, "commit", {"run_dir": entry.run_dir, "token": token, "release": True}
         )
         for entry in entries
     }
@@ -106,25 +109,27 @@ def release_claims(entries: list[dict[str, Any]], connect: Connect, token: str) 
 
 
 def commit_request(
-    entry: dict[str, Any], plan: str, prepared: PreparedRun, run_env: dict[str, str], token: str
+    entry: PlanEntry, plan: str, spec: RunSpec, prepared: PreparedRun, run_env: dict[str, str], token: str
 ) -> dict[str, Any]:
     """Return the request that claims the run on a host and writes its run folder; `plan`: plan.json, packed. Raises PlanError."""
-    trainer = next(file for file in prepared.files if file["kind"] == "trainer")
+    trainer = next(file for file in prepared.files if file.kind == "trainer")
     return {
-        "run_dir": entry["run_dir"],
+        "run_dir": entry.run_dir,
         "token": token,
-        "trainer": f"{entry['data_dir']}/{trainer['dest']}",
-        "contents": small_files(entry, plan, prepared.origin, run_env),
-        "previous": entry["previous"],
-        "stop_wanted": bool(entry.get("stop_wanted", True)),
-        "stale": entry["stale"],
+        "trainer": f"{entry.data_dir}/{trainer.dest}",
+        "contents": small_files(entry, plan, prepared.spec_on(entry.data_dir, spec), prepared.origin, run_env),
+        "previous": entry.previous,
+        "stop_wanted": entry.stop_wanted,
+        "stale": entry.stale,
     }
 
 
-def plan_file(entries: list[dict[str, Any]]) -> str:
+def plan_file(entries: list[PlanEntry]) -> str:
     """Return plan.json, which is the same on all hosts: one line per host, without the fields that are empty."""
-    ranks = training_entries(entries)
-    hosts = [{name: value for name, value in e.items() if name not in _PRIVATE and not is_empty(value)} for e in ranks]
+    rows = [asdict(entry) for entry in training_entries(entries)]
+    hosts = [
+        {name: value for name, value in row.items() if name not in _PRIVATE and not is_empty(value)} for row in rows
+    ]
     return "[" + ",\n ".join(map(json.dumps, hosts)) + "]\n"
 
 
@@ -134,13 +139,13 @@ def is_empty(value: Any) -> bool:
 
 
 def small_files(
-    entry: dict[str, Any], plan: str, origin: dict[str, str], run_env: dict[str, str]
+    entry: PlanEntry, plan: str, spec: RunSpec, origin: dict[str, str], run_env: dict[str, str]
 ) -> dict[str, tuple[int, str]]:
     """Return {name: (mode, packed content)} of the files that every start writes; `plan`: plan.json, packed. Raises PlanError."""
     texts = {
-        "spec.yml": (0o644, yaml.safe_dump(json.loads(json.dumps(entry["spec"])), sort_keys=False)),
+        "spec.yml": (0o644, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)),
         "origin.json": (0o644, json.dumps(origin, indent=1)),
-        "env": (0o600, environment(Node.from_dict(entry), run_env)),
+        "env": (0o600, environment(entry, run_env)),
     }
     return {"plan.json": (0o644, plan)} | {name: (mode, packed(text)) for name, (mode, text) in texts.items()}
 

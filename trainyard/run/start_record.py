@@ -1,62 +1,54 @@
-"""What a run was started with, kept on the controller, so that it can be started again without repeating its options.
+"""What a run was started with, so that it can be started again without repeating its options.
 
-The hosts have the spec too. A host must not name files of the controller, and a spec names files.
+The controller keeps a record below the project's folder, without the values of variables, which may be secrets. The hosts have the
+spec too, but a host must not name files of the controller, and a spec names files.
+
+The service of the dashboard has a record that needs no files of the controller: the hosts have these in their stores, under names that
+contain their digests. So that record has the digests, and never a path of the controller; the service copies a file only from
+host to host. It comes from the controller, not from a host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from pydantic import ValidationError
 
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
-from trainer.config.dataset_source import with_paths
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.inputs import path_kind, user_path
-from trainer.spec import make_spec
-from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import PreparedRun
+from trainyard import front_end
+from trainyard.connection import Host
+from trainyard.run.options import LaunchOptions, make_options
+from trainyard.run.spec_files import trainer_file
+from trainyard.run.types import MODELS, PlanEntry, PreparedRun, StagedFile, StartRecord, plain, read
 
-# Those that may hold secrets, or that were only for this start.
+LIMIT = 4 << 20  # bytes of a record for the service
+CONFIG = "config.json"
+# Launch options that may hold secrets, or that were only for this start.
 NOT_KEPT = {"run_env", "spec", "limit", "render_only", "render_to", "master_port", "follow"}
+_NOT_IN_SERVICE = NOT_KEPT | {"collect_to"}  # a folder of the controller
 _NAMES = {"", TINY, EMBEDDED_DATASET}  # that are never paths
-
-
-@dataclass(frozen=True)
-class StartRecord:
-    """How a run was started from this controller.
-
-    Attributes:
-        spec: spec of the run, with its name.
-        launch: the launch options that differ from the defaults, without secrets.
-        hosts: their names.
-        variables: names of the environment variables of `run_env`, whose values are not kept.
-    """
-
-    spec: RunSpec
-    launch: Mapping[str, Any]
-    hosts: tuple[str, ...]
-    variables: tuple[str, ...] = ()
-
-    def options(self, inventory: LaunchOptions) -> LaunchOptions:
-        """Return the launch options of the start on top of those of the inventory."""
-        return LaunchOptions.model_validate(inventory.model_dump() | dict(self.launch))
 
 
 def keep_start(home: Path, prepared: PreparedRun, options: LaunchOptions, hosts: Iterable[str]) -> None:
     """Write down the start of a run below the project's folder. A disk that is full does not stop the run."""
-    launch = options.model_dump(mode="json", exclude_defaults=True, exclude=NOT_KEPT)
-    record = {"spec": prepared.spec, "launch": launch, "hosts": list(hosts), "folder": str(Path.cwd())}
-    record["variables"] = sorted(options.run_env)
+    record = StartRecord(
+        spec=prepared.spec,
+        launch=options.model_dump(mode="json", exclude_defaults=True, exclude=NOT_KEPT),
+        hosts=list(hosts),
+        folder=str(Path.cwd()),
+        variables=sorted(options.run_env),
+    )
     path = _path(home, prepared.run)
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(record, indent=1), 0o600)
-    except OSError:
-        return
+        write_atomic(path, json.dumps(plain(record), indent=1), 0o600)
 
 
 def has_start(home: Path, run: str) -> bool:
@@ -68,20 +60,22 @@ def read_start(home: Path, run: str) -> StartRecord:
     """Return how a run was started. Raises UserError if that is not known."""
     path = _path(home, run)
     try:
-        record = json.loads(path.read_bytes())
-        values = {name: value for name, value in record["spec"].items() if name in RunSpec.model_fields}
-        spec, folder = make_spec(values, str(path)), Path(record["folder"])
-        launch = {name: value for name, value in record["launch"].items() if name not in NOT_KEPT}
-        names, variables = (tuple(map(str, record.get(name, ()))) for name in ("hosts", "variables"))
-        return StartRecord(_in_folder(spec, folder), launch, names, variables)
+        record = read(StartRecord, json.loads(path.read_bytes()))
+        launch = {name: value for name, value in record.launch.items() if name not in NOT_KEPT}
+        return replace(record, spec=_in_folder(record.spec, Path(record.folder)), launch=launch)
     except FileNotFoundError:
         raise UserError(
             f"run {run} was not started from this project folder: start it again with trainyard train SPEC --run {run}"
         ) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         raise UserError(
             f"run {run}: cannot read {path}: start it again with trainyard train SPEC --run {run}"
         ) from None
+
+
+def options_of(record: StartRecord, base: LaunchOptions) -> LaunchOptions:
+    """Return the launch options of the start on top of those of an inventory or of the service. Raises UserError."""
+    return make_options(base.model_dump() | record.launch, f"the start of {record.spec.run}")
 
 
 def _path(home: Path, run: str) -> Path:
@@ -97,7 +91,100 @@ def _in_folder(spec: RunSpec, folder: Path) -> RunSpec:
         path = folder / user_path(name, "path")
         return name if name in _NAMES or not path_kind(path) else str(path)
 
-    dataset = with_paths(spec.model_dump(mode="json")["dataset"], [found(source.path) for source in spec.sources])
-    values = spec.model_dump(mode="json") | {"dataset": dataset}
-    values |= {name: found(str(values[name])) for name in ("model", "teacher", "script") if values[name]}
-    return make_spec(values, "the start")
+    changed = {name: found(getattr(spec, name)) for name in (*MODELS, "script")}
+    return spec.model_copy(update=changed).with_dataset_paths([found(source.path) for source in spec.sources])
+
+
+# The record for the service ----------------------------------------------------------------------------------------------
+
+
+def service_start(
+    prepared: PreparedRun, options: LaunchOptions, hosts: Mapping[str, Host], entries: Sequence[PlanEntry]
+) -> str:
+    """Return the record of a start for the service. Raises OSError.
+
+    Args:
+        hosts: the hosts that the run may use, in inventory order.
+        entries: the plan of the start. Each host that it names has the files that it needs.
+    """
+    head = next((entry.host for entry in entries if 0 in entry.ranks), entries[0].host)
+    teaching = prepared.spec.teacher_host or head
+    record = StartRecord(
+        spec=prepared.spec,
+        launch=options.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_SERVICE),
+        files=[
+            _on_hosts(file, teaching if file.kind == "teacher" else head)
+            for file in prepared.files
+            if file.kind != "trainer"
+        ],
+        origin=prepared.origin,
+        env={name: {**host.env, **options.run_env} for name, host in hosts.items()},
+    )
+    return json.dumps(plain(record))
+
+
+def read_service_start(path: Path, run: str) -> StartRecord:
+    """Return the record of a start for the service. Raises UserError if there is none, or if it is not valid."""
+    start = f"start it on the controller with trainyard train SPEC --run {run}"
+    try:
+        if path.stat().st_size > LIMIT:
+            raise ValueError("it is too large")
+        record = read(StartRecord, json.loads(path.read_bytes()))
+        if not record.env or record.spec.run != run:
+            raise ValueError("it is that of another run")
+        if wrong := sorted(_NOT_IN_SERVICE & set(record.launch)):
+            raise ValueError(f"it has the launch option {wrong[0]}")
+        for file in record.files:
+            if file.src or file.kind not in ("dataset", *MODELS, "script"):
+                raise ValueError(f"{file.kind} is not a file of the hosts")
+            if not file.dest.startswith("store/") or len(PurePosixPath(file.dest).parts) < 3:
+                raise ValueError(f"{file.kind} is not in the store of a host")
+        options_of(record, LaunchOptions())
+    except FileNotFoundError:
+        raise UserError(f"run {run}: the service has no record of its start: {start}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"run {run}: the record of its start is not valid ({why}): {start}") from None
+    except (OSError, ValueError, UserError) as error:
+        raise UserError(f"run {run}: the record of its start is not valid ({error}): {start}") from None
+    return record
+
+
+def service_hosts(record: StartRecord, known: Sequence[Host]) -> list[Host]:
+    """Return the hosts of the run, with their variables. Raises UserError if the service does not have one of them."""
+    here = {host.name: host for host in known}
+    if missing := [name for name in record.env if name not in here]:
+        raise UserError(
+            f"run {record.spec.run} was started on {missing[0]}, which the service does not know: run {front_end.playbook('site')}, or start the "
+            "run on the controller"
+        )
+    return [replace(here[name], env=variables) for name, variables in record.env.items()]
+
+
+def service_run(record: StartRecord, work: Path) -> PreparedRun:
+    """Return the prepared run, with the trainer of the service, whose archive is made in the folder `work`."""
+    return PreparedRun(record.spec, [*record.files, trainer_file(work)], record.origin)
+
+
+def _on_hosts(file: StagedFile, holder: str) -> StagedFile:
+    """Return a file that the hosts have, as one that a host has fetched.
+
+    Args:
+        holder: a host that has the complete file.
+    """
+    if not file.src:
+        return file
+    source, config = Path(file.src), ""
+    found = {name: (source / name if name else source).stat() for name in file.sha256}
+    if file.kind in MODELS:
+        with contextlib.suppress(FileNotFoundError):  # a tiny model of a script
+            config = (source / CONFIG).read_text(encoding="utf-8")
+    return replace(
+        file,
+        src="",
+        sizes={name: status.st_size for name, status in found.items()},
+        modes={name: status.st_mode & 0o777 for name, status in found.items()},
+        fetched_by=holder,
+        config=config,
+    )

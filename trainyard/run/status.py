@@ -16,19 +16,20 @@ from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.job_words import waiting_line, waits
 from trainyard.run.monitor import Part, gpu_cell
+from trainyard.run.types import PlanEntry
 
 LATEST = 10  # ended runs in the table, unless all are wanted
 ROWS_LIMIT = 2000  # ranks of one host in the table
 STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]
 
 
-def planned_parts(entries: Iterable[dict[str, Any]]) -> list[Part]:
+def planned_parts(entries: Iterable[PlanEntry]) -> list[Part]:
     """Return a plan's parts, by node rank."""
     return [
         Part(
-            *(entry["host"], entry["run_dir"], entry["node_rank"], list(entry["ranks"])),
-            replica=entry.get("replica"),
-            teaches=bool(entry.get("teaches")),
+            *(entry.host, entry.run_dir, entry.node_rank, list(entry.ranks)),
+            replica=entry.replica,
+            teaches=entry.teaches,
         )
         for entry in entries
     ]
@@ -133,8 +134,9 @@ def with_absent_replicas(
         raise RunError(f"{head}: {error}") from None
     by_host = {part.host: part for part in parts}
     folders = {part.host: part.run_dir for part in run_parts(hosts, run)}
-    for part in planned_parts(entry | {"run_dir": folders.get(entry["host"], "")} for entry in entries):
-        if part.run_dir:
+    for entry in entries:
+        if run_dir := folders.get(entry["host"]):
+            part = Part(entry["host"], run_dir, entry["node_rank"], entry["ranks"], replica=entry.get("replica"))
             by_host.setdefault(part.host, part)
     return sorted(by_host.values(), key=lambda part: part.node_rank)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from trainer.config import RunSpec
 from trainer.costs.cost import RowStats
@@ -17,9 +17,9 @@ from trainyard.preflight.host_state import HostState
 from trainyard.run.errors import PlanError
 from trainyard.run.host_files import HostAccess
 from trainyard.run.options import LaunchOptions
+from trainyard.run.types import Files, PlanEntry
 
 H = TypeVar("H", Host, HostState)
-Files = list[dict[str, Any]]
 
 
 def check_teacher_host(spec: RunSpec, hosts: Sequence[Host], options: LaunchOptions) -> None:
@@ -64,7 +64,7 @@ def files_of(files: Files, teacher_host: str, *, teaches: bool) -> Files:
     files."""
     if not teacher_host:
         return files
-    return [file for file in files if file["kind"] == "trainer" or (file["kind"] == "teacher") == teaches]
+    return [file for file in files if file.kind == "trainer" or (file.kind == "teacher") == teaches]
 
 
 def teacher_port(teacher: HostState, taken: int) -> int:
@@ -101,19 +101,19 @@ def teacher_line(spec: RunSpec, teacher: HostState, address: str, name: str) -> 
     )
 
 
-def staged_groups(entries: Sequence[dict[str, Any]], files: Files) -> list[tuple[list[dict[str, Any]], Files]]:
+def staged_groups(entries: Sequence[PlanEntry], files: Files) -> list[tuple[list[PlanEntry], Files]]:
     """Return the entries of a plan in groups that receive the same files."""
-    teacher = next((entry for entry in entries if entry.get("teaches")), None)
+    teacher = next((entry for entry in entries if entry.teaches), None)
     if teacher is None:
         return [(list(entries), files)]
     train = [entry for entry in entries if entry is not teacher]
-    name = teacher["host"]
+    name = teacher.host
     return [
         (train, files_of(files, name, teaches=False)),
         ([teacher], files_of(files, name, teaches=True)),
     ]
 
 
-def training_entries(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def training_entries(entries: Iterable[PlanEntry]) -> list[PlanEntry]:
     """Return the entries of a plan whose hosts train."""
-    return [dict(entry) for entry in entries if not entry.get("teaches")]
+    return [entry for entry in entries if not entry.teaches]

@@ -15,22 +15,21 @@ from trainyard.run.copy_files import fetch_file, lent_files
 from trainyard.run.errors import LostSourceError, StageError
 from trainyard.run.gather import Connect
 from trainyard.run.relay import Copy, Member, plan_relay, run_relay
-from trainyard.run.spec_files import Report
+from trainyard.run.types import HUB_MODE, PlanEntry, Report, StagedFile
 
 STAGE_LIMIT = 3600.0  # s: a large model over a slow link takes long
-HUB_MODE = 0o644  # of a file that a host fetched from the hub, which is public or was fetched for this run
 
 
 def copy_to_hosts(
-    entries: Sequence[dict[str, Any]],
-    files: Sequence[dict[str, Any]],
+    entries: Sequence[PlanEntry],
+    files: Sequence[StagedFile],
     connect: Connect,
     token: str,
     *,
     transfer: str,
     check: bool = False,
     report: Report = print,
-    sources: Sequence[dict[str, Any]] = (),
+    sources: Sequence[PlanEntry] = (),
 ) -> dict[str, list[str]]:
     """Copy what differs to the store of every host; return the paths that changed (or would change) on each host.
 
@@ -48,29 +47,29 @@ def copy_to_hosts(
         LostSourceError: the only host that has a file does not take part.
     """
     copies = staged_copies(files, check)
-    requests = {entry["host"]: receive_request(entry, files, copies, check) for entry in entries}
-    names = [entry["host"] for entry in entries]
+    requests = {entry.host: receive_request(entry, files, copies, check) for entry in entries}
+    names = [entry.host for entry in entries]
     calls = {name: functools.partial(connect(name).call, "receive", requests[name]) for name in names}
     answers = ask_hosts(entries, calls, STAGE_LIMIT)
     members = {
-        entry["host"]: _member(entry, answers[entry["host"]], requests[entry["host"]])
+        entry.host: _member(entry, answers[entry.host], requests[entry.host])
         for entry in entries
     }  # fmt: skip
     changed = {name: answer["changed"] for name, answer in answers.items() if "changed" in answer}
     if check:
         return changed
-    lacking = [entry for entry in entries if entry["host"] not in changed]
+    lacking = [entry for entry in entries if entry.host not in changed]
     failed = set(names)
     if lacking and transfer == "auto" and (chain := plan_relay(list(members.values()), copies)):
         failed = _relay(chain, copies, connect, token, report)
     with tempfile.TemporaryDirectory(prefix="trainyard-") as folder:
         missing = {dest for name in failed for dest in members[name].lacks if not copies[dest].source}
         copies |= _fetch_from_hosts(
-            members, files, copies, missing, connect, Path(folder), {entry["host"] for entry in sources or entries}
+            members, files, copies, missing, connect, Path(folder), {entry.host for entry in sources or entries}
         )
         calls = {
-            entry["host"]: functools.partial(
-                _copy_lacking, connect(entry["host"]), members[entry["host"]], copies, requests[entry["host"]], token
+            entry.host: functools.partial(
+                _copy_lacking, connect(entry.host), members[entry.host], copies, requests[entry.host], token
             )
             for entry in lacking
         }
@@ -95,7 +94,7 @@ def _relay(
 
 def _fetch_from_hosts(
     members: Mapping[str, Member],
-    files: Sequence[Mapping[str, Any]],
+    files: Sequence[StagedFile],
     copies: Mapping[str, Copy],
     missing: set[str],
     connect: Connect,
@@ -113,19 +112,19 @@ def _fetch_from_hosts(
     """
     found = {}
     for file in files:
-        first = file.get("fetched_by", "")
-        below = (file["dest"], f"{file['dest']}/")
+        first = file.fetched_by
+        below = (file.dest, f"{file.dest}/")
         wanted = sorted(dest for dest in missing if dest == below[0] or dest.startswith(below[1])) if first else []
         for dest in wanted:
             copy, aside = copies[dest], folder / copies[dest].sha256
             have = [name for name, member in members.items() if dest not in member.lacks]
             if not have and first in members:
                 raise StageError(
-                    f"no host has the {file['kind']} any more: start the run with its spec, on the controller"
+                    f"no host has the {file.kind} any more: start the run with its spec, on the controller"
                 )
             if not have and first not in present:
                 raise LostSourceError(
-                    f"{first}, which has the files of the {file['kind']}, does not take part: start {first}"
+                    f"{first}, which has the files of the {file.kind}, does not take part: start {first}"
                 )
             holder = first if first in have or not have else have[0]  # it may be in another group of hosts
             try:
@@ -141,14 +140,14 @@ def _fetch_from_hosts(
     return found
 
 
-def staged_copies(files: Sequence[dict[str, Any]], check: bool = False) -> dict[str, Copy]:
+def staged_copies(files: Sequence[StagedFile], check: bool = False) -> dict[str, Copy]:
     """Return every file that hosts may lack, by its path below their data directory."""
     copies = {}
     for file in files:
-        for name, digest in file["sha256"].items():
-            dest = f"{file['dest']}/{name}" if name else file["dest"]
-            source = file["src"] and (f"{file['src']}/{name}" if name else file["src"])
-            size, mode = file.get("sizes", {}).get(name, 0), file.get("modes", {}).get(name, HUB_MODE)
+        for name, digest in file.sha256.items():
+            dest = f"{file.dest}/{name}" if name else file.dest
+            source = file.src and (f"{file.src}/{name}" if name else file.src)
+            size, mode = file.sizes.get(name, 0), file.modes.get(name, HUB_MODE)
             # In check mode, a model that a run would make no longer exists.
             if source and not check:
                 found = Path(source).stat()
@@ -158,49 +157,45 @@ def staged_copies(files: Sequence[dict[str, Any]], check: bool = False) -> dict[
 
 
 def receive_request(
-    entry: Mapping[str, Any], files: Sequence[dict[str, Any]], copies: Mapping[str, Copy], check: bool = False
+    entry: PlanEntry, files: Sequence[StagedFile], copies: Mapping[str, Copy], check: bool = False
 ) -> dict[str, Any]:
     """Return the request to one host, see trainyard/remote/receive.py."""
-    store = f"{entry['data_dir']}/store"
+    store = f"{entry.data_dir}/store"
     return {
-        "files": {f"{entry['data_dir']}/{dest}": copy.sha256 for dest, copy in copies.items()},
+        "files": {f"{entry.data_dir}/{dest}": copy.sha256 for dest, copy in copies.items()},
         "arrived": {},
         "links": target_links(entry, files),
-        "modes": {} if check else {f"{entry['data_dir']}/{dest}": copy.mode for dest, copy in copies.items()},
+        "modes": {} if check else {f"{entry.data_dir}/{dest}": copy.mode for dest, copy in copies.items()},
         "cache": f"{store}/digests.json",
         "incoming": f"{store}/incoming",
         "check": check,
     }
 
 
-def target_links(entry: Mapping[str, Any], files: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+def target_links(entry: PlanEntry, files: Sequence[StagedFile]) -> dict[str, tuple[str, str]]:
     """Return {path in the host's store: (path of what the host has already, its SHA-256)}."""
-    return {
-        f"{entry['data_dir']}/{file['dest']}": (file["on_hosts"], file["digest"])
-        for file in files
-        if file.get("on_hosts")
-    }
+    return {f"{entry.data_dir}/{file.dest}": (file.on_hosts, file.digest) for file in files if file.on_hosts}
 
 
 def ask_hosts(
-    entries: Sequence[Mapping[str, Any]], calls: Mapping[str, Callable[[], dict[str, Any]]], limit: float
+    entries: Sequence[PlanEntry], calls: Mapping[str, Callable[[], dict[str, Any]]], limit: float
 ) -> dict[str, dict[str, Any]]:
     """Return the answers of all hosts. Raises StageError."""
     done = FanOut(calls).wait(limit)
     if done.errors:
-        host = next(entry["host"] for entry in entries if entry["host"] in done.errors)
+        host = next(entry.host for entry in entries if entry.host in done.errors)
         raise StageError(f"{host}: {done.errors[host]}", lost=list(done.errors))
     return done.answers
 
 
-def _member(entry: Mapping[str, Any], answer: Mapping[str, Any], request: Mapping[str, Any]) -> Member:
+def _member(entry: PlanEntry, answer: Mapping[str, Any], request: Mapping[str, Any]) -> Member:
     """Return a host and the files that it lacks. Raises StageError if it names a file that is not staged."""
     lacks = set() if "changed" in answer else set(answer["lacking"])
     if unknown := sorted(lacks - set(request["files"])):
-        raise StageError(f"{entry['host']}: the reply names a file that is not staged: {unknown[0]}")
-    prefix = f"{entry['data_dir']}/"
+        raise StageError(f"{entry.host}: the reply names a file that is not staged: {unknown[0]}")
+    prefix = f"{entry.data_dir}/"
     names = frozenset(path.removeprefix(prefix) for path in lacks)
-    return Member(entry["host"], entry["address"], entry["data_dir"], names, entry.get("link_mbit", 0.0))
+    return Member(entry.host, entry.address, entry.data_dir, names, entry.link_mbit)
 
 
 def _copy_lacking(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from trainer.config import RunSpec
 from trainer.distributed.kept_layers import kept_folder
 from trainer.strategy import plan_of
 from trainyard.preflight.host_state import HostState
-from trainyard.run.spec_files import spec_of
+from trainyard.run.types import Files, PlanEntry, StagedFile
 
-Files = list[dict[str, Any]]
-Group = tuple[list[dict[str, Any]], Files]
+Group = tuple[list[PlanEntry], Files]
 
 
 def hosts_that_share(spec: RunSpec, hosts: int) -> int:
@@ -25,36 +24,36 @@ def hosts_that_share(spec: RunSpec, hosts: int) -> int:
     return (getattr(spec, field) or hosts) if field else 1
 
 
-def weight_groups(groups: Sequence[Group]) -> list[Group]:
+def weight_groups(groups: Sequence[Group], spec: RunSpec) -> list[Group]:
     """Divide groups of plan entries with their files, so that the weights go to the host of rank 0 only, where that suffices.
 
     The ranks of the other hosts receive the tensors of their own layers from it when the run starts.
     """
     divided: list[Group] = []
     for entries, files in groups:
-        head = [entry for entry in entries if 0 in entry["ranks"]]
-        rest = [entry for entry in entries if 0 not in entry["ranks"]]
-        reduced = [_without_weights(file, head[0]["host"]) for file in files] if head and rest else files
-        if reduced == files or not _receives_layers(head[0]):
+        head = [entry for entry in entries if 0 in entry.ranks]
+        rest = [entry for entry in entries if 0 not in entry.ranks]
+        reduced = [_without_weights(file, head[0].host) for file in files] if head and rest else files
+        if reduced == files or not _receives_layers(spec):
             divided.append((entries, files))
         else:
             divided += [(head, files), (rest, reduced)]
     return divided
 
 
-def serves_layers(entry: dict[str, Any]) -> bool:
+def serves_layers(entry: PlanEntry, spec: RunSpec) -> bool:
     """Return whether a host sends other hosts the weights that they lack: it may have lacked them itself at an earlier start."""
-    return 0 in entry["ranks"] and _receives_layers(entry)
+    return 0 in entry.ranks and _receives_layers(spec)
 
 
-def _receives_layers(entry: dict[str, Any]) -> bool:
+def _receives_layers(spec: RunSpec) -> bool:
     """Return whether ranks receive the weights that their host lacks."""
-    return hosts_that_share(spec_of(entry["spec"]), 2) > 1
+    return hosts_that_share(spec, 2) > 1
 
 
 def staged_paths(files: Files, data_dir: str) -> list[str]:
     """Return the paths on a host of which `space_needed` has to know the bytes."""
-    copied = {f"{data_dir}/{file['dest']}": file["kind"] for file in files if not file.get("on_hosts")}
+    copied = {f"{data_dir}/{file.dest}": file.kind for file in files if not file.on_hosts}
     return [*copied, *(kept_folder(path) for path, kind in copied.items() if kind == "model")]
 
 
@@ -68,11 +67,11 @@ def space_needed(files: Files, host: HostState, first: str, share: float) -> int
     """
     needed = 0
     for file in files:
-        path, staged = f"{host.host.data_dir}/{file['dest']}", host.facts.get("staged", {})
+        path, staged = f"{host.host.data_dir}/{file.dest}", host.facts.get("staged", {})
         weights, rest = staged.get(path, (0, 0))
         reduced = file if share == 1 or host.name == first else _without_weights(file, first)
-        copied = file["bytes"] if reduced == file else sum(file["sizes"][name] for name in reduced["sha256"])
-        received = math.ceil((file["bytes"] - copied) * share)
+        copied = file.bytes if reduced == file else sum(file.sizes[name] for name in reduced.sha256)
+        received = math.ceil((file.bytes - copied) * share)
         if received:
             needed += max(0, received - weights - sum(staged.get(kept_folder(path), (0, 0)))) + max(0, copied - rest)
         else:
@@ -80,9 +79,9 @@ def space_needed(files: Files, host: HostState, first: str, share: float) -> int
     return needed
 
 
-def _without_weights(file: dict[str, Any], head: str) -> dict[str, Any]:
-    """Return the entry of a model without its weights; unchanged if hosts have it, or another one than the head fetched it."""
-    if file["kind"] != "model" or file.get("on_hosts") or (file.get("fetched_by") or head) != head:
+def _without_weights(file: StagedFile, head: str) -> StagedFile:
+    """Return a model without its weights; unchanged if hosts have it, or another one than the head fetched it."""
+    if file.kind != "model" or file.on_hosts or (file.fetched_by or head) != head:
         return file
-    rest = {name: digest for name, digest in file["sha256"].items() if not name.endswith(".safetensors")}
-    return file if len(rest) == len(file["sha256"]) else file | {"sha256": rest}
+    rest = {name: digest for name, digest in file.sha256.items() if not name.endswith(".safetensors")}
+    return file if len(rest) == len(file.sha256) else replace(file, sha256=rest)

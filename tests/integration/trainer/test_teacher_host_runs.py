@@ -127,5 +127,5 @@ def test_a_killed_teacher_fails_the_run_which_restarts_with_it(
     # The token is in the private files alone.
     logs = [path.read_text() for i in (0, 1) for path in bed.run_dir(i).glob("logs/*.log")]
     plans = [path.read_text() for i in (0, 1) for path in [*bed.run_dir(i).glob("*.json"), bed.run_dir(i) / "spec.yml"]]
-    assert shown and not any(secret in text for text in [*shown, *logs, *plans, *lines, str(session.state.as_dict())])
+    assert shown and not any(secret in text for text in [*shown, *logs, *plans, *lines, str(session.state)])
     assert (bed.run_dir(1) / "env").stat().st_mode & 0o777 == 0o600
