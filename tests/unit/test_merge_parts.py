@@ -90,6 +90,6 @@ def test_a_link_in_the_run_folder_of_the_result_is_not_followed(site: Site) -> N
     (site.folder / "node1/runs/both").mkdir()
     (site.folder / "outside").mkdir()
     (site.folder / "node1/runs/both/parts").symlink_to(site.folder / "outside")
-    with pytest.raises(RunError, match="it is a symbolic link: remove it: .*both/parts"):
+    with pytest.raises(RunError, match=r"it is a symbolic link: remove it: .*both/parts"):
         site.merge()
     assert not list((site.folder / "outside").iterdir()) and not site.asked
