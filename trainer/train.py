@@ -1,6 +1,7 @@
 """The training loop: from a spec to trained weights."""
 
 import math
+import shutil
 import socket
 import time
 from collections import deque
@@ -42,6 +43,7 @@ from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy, plan_of
+from trainer.supervise.environment import LAYERS
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
 from trainer.template_date import prints_date, run_date
 
@@ -97,11 +99,11 @@ class Job:
         return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
 
 
-def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, checkpoints: Path) -> Job:
+def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, run_dir: Path) -> Job:
     """Load tokenizer, data and model. Every rank calls it.
 
     Args:
-        checkpoints: those of the run, whose date its chat template prints again.
+        run_dir: the run folder, with the checkpoints whose date the chat template prints again.
 
     Raises:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
@@ -115,7 +117,7 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, che
         require_compiler(world.device)
     refuse_adapter(spec.model)
     tokenizer = load_tokenizer(spec.model)
-    date = run_date(spec, tokenizer, checkpoints, world)
+    date = run_date(spec, tokenizer, run_dir / "checkpoints", world)
     rows = embedding_rows(spec.model)
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
     if spec.fake_data:
@@ -125,7 +127,7 @@ def load_job(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, che
     check_token_ids(spec.model, tokenizer, corpus, rows)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
-    module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
+    module = plan_of(spec).load_module(spec, world, run_dir, lambda: heartbeat("starting", note="loading the model"))
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     # A host of a pipeline may lack files: the first host that has all of them decides.
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
@@ -406,7 +408,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
     checkpoints = run_dir / "checkpoints"
-    job = load_job(spec, data_dir / "store", world, heartbeat, checkpoints)
+    job = load_job(spec, data_dir / "store", world, heartbeat, run_dir)
     strategy = make_strategy(job.spec, world, job.module)
     job = with_packing(job, strategy, world, data_dir / "store")
     spec, steps = job.spec, job.steps
@@ -475,6 +477,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder.close()
     # No rank exits before all have written their files: a launcher that exits early would end the store of its peers.
     all_ranks.barrier()
+    if finished and world.is_host_leader:
+        shutil.rmtree(run_dir / LAYERS, ignore_errors=True)  # no start needs them any more
     if job.teacher:
         job.teacher.close()
     return result

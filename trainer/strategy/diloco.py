@@ -139,8 +139,8 @@ class DiLoCoPlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return not self._staged(spec)
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
-        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, progress)
+    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> TokenLoss:
+        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, run_dir, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         whole_model = [quantize_alternatives(spec), *optimizer_alternatives(spec)]

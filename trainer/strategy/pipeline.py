@@ -171,7 +171,7 @@ class PipelinePlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> TokenLoss:
+    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> TokenLoss:
         from trainer.distributed.pipeline_measure import divide_model
         from trainer.distributed.pipeline_stage import load_stage
         from trainer.distributed.pipelines import Pipelines
@@ -187,7 +187,7 @@ class PipelinePlan(StrategyPlan):
         if world.rank == 0:
             times = f"{len(pipelines.ranks)} times " if len(pipelines.ranks) > 1 else ""
             print(f"pipeline: {times}layers of {division.describe()}")
-        stage = load_stage(spec, division, world, progress)
+        stage = load_stage(spec, division, world, run_dir, progress)
         stage.pipelines = pipelines
         return stage
 
