@@ -1,6 +1,7 @@
 """The training loop: from a spec to trained weights."""
 
 import math
+import shutil
 import socket
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from trainer.run_dir import StopRequest
 from trainer.run_state import RunState
 from trainer.step_metrics import Reduced, StepMetrics
 from trainer.strategy import Batch, Stopped, Strategy, make_strategy
+from trainer.supervise.environment import LAYERS
 from trainer.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
 from trainer.training_inputs import TrainingInputs, load_inputs, with_packing
 
@@ -301,7 +303,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
     checkpoints = run_dir / "checkpoints"
-    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, checkpoints)
+    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir)
     strategy = make_strategy(inputs.spec, world, inputs.module)
     inputs = with_packing(inputs, strategy, world, data_dir / "store")
     spec, steps = inputs.spec, inputs.steps
@@ -366,6 +368,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder.close()
     # No rank exits before all have written their files: a launcher that exits early would end the store of its peers.
     all_ranks.barrier()
+    if finished and world.is_host_leader:
+        shutil.rmtree(run_dir / LAYERS, ignore_errors=True)  # no start needs them any more
     if inputs.teacher:
         inputs.teacher.close()
     return result

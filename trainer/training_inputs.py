@@ -83,11 +83,11 @@ class TrainingInputs:
         return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
 
 
-def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, checkpoints: Path) -> TrainingInputs:
+def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, run_dir: Path) -> TrainingInputs:
     """Load tokenizer, data and model. Every rank calls it.
 
     Args:
-        checkpoints: those of the run, whose date its chat template prints again.
+        run_dir: the run folder, with the checkpoints whose date the chat template prints again.
 
     Raises:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
@@ -101,7 +101,7 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
         require_compiler(world.device)
     refuse_adapter(spec.model)
     tokenizer = load_tokenizer(spec.model)
-    date = run_date(spec, tokenizer, checkpoints, world)
+    date = run_date(spec, tokenizer, run_dir / "checkpoints", world)
     rows = embedding_rows(spec.model)
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
     if spec.fake_data:
@@ -111,7 +111,7 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
     check_token_ids(spec.model, tokenizer, corpus, rows)
     train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
-    module = plan_of(spec).load_module(spec, world, lambda: heartbeat("starting", note="loading the model"))
+    module = plan_of(spec).load_module(spec, world, run_dir, lambda: heartbeat("starting", note="loading the model"))
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     # A host of a pipeline may lack files: the first host that has all of them decides.
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")

@@ -303,10 +303,16 @@ def test_logs_are_gathered(bed: Bed) -> None:
     log = bed.run_dir(1) / "logs" / "rank1.log"
     with log.open("a") as file:
         file.write("x" * (3 << 20) + "the end\n")
+    elsewhere = bed.folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept.json").write_text("a secret")
+    (bed.run_dir(0) / "state").rename(bed.folder / "former")
+    (bed.run_dir(0) / "state").symlink_to(elsewhere)
     more = ("-e", f"logs_to={gathered}", "-e", "logs_max_mib=2")
     assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=r", *more).wait(60) == 0, bed.output_text()
     tail = (gathered / "node2" / "rank1.log").read_bytes()
     assert tail == log.read_bytes()[-(2 << 20) :] and tail.endswith(b"the end\n")
+    assert not list(gathered.rglob("kept.json")), "no link is followed"
     assert "rank1.log has 3 MiB: only its last 2 MiB are copied" in " ".join(bed.output_text().split())
     assert bed.playbook("playbooks/logs.yml", 2, "-e", "run=nosuch").wait(60) == 2
     assert errors(bed.output_text()) == [

@@ -177,6 +177,8 @@ def test_the_service_starts_a_run_of_the_controller_again(
     assert started.rc == 0 and "warning: the service" not in started.stdout, started.stdout
     Path(spec["dataset"]).unlink()
     lab.wait(lambda: "Stop after a checkpoint" in shown(lab, "/runs/again"), "the run is not shown", 30)
+    saved = f"ls {DATA_DIR}/runs/again/checkpoints/step-*/manifest.json 2>/dev/null || :"
+    lab.wait(lambda: lab.inside(lab.hosts[0], saved) != "", "the run saves no checkpoint", 150)
     press(lab, "/runs/again/stop")
     lab.wait(lambda: "Start again" in shown(lab, "/runs/again"), "the run is not stopped", 90)
     lost = lab.inside(lab.hosts[1], f"rm -v {DATA_DIR}/store/datasets/*.jsonl")
@@ -239,7 +241,8 @@ def test_only_the_program_that_was_added_drives_a_queued_run(cluster: tuple[Lab,
     assert state()["exit"]["reason"] in line
     journal = lab.inside(head, "journalctl --no-pager -o cat -u trainyard-queue").splitlines()
     assert journal.count(f"error: {line}") == 1
-    assert lab.inside(head, f"ls {DATA_DIR}/planted 2>/dev/null || :; squeue -h") == ""
+    lab.wait(lambda: lab.inside(head, "squeue -h") == "", "the job of the refused run does not end", 60)
+    assert lab.inside(head, f"ls {DATA_DIR}/planted 2>/dev/null || :") == ""
 
 
 def test_a_program_that_was_edited_does_not_start(cluster: tuple[Lab, Path], site: Played) -> None:

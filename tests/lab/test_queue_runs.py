@@ -97,7 +97,7 @@ def test_a_crash_of_slurmctld_that_forgets_a_start(queue: QueueLab) -> None:
     run.wait_phase("finished", 300)
     assert [(each["order"], each["restart"]) for each in run.state()["attempts"]] == [(75, 0), (10, 1)], run.log()
     assert run.result(host)["loss_last"] == sum(range(401)), "steps were lost or repeated"
-    assert lab.inside(host, f"cat {DATA_DIR}/overlaps 2>/dev/null || :") == lab.inside(host, LEFT) == ""
+    assert lab.inside(host, f"cat {DATA_DIR}/store/cache/overlaps 2>/dev/null || :") == lab.inside(host, LEFT) == ""
 
 
 def test_preempted_run_resumes_on_another_host(queue: QueueLab) -> None:

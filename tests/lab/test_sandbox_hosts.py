@@ -334,9 +334,9 @@ def test_runs_are_trained_merged_and_exported_in_units(lab: Lab, hosts: list[Hos
     inventory = inventory_with(lab, tmp_path)
     stored = run_playbook("site.yml", inventory, {}, "--tags", "storage")
     assert stored.rc == 0, stored.stdout
-    for run in ("one", "two"):
+    for run, host in (("one", "node1"), ("two", "node2")):  # the adapter of the second one is copied
         spec = tiny_spec(run, questions(tmp_path), 3) | {"lora_r": 4}
-        trained = run_playbook("train.yml", inventory, spec, "--limit", "node1")
+        trained = run_playbook("train.yml", inventory, spec, "--limit", host)
         assert trained.rc == 0, trained.stdout
     merged = run_playbook("playbooks/merge.yml", inventory, {"runs": "one,two", "run": "both"})
     assert merged.rc == 0 and "merged 2 runs by cat" in merged.stdout, merged.stdout

@@ -77,7 +77,7 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     assert lab.inside(head, f"ls {DATA_DIR}/dashboard/packages* -d")
     play("train.yml", tiny_spec("done", data, 6) | {"lora_r": 4})
     play("train.yml", tiny_spec("half", data, 2000) | {"lora_r": 4, "follow": "false"})
-    rank = f"cat {DATA_DIR}/runs/half/logs/rank0.log"
+    rank = f"cat {DATA_DIR}/runs/half/logs/rank0.log 2>/dev/null || :"
     lab.wait(lambda: "step 10/" in lab.inside(head, rank), "the run does not train", 90)
     play("playbooks/stop.yml", {"run": "half"})
     for host in lab.hosts:

@@ -8,7 +8,8 @@ that a lost or repeated step changes it. `samples.txt` lists the steps of a chec
 the first one counts,
 and the others follow it over a connection, as the ranks of a real run wait for each other at every step.
 
-A rank locks a file for each of its GPUs. If another run has the lock, it writes a line to `<data directory>/overlaps`.
+A rank locks a file for each of its GPUs. If another run has the lock, it writes a line to `<data directory>/store/cache/overlaps`: that
+folder is the one outside of its run folder that a rank may write.
 """
 
 import contextlib
@@ -66,14 +67,14 @@ def flag(name, default=None):
 
 def lock_gpus(run_dir):
     """Return the locked files of the GPUs that the rank may use; record those that another run has."""
-    data_dir, files = run_dir.parent.parent, []
+    shared, files = run_dir.parent.parent / "store/cache", []
     for gpu in filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")):
-        files.append((data_dir / f"held-{gpu}").open("a+"))
+        files.append((shared / f"held-{gpu}").open("a+"))
         try:
             fcntl.flock(files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             files[-1].seek(0)
-            with (data_dir / "overlaps").open("a") as overlaps:
+            with (shared / "overlaps").open("a") as overlaps:
                 overlaps.write(f"{time.time():.2f} {run_dir.name} got {gpu}, which {files[-1].read()} has\n")
         else:
             files[-1].truncate(0)

@@ -157,7 +157,7 @@ class EventTrial:
 
     def host_problems(self, host: Host) -> list[str]:
         """Return the errors on a host: two runs had one GPU, or a process is left."""
-        overlaps = self.lab.inside(host, f"cat {DATA_DIR}/overlaps 2>/dev/null || :").splitlines()
+        overlaps = self.lab.inside(host, f"cat {DATA_DIR}/store/cache/overlaps 2>/dev/null || :").splitlines()
         left = self.lab.inside(host, LEFT).split()
         return [f"{host.name}: {line}" for line in overlaps] + [f"{host.name}: {name} is left" for name in left]
 

@@ -164,7 +164,7 @@ def test_sizes_and_numbers_are_bounded(tmp_path: Path) -> None:
             call()
 
 
-@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "/etc/passwd", "a\0b", "../../x"])
+@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "/nowhere/a", "a\0b", "../../x"])
 def test_a_name_is_one_component(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not the name of a file"):
         LinkFreePath(tmp_path, name)

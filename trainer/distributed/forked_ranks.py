@@ -52,8 +52,9 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
         return False
     os.environ.update(NVML_CHECK)
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # see trainer.__main__.train
+    run_dir, *_ = take_places(list(arguments))
     try:
-        with without_collector(), weights_in_memory(spec):
+        with without_collector(), weights_in_memory(spec, run_dir):
             import_architecture(spec)
             importlib.import_module("trainer.train")
     except Exception:

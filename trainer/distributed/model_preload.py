@@ -15,9 +15,9 @@ from pathlib import Path
 from trainer.config import TINY, RunSpec
 from trainer.costs.host_memory import available_bytes
 from trainer.costs.model_shape import model_type
-from trainer.distributed.kept_layers import kept_folder
 from trainer.errors import UserError
 from trainer.inputs import path_kind
+from trainer.supervise.environment import LAYERS
 
 _CHUNK = 4 << 20  # bytes
 _SHARE = 2  # weights of up to 1/2 of the free memory are read
@@ -36,10 +36,10 @@ def import_architecture(spec: RunSpec) -> None:
 
 
 @contextlib.contextmanager
-def weights_in_memory(spec: RunSpec) -> Iterator[None]:
+def weights_in_memory(spec: RunSpec, run_dir: Path | None) -> Iterator[None]:
     """Read the weights of the spec's model into the page cache while the block runs, where memory allows. The end of the block ends that."""
     ends = threading.Event()
-    thread = threading.Thread(target=_read, args=(weight_files(spec), ends), name="weights", daemon=True)
+    thread = threading.Thread(target=_read, args=(weight_files(spec, run_dir), ends), name="weights", daemon=True)
     thread.start()
     try:
         yield
@@ -48,10 +48,10 @@ def weights_in_memory(spec: RunSpec) -> Iterator[None]:
         thread.join()  # a fork copies no thread
 
 
-def weight_files(spec: RunSpec) -> list[Path]:
+def weight_files(spec: RunSpec, run_dir: Path | None) -> list[Path]:
     """Return the files of the model's weights on this host, with those of the layers that ranks received; none of a model of the hub."""
     folder = Path(spec.model).expanduser()
-    folders = [folder, folder.with_name(kept_folder(folder.name))] if path_kind(folder) == "folder" else []
+    folders = [folder, *([run_dir / LAYERS] if run_dir else [])] if path_kind(folder) == "folder" else []
     return [file for each in folders for file in sorted(each.glob("*.safetensors")) if path_kind(file) == "file"]
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
 
 
 def load_stage(
-    spec: RunSpec, division: Division, world: World, progress: Callable[[], object] = lambda: None
+    spec: RunSpec, division: Division, world: World, run_dir: Path, progress: Callable[[], object] = lambda: None
 ) -> StageLoss:
     """Load this rank's part of the model on its device. Every rank of `world` calls it.
 
@@ -212,6 +213,7 @@ def load_stage(
     complete model: those of all ranks together are the adapters of strategy=ddp.
 
     Args:
+        run_dir: the run folder, which keeps the tensors that this rank receives.
         progress: called after every part of the weights that this rank sends or receives.
 
     Raises:
@@ -224,7 +226,7 @@ def load_stage(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     check = file_check(spec, model, parts)  # before layers are replaced by quantized ones of another shape
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
-    weights = StageWeights(spec, world, shapes, check, progress)
+    weights = StageWeights(spec, world, run_dir, shapes, check, progress)
     _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
     if quantizer:
         model = quantizer.finish(model)

@@ -1,13 +1,14 @@
 """The weights of a pipeline's stages: read by name from the model's files, or received from a host that has them.
 
 Staging copies the files of weights to the host of rank 0 only. The other ranks receive the tensors of their own layers when the run
-starts, and keep them beside the model's folder for the next start. After the loss of the host with the files, the session copies
-them to the new host of rank 0.
+starts, and keep them in the run folder until the run has finished: in its unit, they can write no other. After the loss of the host
+with the files, the session copies them to the new host of rank 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -24,11 +25,11 @@ from safetensors.torch import save_file
 from transformers.utils import cached_file
 
 from trainer.config import RunSpec
-from trainer.distributed.kept_layers import kept_file, kept_folder
 from trainer.distributed.world import World
 from trainer.errors import UserError, first_line
 from trainer.formats import printable
 from trainer.inputs import path_kind
+from trainer.supervise.environment import LAYERS
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _RESERVE = 200 << 20  # bytes that kept tensors leave free for checkpoints and logs
@@ -128,14 +129,15 @@ class WeightFiles:
 
 
 class ReceivedWeights:
-    """Tensors that this host received for an earlier start, one file each, in a folder beside that of the model."""
+    """Tensors that this host received for an earlier start of the run, one file each, in the run folder."""
 
-    def __init__(self, model: str) -> None:
-        folder = Path(model).expanduser()
-        self._folder = folder.with_name(kept_folder(folder.name))
+    def __init__(self, model: str, run_dir: Path) -> None:
+        self._model, self._folder = model, run_dir / LAYERS
 
     def _path(self, stored: str) -> Path:
-        return self._folder / kept_file(stored)
+        # The name of a tensor may be no valid name of a file. An earlier start of the run may have had another model.
+        digest = hashlib.sha256(f"{self._model}\0{stored}".encode()).hexdigest()
+        return self._folder / f"{digest[:32]}.safetensors"
 
     def find(self, candidates: Sequence[str]) -> str:
         """Return the first of these names whose tensor is on this host; empty if there is none."""
@@ -199,17 +201,19 @@ class StageWeights:
         self,
         spec: RunSpec,
         world: World,
+        run_dir: Path,
         shapes: Mapping[str, torch.Size],
         check: Callable[[WeightFiles], object],
         progress: Callable[[], object],
     ) -> None:
         """Args:
+        run_dir: the run folder, which keeps what this rank receives.
         shapes: of all parameters of the model, by name.
         check: raises UserError if files, which are complete, do not match the model.
         progress: called after every part that `read` sends or receives.
         """
         self._model, self._world, self._shapes, self._progress = spec.model, world, shapes, progress
-        self._check_files = check
+        self._check_files, self._received = check, ReceivedWeights(spec.model, run_dir)
 
     @property
     def device(self) -> torch.device:
@@ -279,10 +283,10 @@ class StageWeights:
 
     def _kept(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that this host received for an earlier start, and remember them in `_done`."""
-        kept = ReceivedWeights(self._model)
         self._done: set[str] = set()
         for name, candidates in wanted.items():
-            tensor = kept.read(stored) if (stored := kept.find(candidates)) else None
+            stored = self._received.find(candidates)
+            tensor = self._received.read(stored) if stored else None
             if tensor is not None and tensor.shape == self._shapes[name]:
                 self._done.add(name)
                 yield name, tensor
@@ -333,7 +337,6 @@ class StageWeights:
             lacking: for every rank, the names of the tensors, as for `_offers`.
             owner: the rank that sends; `source`: the files there.
         """
-        kept = ReceivedWeights(self._model)
         # One tensor for every rank in turn, so that none waits until another one has everything.
         for turn in zip_longest(*lacking):
             for place, name in enumerate(turn):
@@ -344,7 +347,7 @@ class StageWeights:
                     channel.send(source.tensor(tensor.stored), place)
                 elif self._world.rank == place:
                     received = channel.receive(self._shapes[name], tensor.dtype, owner)
-                    kept.keep(tensor.stored, received)
+                    self._received.keep(tensor.stored, received)
                     yield name, received
 
 

@@ -16,6 +16,8 @@ from trainer.strategy.pipeline import PipelinePlan, check_stages
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainer.config import RunSpec
     from trainer.costs.cost import RowStats
     from trainer.costs.model_shape import Shape
@@ -120,8 +122,8 @@ class DiLoCoPlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return not self._staged(spec)
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
-        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, progress)
+    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
+        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, run_dir, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         whole_model = [quantize_alternatives(spec), *optimizer_alternatives(spec)]

@@ -92,9 +92,9 @@ class FSDPPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
+    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
         # The layers are compiled after they were sharded.
-        return super().load_module(spec.model_copy(update={"torch_compile": False}), world, progress)
+        return super().load_module(spec.model_copy(update={"torch_compile": False}), world, run_dir, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         # Either value may be faster, so both are tried.

@@ -170,7 +170,7 @@ class PipelinePlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
+    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
         from trainer.costs.cost import RowStats
         from trainer.costs.model_shape import shape_of
         from trainer.distributed.pipeline_measure import divide_model
@@ -186,7 +186,7 @@ class PipelinePlan(StrategyPlan):
         if world.rank == 0:
             times = f"{len(pipelines.ranks)} times " if len(pipelines.ranks) > 1 else ""
             print(f"pipeline: {times}layers of {division.describe()}")
-        stage = load_stage(spec, division, world, progress)
+        stage = load_stage(spec, division, world, run_dir, progress)
         stage.pipelines = pipelines
         return stage
 

@@ -13,6 +13,8 @@ from trainer.costs.teacher_cost import teacher_memory, teacher_weights
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainer.config import RunSpec
     from trainer.costs.cost import Layout, RowStats
     from trainer.costs.model_shape import Shape
@@ -91,10 +93,11 @@ class StrategyPlan:
         """Return whether Liger kernels and FlashAttention may be used."""
         return True
 
-    def load_module(self, spec: RunSpec, world: World, progress: Callable[[], object]) -> ModelWithLoss:
+    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
         """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError.
 
         Args:
+            run_dir: the run folder, which keeps parts that ranks send each other.
             progress: called after every part that ranks send each other, which may take longer than the run may show none.
         """
         from trainer.distillation.loss import Divergence

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
-from trainer.supervise.environment import starts_system_unit
+from trainer.supervise.environment import LAYERS, starts_system_unit
 from trainer.supervise.files import other_runs, read_json, read_node, run_devices
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.network import interface_of, source_address
@@ -41,7 +41,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         Among others `source`, the address from which this host reaches the head, `interface` and `link_mbit` of that
         address; `route_error`, why there is none, or an empty string; `free_ports`; `cpus`; `memory_mib`; `gpus`;
         `versions` of packages; `free_bytes` below `data_dir`; `staged`, the bytes of each path (see staged_bytes). Of
-        the run: `spec`, the text of its spec if it has checkpoints or is alive; `result`; `rows` of its last step;
+        the run: `spec`, the text of its spec if it has checkpoints or is alive; `layers`, the bytes of the weights that its ranks received; `result`; `rows` of its last step;
         `running`; `part`, the supervisor's state; `stop_wanted`. `busy_with` is another run that is alive on this host
         without GPUs of its own; `held_gpus` has the run that uses a GPU, by its UUID; `unreadable` are run folders
         beside it that cannot be read. `firewall` is the name of the active firewall, or an empty string;
@@ -92,7 +92,7 @@ def route_to(head: str) -> dict[str, Any]:
 
 
 def staged_bytes(path: LinkFreePath) -> list[int]:
-    """Return the bytes of the weights (*.safetensors) and of all other files at a path of the store; a link counts as nothing."""
+    """Return the bytes of the weights (*.safetensors) and of all other files at a path; a link counts as nothing."""
     sizes = [0, 0]
     with contextlib.suppress(OSError):
         found = [path] if path.is_file() else [path / name for name in files_below(path)] if path.is_folder() else []
@@ -108,6 +108,7 @@ def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
     begun = spec.exists() and ((run_dir / "checkpoints").is_folder() or running)
     return {
         "spec": spec.read(SPEC_LIMIT).decode() if begun else None,
+        "layers": staged_bytes(run_dir / LAYERS)[0],
         "result": read_json(run_dir / "result.json"),
         "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": running,

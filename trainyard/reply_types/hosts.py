@@ -54,6 +54,7 @@ class HostFacts(OpenReply):
     staged: NotRequired[Annotated[dict[Line, tuple[Count, Count]], Field(max_length=FILES_LIMIT)]]
     may_write: Flag
     spec: Annotated[str, Field(max_length=1 << 16)] | None
+    layers: NotRequired[Count]
     result: Result | None
     rows: Counts
     running: Flag

@@ -14,21 +14,20 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.fields import Words, declare, split_words
 from trainer.errors import UserError
-from trainer.files import sha256_file
 from trainer.formats import printable, quoted, table
 from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.ollama.prompts import read_prompts
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.run.copy_files import copy_artifacts, in_time
+from trainyard.run.copy_files import Exchange, copy_artifacts, in_time
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import trainer_file
 from trainyard.run.status import find_parts, no_such_run
 from trainyard.run.transfer import copy_to_hosts
-from trainyard.run.types import PlanEntry, Report, StagedFile
+from trainyard.run.types import PlanEntry, Report
 
 MERGE_LIMIT = 24 * 3600.0  # s
 MAX_PROMPTS = 10_000
@@ -109,17 +108,16 @@ def merge_runs(
     folder = f"{target.data_dir}/runs/{options.run}"
     try:
         with tempfile.TemporaryDirectory() as aside:
-            files = []
             parts = []
             for run, (host, run_dir) in places.items():
                 if host == target.name:
                     parts.append({"run": run, "folder": run_dir})
                     continue
                 copy_artifacts(connect(by_name[host]), run_dir, Path(aside) / run, _PATTERNS)
-                files.append(_files_of(Path(aside) / run, f"runs/{options.run}/parts/{run}"))
+                _send_part(connection, Path(aside) / run, f"{target.data_dir}/runs", f"{options.run}/parts/{run}")
                 parts.append({"run": run, "folder": f"{folder}/parts/{run}"})
             trainer = trainer_file(home / ".trainyard")
-            files.append(trainer)
+            files = [trainer]
             entry = PlanEntry(target.name, address=target.address, data_dir=target.data_dir)
             copy_to_hosts(
                 [entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8), transfer=launch.transfer
@@ -162,9 +160,18 @@ def _place(run: str, hosts: Sequence[Host], connect: Connect, limit: float) -> t
     return parts[0].host, parts[0].run_dir
 
 
-def _files_of(folder: Path, dest: str) -> StagedFile:
-    files = {str(path.relative_to(folder)): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    return StagedFile.of(folder, dest, files, "part")
+def _send_part(connection: HostConnection, folder: Path, runs: str, target: str) -> None:
+    """Copy a part to the run folder of the result, where a program of a rank may have made links. Raises RemoteError.
+
+    `runs`: the folder of all runs; `target`: the folder of the part below it, which is replaced.
+    """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    exchange = Exchange(connection, runs)
+    exchange.call()
+    for number, name in enumerate(names):
+        exchange.put(folder / name, str(number))
+    take = {f"{target}/{name}": str(number) for number, name in enumerate(names)}
+    exchange.call(remove=[target], take=take, end=True)
 
 
 def merge_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from trainer.data.data_report import DataReport
-
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.run_name import file_stem
+from trainer.data.data_report import DataReport
 from trainer.data.files import all_files, data_suffix, is_hub_id
 from trainer.data.samples import check_source
 from trainer.data.shapes import Sample

@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
-from trainer.data.data_report import DataReport
 
 from trainer.config import EMBEDDED_DATASET, FIELDS, RunSpec
+from trainer.data.data_report import DataReport
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError
 from trainyard.remote.digests import Digests

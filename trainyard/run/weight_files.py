@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trainer.config import RunSpec
-from trainer.distributed.kept_layers import kept_folder
 from trainer.strategy import plan_of
 from trainyard.preflight.host_state import HostState
 from trainyard.run.types import Files, PlanEntry, StagedFile
@@ -53,8 +52,7 @@ def _receives_layers(spec: RunSpec) -> bool:
 
 def staged_paths(files: Files, data_dir: str) -> list[str]:
     """Return the paths on a host of which `space_needed` has to know the bytes."""
-    copied = {f"{data_dir}/{file.dest}": file.kind for file in files if not file.on_hosts}
-    return [*copied, *(kept_folder(path) for path, kind in copied.items() if kind == "model")]
+    return [f"{data_dir}/{file.dest}" for file in files if not file.on_hosts]
 
 
 def space_needed(files: Files, host: HostState, first: str, share: float) -> int:
@@ -73,7 +71,7 @@ def space_needed(files: Files, host: HostState, first: str, share: float) -> int
         copied = file.bytes if reduced == file else sum(file.sizes[name] for name in reduced.sha256)
         received = math.ceil((file.bytes - copied) * share)
         if received:
-            needed += max(0, received - weights - sum(staged.get(kept_folder(path), (0, 0)))) + max(0, copied - rest)
+            needed += max(0, received - weights - host.facts.get("layers", 0)) + max(0, copied - rest)
         else:
             needed += max(0, copied - weights - rest)
     return needed

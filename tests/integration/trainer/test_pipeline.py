@@ -76,7 +76,7 @@ def weights_on_the_first_host(cluster: Cluster, model: Path, hosts: int = 3) -> 
         (folder / "model/model.safetensors").unlink()
 
     def kept(host: int) -> dict[str, int]:
-        files = (folders[host] / "model.layers").glob("*.safetensors")
+        files = (cluster.run_dir(host) / "layers").glob("*.safetensors")
         return {name: file.stat().st_mtime_ns for file in files for name in load_file(file)}
 
     return kept
@@ -205,16 +205,17 @@ def test_ranks_of_a_quantized_model_receive_their_own_layers_once(
     own = {name.split(".")[2] for name in first if ".layers." in name}
     assert own == {"2", "3"} and {"model.norm.weight", "model.embed_tokens.weight"} <= set(first), "the head is tied"
     assert not kept(0)
-    deep_cluster.run(3, pipeline_layers="1,1,2", **fields)
+    stop_at(deep_cluster, 16, 3, pipeline_layers="1,1,2", **fields)
     layers = [{name.split(".")[2] for name in kept(host) if ".layers." in name} for host in (1, 2)]
     assert layers == [{"1", "2", "3"}, {"2", "3"}]
     assert {name: kept(1)[name] for name in first} == first, "nothing travels twice"
+    deep_cluster.run(3, pipeline_layers="1,1,2", **fields)
+    assert not kept(1) and not kept(2), "a finished run needs none"
     compare(deep_cluster, 3, deep, "adapter/adapter_model.safetensors")
 
     (deep_cluster.run_dir(0).parents[1] / "model" / "model.safetensors").unlink()
     del fields["quantize"]  # ranks without bitsandbytes start faster
     for host in (0, 1):
-        shutil.rmtree(deep_cluster.run_dir(host).parents[1] / "model.layers", ignore_errors=True)
         shutil.rmtree(deep_cluster.run_dir(host).parents[1] / "runs")
     launchers = deep_cluster.start(2, run="none", **fields)
     assert 0 not in deep_cluster.wait(launchers)

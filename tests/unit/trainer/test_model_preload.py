@@ -25,8 +25,8 @@ def spec_of(folder: Path) -> RunSpec:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    for name in ("model/model.safetensors", "model.layers/0.safetensors"):
-        (tmp_path / name).parent.mkdir()
+    for name in ("model/model.safetensors", "run/layers/0.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True)
         with (tmp_path / name).open("wb") as file:
             file.truncate(SIZE)
     (tmp_path / "model/folder.safetensors").mkdir()
@@ -45,7 +45,7 @@ def test_weights_are_read_where_memory_allows(
     """The layers that ranks received count, too."""
     monkeypatch.setattr(model_preload, "available_bytes", lambda device, processes: share)
     before = bytes_read()
-    model_preload._read(weight_files(spec_of(model)), Event())
+    model_preload._read(weight_files(spec_of(model), model.parent / "run"), Event())
     assert (bytes_read() - before) // SIZE == files
 
 
@@ -60,13 +60,13 @@ def test_the_end_of_the_imports_ends_the_reading(model: Path, monkeypatch: pytes
     with (model / "model.safetensors").open("wb") as file:
         file.truncate(1 << 43)  # would take hours
     before = bytes_read()
-    with weights_in_memory(spec_of(model)):
+    with weights_in_memory(spec_of(model), None):
         assert started.wait(30)
     assert bytes_read() - before < 1 << 40
 
 
 def test_a_model_of_the_hub_is_left_to_the_ranks() -> None:
-    assert weight_files(spec_of(Path("org/name"))) == []
+    assert weight_files(spec_of(Path("org/name")), None) == []
     import_architecture(spec_of(Path("org/name")))
 
 
