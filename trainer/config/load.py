@@ -40,9 +40,10 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
         UserError: an unknown name (with the closest known one), or an invalid value (with the expected one).
     """
     values, _ = resolve_aliases(values, source=source)
-    unknown = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in values if name not in FIELDS]
-    if unknown:
-        raise UserError(f"run spec: {', and '.join(unknown)}")
+    if unknown := [name for name in values if name not in FIELDS]:
+        # The search for similar names takes a millisecond for each.
+        listed = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in unknown[:MAX_LISTED]]
+        raise UserError(f"run spec: {'; '.join([*listed, *and_more(unknown)])}")
     derived: dict[str, tuple[Any, str]] = {}
     if values.get("strategy") == "deepspeed" and values.get("deepspeed_config"):
         try:
