@@ -1,6 +1,6 @@
 """Build and check a run spec from a YAML file, flags or ``-e`` values, and compare two specs. Importable without torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,13 @@ from trainer.errors import UserError, nearest
 from trainer.formats import printable, quoted
 from trainer.strategy import plan_of
 from trainer.strategy.deepspeed_file import derived_fields
+
+MAX_LISTED = 5  # unknown names in an error message
+
+
+def and_more(names: Sequence[object]) -> list[str]:
+    """Return ``and N more`` for the names that a message leaves out, or an empty list."""
+    return [f"and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -38,9 +45,10 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
         UserError: an unknown name (with the closest known one), or an invalid value (with the expected one).
     """
     values, _ = resolve_aliases(values, source=source)
-    unknown = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in values if name not in FIELDS]
-    if unknown:
-        raise UserError(f"run spec: {', and '.join(unknown)}")
+    if unknown := [name for name in values if name not in FIELDS]:
+        # The search for similar names takes a millisecond for each.
+        listed = [f"unknown name {name!r} in {source}{suggest(str(name))}" for name in unknown[:MAX_LISTED]]
+        raise UserError(f"run spec: {'; '.join([*listed, *and_more(unknown)])}")
     derived: dict[str, tuple[Any, str]] = {}
     if values.get("strategy") == "deepspeed" and values.get("deepspeed_config"):
         try:

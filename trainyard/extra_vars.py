@@ -14,13 +14,10 @@ from trainer.config.tool_files import read_tool_files
 from trainer.errors import UserError, nearest
 from trainer.formats import printable
 from trainer.inputs import user_path
-from trainer.spec import make_spec
+from trainer.spec import MAX_LISTED, and_more, make_spec
 from trainyard.run import options
 
 MAX_VALUES = 1_000_000  # in one variable; the state of a session with a thousand hosts has fewer
-
-
-MAX_LISTED = 5  # unknown names in an error message
 
 
 def known_variables(top: Path) -> set[str]:
@@ -67,8 +64,7 @@ def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of
     if strange := unknown(names, FIELDS if of_run else (), known):
         near = suggest if of_run else nearest
         lines = [f"-e {printable(name, 80)}: unknown name{near(name, sorted(known))}" for name in strange[:MAX_LISTED]]
-        more_names = [f"and {len(strange) - MAX_LISTED} more"] if len(strange) > MAX_LISTED else []
-        raise UserError("; ".join(lines + more_names))
+        raise UserError("; ".join(lines + and_more(strange)))
 
 
 def read_run_spec(

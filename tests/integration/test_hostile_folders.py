@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -204,6 +205,23 @@ def test_a_program_ends_when_its_request_is_given_up_on_a_shared_connection(serv
     until(functools.partial(listens, port), 30, "the relay to wait")
     transport.abort()
     until(lambda: not marked(str(tmp_path)), LIMIT, "the program on the host to end")
+
+
+LIMITED = """
+import sys
+from trainyard.remote import __main__ as program
+program.VERBS["relay"] = (*program.VERBS["relay"][:2], 1.0)
+sys.argv[1:] = ["relay"]
+program.main()
+"""
+
+
+def test_a_program_ends_at_its_time_limit(tmp_path: Path) -> None:
+    """That of its verb; here, one that waits for a host is given a second."""
+    _, stdin, _ = waiting_relay(tmp_path)
+    request = stdin[stdin.index(b'{"files"') :]
+    done = subprocess.run([sys.executable, "-c", LIMITED], input=request, capture_output=True, timeout=30, check=False)
+    assert json.loads(done.stdout) == {"error": "relay: not done within 1 s"}
 
 
 BLOCKED = """

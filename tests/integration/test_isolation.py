@@ -75,6 +75,8 @@ def test_no_other_machine_reaches_a_run_of_the_default_inventory(tmp_path: Path,
             assert playing.is_alive(), played[0].stdout
             ports = listening(machine)
             assert len(ports) >= 3, ports  # the store, and gloo on each rank
+            places = {address.strip("[]").removeprefix("::ffff:") for address in ports.values()}
+            assert places <= {"127.0.0.1", "::1"}, ports
             assert json.loads(run_in(outsider, SCAN, HOST, json.dumps(list(ports)))) == [], ports
             command = " ".join(json.loads((run_dir / "plan.json").read_text())[0]["command"])
             rendezvous = re.search(r"(--master-port=|--rdzv-endpoint=[0-9.]+:)(\d+)", command)[2]

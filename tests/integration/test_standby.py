@@ -323,8 +323,13 @@ def test_another_user_cannot_hand_over_a_request(bed: Bed) -> None:
     os.chown(run_dir / REQUEST, nobody.pw_uid, nobody.pw_gid)
     until(lambda: not is_running(supervisor), 5, what="the end of the supervisor")
     assert "is not from the user of the run" in log(bed) and not bed.live_processes()
-    with pytest.raises(SupervisorError):
-        take_request(link_free(run_dir))
+    for mode, owner in ((0o644, nobody.pw_uid), (0o600, nobody.pw_uid), (0o660, os.getuid())):
+        (run_dir / REQUEST).chmod(mode)
+        os.chown(run_dir / REQUEST, owner, -1)
+        with pytest.raises(SupervisorError):
+            take_request(link_free(run_dir))
+    (run_dir / REQUEST).chmod(0o600)
+    assert take_request(link_free(run_dir))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from run_hosts import TOP, free_port, until
 from trainer.files import sha256_file
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport
-from trainyard.remote.relay import relay
+from trainyard.remote.relay import ACCEPTED, relay
 from trainyard.run import relay as chain
 from trainyard.run.relay import Copy, Member, plan_relay
 from trainyard.run.transfer import copy_to_hosts
@@ -100,7 +100,8 @@ def test_files_pass_from_host_to_host(cluster: Cluster) -> None:
     cluster.check(files)
     assert cluster.puts == ["node1"] * 3 and not cluster.lines
     assert changed["node4"] == [f"{cluster.hosts['node4'].data_dir}/{file.dest}" for file in files]
-    assert Path(cluster.hosts["node3"].data_dir, "store/datasets/private").stat().st_mode & 0o777 == 0o600
+    for host in cluster.hosts.values():
+        assert Path(host.data_dir, "store/datasets/private").stat().st_mode & 0o777 == 0o600
     assert cluster.copy(files) == {name: [] for name in cluster.hosts}
     Path(cluster.hosts["node2"].data_dir, "store/datasets/a").unlink()
     Path(cluster.hosts["node4"].data_dir, "store/datasets/private").write_text("damaged")
@@ -156,7 +157,7 @@ class Receiver:
         (folder / "in").mkdir(parents=True)
         file = {"target": str(self.target), "temporary": str(folder / "in/x"), "size": len(content), "sha256": digest}
         self.request = self.keys | {
-            "files": [file | {"mode": 0o644, "source": "host", "wanted": False}], "address": "127.0.0.1",
+            "files": [file | {"mode": 0o600, "source": "host", "wanted": False}], "address": "127.0.0.1",
             "port": self.port, "previous": "127.0.0.2", "next": "", "next_port": 0, "connect": 5.0, "idle": 5.0,
             "cache": str(folder / "digests.json"),
         }  # fmt: skip
@@ -179,11 +180,25 @@ class Receiver:
 
 
 def refused(connection: socket.socket) -> bool:
+    """Return whether the receiver ends the connection without accepting anything; an alert of TLS is no answer."""
     connection.settimeout(5)
+    received = b""
     try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
+        while part := connection.recv(100):
+            received += part
+    except (ConnectionResetError, ssl.SSLError):
+        pass
+    return ACCEPTED not in received
+
+
+def without_checks(plain: socket.socket, folder: Path, *keys: str) -> ssl.SSLSocket:
+    """Return a TLS connection whose client accepts every server, with this certificate and key or without any."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if keys:
+        (folder / "both.pem").write_text("".join(keys))
+        context.load_cert_chain(folder / "both.pem")
+    return context.wrap_socket(plain)
 
 
 def test_only_the_host_before_it_is_accepted(tmp_path: Path) -> None:
@@ -196,6 +211,8 @@ def test_only_the_host_before_it_is_accepted(tmp_path: Path) -> None:
     plain.sendall(content)
     assert refused(plain)
     certificate, key = make_transfer_key()
+    for keys in ((), (certificate, key)):  # clients that do not check whom they connect to
+        assert refused(without_checks(receiver.dial("127.0.0.2"), tmp_path, *keys))
     file = {"target": str(tmp_path / "sent"), "temporary": str(tmp_path / "in/none"), "size": 100_000, "sha256": digest}
     sender = {
         "files": [file | {"mode": 0o644, "source": "here", "wanted": True}], "address": "127.0.0.2", "port": 0,
@@ -205,7 +222,7 @@ def test_only_the_host_before_it_is_accepted(tmp_path: Path) -> None:
     assert other["send_error"].startswith("TLS: "), other
     assert relay(sender | receiver.keys) == {"installed": [], "receive_error": "", "send_error": ""}
     assert receiver.end() == {"installed": [str(receiver.target)], "receive_error": "", "send_error": ""}
-    assert receiver.target.read_bytes() == content
+    assert receiver.target.read_bytes() == content and receiver.target.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(("sent", "why"), [(b"wrong", "arrived damaged"), (b"wr", "ended the transfer")])

@@ -7,7 +7,6 @@ The environment variable FAKE is RANK:STEP:FAULT, the fault of that rank at that
     deaf    continue, but ignore `stop` and SIGTERM
     eat     allocate 1.5 GiB of memory
     child   start a process in another session, then die by SIGKILL
-    secret  print the variable SECRET
 
 If PEERS names a common file, the other ranks then fail because they lose their peer, as real ranks do.
 """
@@ -75,8 +74,6 @@ def cause(fault, step):
     elif fault == "child":
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "secret":
-        print(os.environ["SECRET"], flush=True)
 
 
 def main():

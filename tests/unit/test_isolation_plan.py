@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -56,14 +59,44 @@ def test_a_listener_accepts_hosts_of_the_run_only(monkeypatch: pytest.MonkeyPatc
 
 @NEEDS_ADDRESS
 @NEEDS_FILTER
-def test_sockets_of_libraries_are_restricted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_sockets_of_libraries_are_restricted_too(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily) -> None:
+    dual = family == socket.AF_INET6
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual) as server:
         port = server.getsockname()[1]
         assert connects(OWN, port)
         monkeypatch.setenv(PEERS, "198.51.100.7")
         assert restrict_listeners() >= 1
-        assert connects("127.0.0.1", port) and connects("::1", port)
+        assert connects("127.0.0.1", port) and (not dual or connects("::1", port))
         assert not connects(OWN, port)
+
+
+# In a network of its own, which has an IPv6 address of a peer and one of another machine.
+IPV6 = """
+import os, socket, subprocess
+from trainer.distributed.listeners import restrict_listeners
+for words in ("link set lo up", "addr add fd00::1/128 dev lo nodad", "addr add fd00::2/128 dev lo nodad"):
+    subprocess.run(["ip", *words.split()], check=True)
+os.environ["TRAINYARD_PEERS"] = "198.51.100.7,fd00::1"
+with socket.create_server(("fd00::1", 0), family=socket.AF_INET6) as server:
+    print(restrict_listeners())
+    for source in ("fd00::1", "fd00::2"):
+        try:
+            socket.create_connection(server.getsockname()[:2], 0.5, (source, 0)).close()
+            print("connected")
+        except TimeoutError:
+            print("dropped")
+"""
+UNSHARE = ["unshare", "--user", "--map-root-user", "--net"]
+
+
+@pytest.mark.privileged(
+    permitted=bool(shutil.which("ip")) and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0,
+    reason="network namespaces are unavailable (unshare --net)",
+)
+def test_packets_from_other_ipv6_addresses_are_dropped() -> None:
+    done = subprocess.run([*UNSHARE, sys.executable, "-c", IPV6], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "connected", "dropped"]
 
 
 @NEEDS_FILTER

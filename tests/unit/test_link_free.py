@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.supervise.files import hold_lock, is_locked, read_json, read_log, write_json
+from trainer.supervise.files import LOG_LIMIT, hold_lock, is_locked, read_json, read_log, write_json
 from trainer.supervise.link_free import ENTRIES, LinkFreePath, link_free
 from trainyard.remote.exchange import exchange
+from trainyard.remote.host_facts import last_rows
+from trainyard.remote.host_use import _deployed as deployed_models
 from trainyard.remote.trees import DEPTH, files_below, matching, path_below, remove_tree
 
 NAMES = ("r", "state", "file")
@@ -154,6 +156,12 @@ def test_sizes_and_numbers_are_bounded(tmp_path: Path) -> None:
         huge.read(1024)
     assert read_json(huge) is None
     assert len(read_log(huge, -1)["lines"]) <= 1
+    os.truncate(tmp_path / "huge", 2 * LOG_LIMIT)
+    assert read_log(huge, 0)["offset"] == LOG_LIMIT
+    nested = LinkFreePath(tmp_path, "nested.json")
+    nested.write(b"[" * 60_000)
+    assert read_json(nested) is None and last_rows(nested) == [] and deployed_models(tmp_path) == []
+    nested.remove()
     for number in range(20):
         (tmp_path / f"n{number:02}").touch()
     assert len(LinkFreePath(tmp_path).entries(5)) == 5 and len(LinkFreePath(tmp_path).entries()) == 21 < ENTRIES

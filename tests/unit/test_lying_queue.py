@@ -27,6 +27,7 @@ from trainyard.run.errors import RunError
 from trainyard.run.options import make_options
 from trainyard.run.runs import manage_runs
 from trainyard.run.slurm import check_job
+from trainyard.run.types import PlanEntry
 
 OPTIONS = make_options({"lost_limit": 2.0, "progress_interval": 0})
 Operation = Callable[[Cluster, Path], list[str]]
@@ -80,7 +81,7 @@ def leased(cluster: Cluster, folder: Path) -> list[str]:
 
 
 def checked(cluster: Cluster, folder: Path) -> list[str]:
-    entry = {"host": "node2", "script": "#!/bin/sh\n", "data_dir": "/shared", "command": ["/usr/bin/python3"]}
+    entry = PlanEntry("node2", script="#!/bin/sh\n", data_dir="/shared", command=["/usr/bin/python3"])
     return check_job(entry, make_options({"launcher": "slurm"}), cluster.connect)
 
 

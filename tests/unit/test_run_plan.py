@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from trainyard.run.options import make_options
 from trainyard.run.plan import check_own_gpus, choose_port, environment, head_first, plan_nodes
 from trainyard.run.planning import check_layers, check_torchft, surplus
 from trainyard.run.restart_policy import RestartPolicy
+from trainyard.run.stage import packed, plan_file, small_files
 from trainyard.run.teacher_host import check_teacher_host, staged_groups
 from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
 
@@ -436,6 +439,13 @@ def test_a_private_dataset_stays_private(tmp_path: Path, mode: int, staged: int)
         target.chmod(0o644)
         receive(question)
         assert target.stat().st_mode & 0o777 == staged
+        target.unlink()
+        both = {str(target): str(aside), f"{target}2": str(aside.with_name("y"))}
+        for path in both.values():
+            Path(path).write_text("foo")
+        files = question["files"] | {f"{target}2": "0" * 64}
+        assert "damaged" in receive(question | {"files": files, "arrived": both})["error"]
+        assert target.stat().st_mode & 0o777 == staged, "from its arrival on"
         os.umask(0o077)
         assert receive(
             question | {"files": {str(tmp_path / "store/new"): wanted}, "incoming": str(tmp_path / "store/in")}
@@ -443,6 +453,15 @@ def test_a_private_dataset_stays_private(tmp_path: Path, mode: int, staged: int)
         assert os.umask(0o077) == 0o077, "the umask of the host is not changed"
     finally:
         os.umask(before)
+
+
+def test_values_of_run_env_are_in_the_private_file_of_the_run_folder_alone() -> None:
+    (node,) = plan_nodes([host("a")], run="r", port=29500)
+    files = small_files(node, packed(plan_file([node])), make_spec({}, "here"), {"model": "m"}, {"TOKEN": "hunter2"})
+    for name, (mode, content) in files.items():
+        private = name == "env"
+        assert (b"hunter2" in zlib.decompress(base64.b64decode(content))) is private, name
+        assert mode == (0o600 if private else 0o644)
 
 
 def test_torchft_with_ipv6_is_refused_before_a_start() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from module_runs import NEEDS_ROOT, home, place, run_module, user
 
+from plugins.module_utils.atomic_file import write_atomic
 from plugins.module_utils.safe_path import UnsafePathError, check_path
 from plugins.modules import managed_files, user_folder
 
@@ -150,11 +151,15 @@ def test_a_hard_link_is_replaced_and_its_target_kept(
     assert is_untouched(root_folder)
 
 
-def test_folders_that_everybody_may_write_are_unsafe_without_the_sticky_bit(place: Path) -> None:
+def test_folders_that_everybody_may_write_are_unsafe_without_the_sticky_bit(place: Path, user: User) -> None:
     folder = place / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
     check_path(folder / "file")
+    as_user(user, ("link", "/etc", str(folder / "link")))  # as in /tmp
+    for use in (check_path, lambda path: write_atomic(path, "", 0o644)):
+        with pytest.raises(OSError, match="belongs to the user nobody"):
+            use(folder / "link/file")
     folder.chmod(0o777)
     with pytest.raises(UnsafePathError, match="writable for every user"):
         check_path(folder / "file")

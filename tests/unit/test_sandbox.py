@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,13 @@ from typing import Any
 import pytest
 
 from trainer.supervise import sandbox
+from trainer.supervise.environment import clean_environment
 from trainer.supervise.files import SupervisorError
-from trainyard.run.launch import start_request
+from trainer.supervise.link_free import link_free
+from trainer.supervise.options import StartRequest
+from trainer.supervise.start import start_unit
+from trainyard.run.launch import paths_in, start_request
+from trainyard.run.types import PlanEntry
 
 
 @pytest.fixture
@@ -48,8 +54,35 @@ def test_only_the_run_folder_and_shared_caches_are_writable(home: Path) -> None:
     ]
 
 
-def test_a_variable_makes_no_folder_writable_that_programs_outside_need(home: Path) -> None:
+def test_what_runs_execute_from_a_cache_is_in_the_run_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, ran = link_free(home / "trainyard/runs/r"), list[list[str]]()
+
+    def record(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", record)
+    start_unit(["systemd-run"], StartRequest(str(run_dir), ["true"], unit="u"), run_dir, ["true"], [])
+    places = {"CUDA_CACHE_PATH": "/nv", "TORCHINDUCTOR_CACHE_DIR": "/inductor", "TRITON_CACHE_DIR": "/triton"}
+    caches = {name: f"{run_dir}/cache{below}" for name, below in (places | {"XDG_CACHE_HOME": ""}).items()}
+    assert {f"--setenv={name}={folder}" for name, folder in caches.items()} <= {*ran[-1]}
+    for name, folder in caches.items():
+        monkeypatch.setenv(name, folder)
+    assert caches.items() <= clean_environment().items(), "the supervisor passes them to the ranks"
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_variable_makes_no_folder_writable_that_programs_outside_need(
+    home: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data_dir = home / "trainyard"
+    if linked:  # the home of the login user and the Python environment are links
+        for name, target in (("user", home), ("prefix", home / "python")):
+            (home.parent / name).symlink_to(target)
+        (home / "python").mkdir()
+        user = pwd.struct_passwd((*pwd.getpwuid(0)[:5], str(home.parent / "user"), "/bin/sh"))
+        monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
+        monkeypatch.setattr(sys, "prefix", str(home.parent / "prefix"))
     for name in ("models", "trainyard/own", ".ssh/x", "trainyard/venv/bin", "trainyard/queue", "trainyard/runs/other"):
         (home / name).mkdir(parents=True)
     (home / "link").symlink_to(home / ".ssh")
@@ -104,6 +137,6 @@ def test_a_unit_of_a_user_has_only_what_needs_no_privileges(home: Path) -> None:
 
 def test_the_request_names_the_paths_of_the_spec_and_of_variables() -> None:
     spec = {"model": "/d/store/m", "dataset": [{"path": "/d/store/x", "weight": 1}, "org/name"], "teacher": ""}
-    entry = {"run_dir": "/d/runs/r", "node_rank": 0, "ranks": [0], "command": ["a"], "spec": spec, "writable": ["/out"]}
-    request = start_request(entry, ["a"], [])
+    reads = sorted(paths_in(spec))
+    request = start_request(PlanEntry("a", run_dir="/d/runs/r", ranks=[0], reads=reads, writable=["/out"]), ["a"], [])
     assert request["reads"] == ["/d/store/m", "/d/store/x"] and request["writable"] == ["/out"]

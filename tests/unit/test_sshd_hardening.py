@@ -75,7 +75,7 @@ def test_no_setting_becomes_weaker(name: str, connection: list[str], etc: Path, 
         assert new >= old and (new >= strictness(setting, target) or new == old), f"{setting} {before} {after}"
         if not connection:
             assert new >= strictness(setting, target)
-    assert alive_seconds(after) <= min(alive_seconds(before), 120)
+    assert alive_seconds(after) <= min(alive_seconds(before), 120) and 0 < int(after["logingracetime"]) <= 30
     changed = {key for key in after if after[key] != before.get(key)}
     assert changed <= {key.lower() for key in (*TARGETS, *ALIVE)}
     assert harden(etc, capsys)["changed"] is False

@@ -125,6 +125,8 @@ def opened(values: Iterable[str], data_dir: Path, home: Path, hidden: Iterable[P
     These are folders of the system, hidden ones, those of `data_dir` that a role or trainyard writes, and every folder above these.
     """
     kept = [*hidden, *(data_dir / name for name in KEPT_IN_DATA), *map(Path, SYSTEM_FOLDERS), home, Path(sys.prefix)]
+    # A home, or an environment, may be a link, or below one.
+    kept, home = [top.resolve() for top in kept], home.resolve()
     found = []
     for path in {Path(value).resolve() for value in values if value.startswith("/")}:
         inside = [top for top in kept if path.is_relative_to(top) and top != home]

@@ -163,6 +163,6 @@ def last_rows(metrics: LinkFreePath) -> list[int]:
         with metrics.open_read() as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
             rows = json.loads(file.read().splitlines()[-1]).get("rows", [])
-    except (OSError, ValueError, IndexError, AttributeError):
+    except (OSError, ValueError, IndexError, AttributeError, RecursionError):
         return []
     return rows if isinstance(rows, list) and all(isinstance(count, int) for count in rows) else []

@@ -153,6 +153,6 @@ def _deployed(records: Path) -> list[str]:
     for path in matching(LinkFreePath(records), "*.json")[:MODELS]:
         try:
             found.append(str(json.loads(path.read(RECORD_LIMIT))["name"]))
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue
     return sorted(found)

@@ -250,7 +250,7 @@ def _prepared(folder: Path) -> dict[str, Any] | None:
     try:
         prepared = json.loads((folder / "session.json").read_bytes())["state"]["prepared"]
         return {"spec": prepared["spec"], "digests": [[file["kind"], file["digest"]] for file in prepared["files"]]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -173,13 +173,13 @@ def test_variables_are_linear_in_models() -> None:
 
 
 @pytest.fixture
-def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Report], InventoryData]:
-    """A function that lets the inventory plugin parse its file, with a given report instead of a scan."""
-    (tmp_path / "ollama.yml").write_text("plugin: ollama\n")
+def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., InventoryData]:
+    """A function that lets the inventory plugin parse a file with these options, with a given report instead of a scan."""
     inventory_loader.add_directory(str(TOP / "plugins/inventory"))
     plugin = inventory_loader.get("ollama")
 
-    def parsed(found: Report) -> InventoryData:
+    def parsed(found: Report, **options: Any) -> InventoryData:
+        (tmp_path / "ollama.yml").write_text(yaml.safe_dump({"plugin": "ollama", **options}))
         monkeypatch.setattr(sys.modules[type(plugin).__module__], "discover", lambda *_: found)
         inventory = InventoryData()
         plugin.parse(inventory, DataLoader(), str(tmp_path / "ollama.yml"))
@@ -204,7 +204,7 @@ def neighbours(count: int, models: int, local: bool = False) -> Report:
     )
 
 
-def test_host_variables_of_the_plugin(parse: Callable[[Report], InventoryData]) -> None:
+def test_host_variables_of_the_plugin(parse: Callable[..., InventoryData]) -> None:
     inventory = parse(report(*neighbours(1, 1).machines, *neighbours(2, 1, local=True).machines[1:]))
     set_by_plugin = {name for host in inventory.hosts.values() for name in host.vars}
     own = {"inventory_file", "inventory_dir", "inventory_hostname", "inventory_hostname_short", *CONNECTION_VARIABLES}
@@ -214,14 +214,19 @@ def test_host_variables_of_the_plugin(parse: Callable[[Report], InventoryData]) 
     assert set(inventory.groups["all"].vars) == set()
 
 
-def test_untrusted_machines_have_no_groups(parse: Callable[[Report], InventoryData]) -> None:
+def test_untrusted_machines_have_no_groups(parse: Callable[..., InventoryData]) -> None:
     always = {"all", "ungrouped", "discovered", "cluster", "head", "workers", "untrusted"}
     assert set(parse(neighbours(3, 5)).groups) == always
     assert len(parse(neighbours(3, 5, local=True)).groups) == len(always) + 30
+    # Groups that the operator's expressions make of what machines report.
+    keyed = [{"key": f"{PREFIX}models | map(attribute='name') | list", "prefix": "", "separator": ""}]
+    options = {"groups": {"every": f"{PREFIX}version != ''"}, "keyed_groups": keyed}
+    assert not {"every", "m0_0"} & set(parse(neighbours(3, 5), **options).groups)
+    assert {"every", "m0_0"} <= set(parse(neighbours(3, 5, local=True), **options).groups)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_the_inventory_is_linear_in_models(parse: Callable[[Report], InventoryData], trusted: bool) -> None:
+def test_the_inventory_is_linear_in_models(parse: Callable[..., InventoryData], trusted: bool) -> None:
     """Ten machines with a thousand models each, of which no two are the same."""
     few, many = neighbours(10, 100, local=trusted), neighbours(10, 1000, local=trusted)
     assert count_calls(lambda: parse(many)) < 13 * count_calls(lambda: parse(few))

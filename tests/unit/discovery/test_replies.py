@@ -136,11 +136,21 @@ def test_ten_thousand_broken_replies_over_a_socket():
     assert time.perf_counter() - start < 60
 
 
-def test_a_body_one_byte_too_large():
+FRAMES = {
+    "to the end": b"HTTP/1.0 200 OK\r\n\r\n%s",
+    "length": b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s",
+    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n%x\r\n%s\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_body_one_byte_too_large(frame: str) -> None:
     async def main(size: int) -> int:
         async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * size)
+            rest = size - (frame == "chunks")
+            values = (b"x" * rest,) if frame == "to the end" else (rest, b"x" * rest)
+            writer.write(FRAMES[frame] % values)
             writer.close()
 
         async with await asyncio.start_server(serve_one, "127.0.8.1", 0) as server:
@@ -149,6 +159,12 @@ def test_a_body_one_byte_too_large():
     assert asyncio.run(main(MAX_BODY)) == MAX_BODY
     with pytest.raises(BadReply, match="larger than 2 MiB"):
         asyncio.run(main(MAX_BODY + 1))
+
+
+def test_the_number_of_models_is_limited() -> None:
+    many = [model(f"m{number:04}") for number in range(replies.MAX_MODELS + 2)]
+    models, left_out = replies.parse_tags(json.dumps({"models": many}).encode())
+    assert (len(models), left_out) == (replies.MAX_MODELS, 2)
 
 
 def test_no_server():

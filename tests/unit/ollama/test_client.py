@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from fake_ollama import HOSTILE, Server, model, serve
@@ -28,7 +31,39 @@ def test_hostile_servers() -> None:
                 assert str(error).isprintable()
             with pytest.raises(OllamaError):
                 client.version(0.5)
+            with pytest.raises(OllamaError):
+                client.chat("m", [], deadline=0.5)
             assert time.monotonic() - start < 8, kind
+
+
+@pytest.mark.parametrize(
+    ("status", "part", "why"),
+    [
+        (200, b'{"message": {"content": "' + b"x" * 60_000 + b'"}}\n', "is too large"),
+        (200, b"x" * 60_000, "is too large"),
+        (500, b"x" * 60_000, "HTTP status 500"),
+    ],
+    ids=["answer", "line", "error"],
+)
+def test_an_endless_answer_is_cut_off(status: int, part: bytes, why: str) -> None:
+    class Endless(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(part)
+
+        def log_message(self, format: str, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.3", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(OllamaError, match=why):
+            OllamaClient(f"http://127.0.0.3:{server.server_port}").chat("m", [], deadline=30)
+        assert time.monotonic() - start < 20
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "KiB"
+        server.shutdown()
 
 
 def test_tags() -> None:

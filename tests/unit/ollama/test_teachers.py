@@ -37,13 +37,15 @@ def test_trust_of_the_inventory() -> None:
             "discovered_ready": False,
         },  # another machine has its address
         "10.0.0.9": {"discovered_url": "http://10.0.0.9:11434", "discovered_ready": False},
+        "10.0.0.8": {"discovered_url": "http://10.0.0.8:11434", "discovered_ready": True},  # not of the cluster
         "same": {"discovered_url": "http://10.0.0.1:11434", "discovered_ready": True},
     }
-    assert candidates(["node1", "node2", "node3"], ["10.0.0.9", "same"], variables) == [
+    assert candidates(["node1", "node2", "node3"], ["10.0.0.9", "10.0.0.8", "same"], variables) == [
         Candidate("node1", "http://10.0.0.1:11434", True),
         Candidate("node2", "http://[fd00::2]:11500", True),
         Candidate("node3", "http://10.0.0.3:11434", False),
         Candidate("10.0.0.9", "http://10.0.0.9:11434", False),
+        Candidate("10.0.0.8", "http://10.0.0.8:11434", False),
     ]
 
 

@@ -67,7 +67,7 @@ def test_hosts_without_the_library_are_refused_where_it_is_needed(folder: dict[s
     host = SimpleNamespace(name="node2", facts={"versions": {}, "gpus": []}, gpus=[])
 
     def check(**fields: Any) -> None:
-        check_requirements([host], make_spec(fields, "").model_dump(mode="json"))  # type: ignore[list-item]
+        check_requirements([host], make_spec(fields, ""))  # type: ignore[list-item]
 
     for name in ("chat.parquet", "text.jsonl.zst", "saved", "card"):
         path = folder[name]

@@ -124,6 +124,13 @@ def test_a_misspelt_field_is_not_a_file(argument: str) -> None:
     assert done.stderr == "error: run spec: unknown name 'max_stesp' in the flags; did you mean 'max_steps'?\n"
 
 
+def test_many_unknown_names_are_few_lines_and_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+    monkeypatch.setattr("trainer.spec.suggest", lambda name: searched.append(name) or "")
+    text = refusal(lambda: make_spec({f"unknown{number}": 1 for number in range(5000)}, "-e"))
+    assert len(searched) == 5 and text.endswith("unknown name 'unknown4' in -e; and 4995 more")
+
+
 # YAML -----------------------------------------------------------------------------------------------------------------
 
 

@@ -438,19 +438,18 @@ def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
     hosts = [HostState(Host(f"node{place}", "", "/d", "/p"), facts=dict(facts)) for place in range(3)]
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
-    fields = spec.model_dump(mode="json") | {"rows_per_step": spec.rows_per_step}
-    strategy, why = choose_strategy(hosts, fields, [])
+    strategy, why = choose_strategy(hosts, spec, [])
     assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
     hosts[2].mesh = {"lines": {"node1": {"mbit": 0.5, "latency_ms": 0.3}, "node2": {"latency_ms": 0.1}}}
-    strategy, why = choose_strategy(hosts, fields, [])
+    strategy, why = choose_strategy(hosts, spec, [])
     assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
     hosts[0].facts["link_mbit"] = 10  # ignored: the links to the head were measured
     hosts[2].mesh["lines"]["node1"]["mbit"] = 5000.0  # one TCP stream of a small program: the driver may state more
     hosts[1].facts["link_mbit"] = hosts[2].facts["link_mbit"] = 25000
     assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
-    assert not choose_strategy(hosts, fields, [])[1].endswith("(link measured)")
+    assert not choose_strategy(hosts, spec, [])[1].endswith("(link measured)")
     hosts[1].facts["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
-    assert choose_strategy(hosts, fields, []) == ("diloco", "auto: this run started with diloco")
+    assert choose_strategy(hosts, spec, []) == ("diloco", "auto: this run started with diloco")
 
 
 def test_auto_excludes_strategies_that_the_spec_does_not_allow() -> None:

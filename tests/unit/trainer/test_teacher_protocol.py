@@ -179,6 +179,16 @@ def test_both_sides_need_the_token_and_never_send_it(
     first = list(sent)
     assert meet(pair, "the token", "the token") == [None, None]
     assert not set(first) & set(sent[3:]), "a recorded proof is worth nothing later"
+    challenge, proof, accepted = first
+    teacher, rank = pair
+    send(rank, Kind.PROOF, proof)
+    with pytest.raises(ProtocolError, match="does not know the token"):
+        admit(teacher, "the token")
+    receive(rank, 4096, Kind.CHALLENGE)
+    send(teacher, Kind.CHALLENGE, challenge)
+    send(teacher, Kind.ACCEPTED, accepted)
+    with pytest.raises(ProtocolError, match="does not know the token"):
+        introduce(rank, "the token")
 
 
 def test_a_rank_without_the_token_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -4,6 +4,7 @@ import datetime
 import os
 import resource
 import time
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,17 @@ def test_a_template_without_end(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_template_that_takes_much_memory(name: str) -> None:
     said = refusal(LARGE[name])
     assert any(part in said for part in ("MiB of memory", "million characters", "rejects a conversation"))
+
+
+def test_the_limits_of_a_process_that_renders() -> None:
+    """Those in force: the other tests wait for a shorter time, and for whichever limit comes first."""
+    limited = LimitedTemplate("{{ messages[0].content }}", {}, TODAY)
+    assert limited.render(CHAT) == "Q" and limited._process is not None
+    pid = limited._process._process.pid
+    used = sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    seconds = used / os.sysconf("SC_CLK_TCK")
+    assert seconds < resource.prlimit(pid, resource.RLIMIT_CPU)[0] <= seconds + 12
+    assert resource.prlimit(pid, resource.RLIMIT_DATA) == (512 << 20, 512 << 20)
 
 
 def test_a_limit_is_exceeded_once(monkeypatch: pytest.MonkeyPatch) -> None:
