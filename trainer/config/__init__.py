@@ -12,7 +12,7 @@ from trainer.config.aliases import (
 )
 from trainer.config.flags import describe, expects, parse_flags, table
 from trainer.config.load import changed_fields, make_spec, parse_mapping, read_spec, read_yaml
-from trainer.config.presets import EMBEDDED_DATASET, PRESETS, TINY
+from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY, PRESETS, SMOLLM2, TINY
 from trainer.config.run_spec import FIELDS, RunSpec
 
 __all__ = [
@@ -21,7 +21,9 @@ __all__ = [
     "EMBEDDED_DATASET",
     "FIELDS",
     "MUTABLE",
+    "OBSERVATORY",
     "PRESETS",
+    "SMOLLM2",
     "SUGGESTED",
     "TINY",
     "RunSpec",

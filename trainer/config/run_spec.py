@@ -55,7 +55,7 @@ class RunSpec(BaseModel):
     )
     model: str = declare(
         TINY,
-        "'tiny' (generated locally), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
+        "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
         aliases=[
             "model_name",
             "model_name_or_path",
@@ -74,7 +74,7 @@ class RunSpec(BaseModel):
     )
     dataset: Datasets = declare(
         EMBEDDED_DATASET,
-        "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
+        "'ansible-docs' (generated locally), 'observatory' (part of trainyard; default of model=smollm2), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         aliases=["data", "dataset_name", "dataset_path", "dataset_name_or_path", "data_path", "train_file", "datasets"],
         expected=EXPECTED["dataset"],

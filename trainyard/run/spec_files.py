@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from trainer.config import EMBEDDED_DATASET, FIELDS, TINY, RunSpec
+from trainer.config import EMBEDDED_DATASET, FIELDS, OBSERVATORY, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.run_name import file_stem
 from trainer.data.files import all_files, data_suffix, is_hub_id
@@ -35,6 +35,7 @@ from trainyard.run.trainer_archive import trainer_archive
 
 Report = Callable[[str], None]
 
+DATASETS = Path(__file__).parents[1] / "datasets"  # that are part of trainyard
 _MAX_NAMES = 10_000  # files of a folder that a suggestion considers
 
 
@@ -289,6 +290,8 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
             except (OSError, RuntimeError) as error:
                 raise UserError(f"dataset: cannot create {EMBEDDED_DATASET}: {error}") from None
         return path
+    if spec.dataset == OBSERVATORY:
+        return DATASETS / f"{OBSERVATORY}.jsonl"
     path = user_path(spec.dataset_name, "dataset")
     kind = path_kind(path)
     if kind == "other":
@@ -300,7 +303,7 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
             return None
         listed = ", or several in a list such as '[a.jsonl, b.jsonl]'" if "," in spec.dataset_name else ""
         raise UserError(
-            f"dataset: no file {path}{_suggest_file(path)}: give a file, a folder, '{EMBEDDED_DATASET}', "
+            f"dataset: no file {path}{_suggest_file(path)}: give a file, a folder, '{EMBEDDED_DATASET}', '{OBSERVATORY}', "
             f"host:/path, or a hub id (org/name){listed}"
         )
     return path.absolute()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import EMBEDDED_DATASET, TINY, RunSpec, make_spec
+from trainer.config import EMBEDDED_DATASET, OBSERVATORY, SMOLLM2, TINY, RunSpec, make_spec
 from trainer.config.dataset_source import with_paths
 from trainer.errors import UserError
 from trainer.files import write_atomic
@@ -21,7 +21,7 @@ from trainyard.run.spec_files import PreparedRun
 
 # Those that may hold secrets, or that were only for this start.
 NOT_KEPT = {"run_env", "spec", "limit", "render_only", "render_to", "master_port", "follow"}
-_NAMES = {"", TINY, EMBEDDED_DATASET}  # that are never paths
+_NAMES = {"", TINY, SMOLLM2, EMBEDDED_DATASET, OBSERVATORY}  # that are never paths
 
 
 @dataclass(frozen=True)
