@@ -26,7 +26,7 @@ from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.options import LaunchOptions
 from trainyard.run.status import find_parts, no_such_run
-from trainyard.run.trainer_archive import trainer_archive
+from trainyard.run.trainer_command import apart_request, copy_entry, trainer_file
 from trainyard.run.transfer import copy_to_hosts
 
 MERGE_LIMIT = 24 * 3600.0  # s
@@ -119,13 +119,13 @@ def merge_runs(
                 copy_artifacts(connect(by_name[host]), run_dir, Path(aside) / run, _PATTERNS)
                 files.append(_files_of(Path(aside) / run, f"runs/{options.run}/parts/{run}"))
                 parts.append({"run": run, "folder": f"{folder}/parts/{run}"})
-            archive = trainer_archive(work)
-            digest = sha256_file(archive)
-            trainer = f"store/trainers/{digest[:16]}.zip"
-            files.append({"src": str(archive), "dest": trainer, "sha256": {"": digest}})
-            entry = {"host": target.name, "address": target.address, "data_dir": target.data_dir}
+            files.append(trainer := trainer_file(work))
             copy_to_hosts(
-                [entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8), transfer=launch.transfer
+                [copy_entry(target)],
+                files,
+                lambda name: connect(by_name[name]),
+                secrets.token_hex(8),
+                transfer=launch.transfer,
             )
         values = {
             "parts": parts,
@@ -137,15 +137,8 @@ def merge_runs(
             "prompts": prompts,
             "max_tokens": options.max_tokens,
         }
-        request = {
-            "trainer": f"{target.data_dir}/{trainer}",
-            "digest": digest,
-            "run_dir": folder,
-            "reads": [part["folder"] for part in parts],
-            "backend": target.backend,
-            "limit": MERGE_LIMIT,
-            "input": values,
-        }
+        request = apart_request(target, trainer, folder, values, MERGE_LIMIT)
+        request["reads"] = [part["folder"] for part in parts]
         result = in_time(connection, lambda: connection.call("merge", request), MERGE_LIMIT)
     except RemoteError as error:
         raise RunError(f"{target.name}: {error}") from None
