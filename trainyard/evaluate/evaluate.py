@@ -42,8 +42,7 @@ class EvaluateOptions(PlaybookOptions):
     subjects: Words = declare(
         (),
         "what answers, side by side: runs; base (the base model of the first run) or base:RUN; ollama:MODEL (all servers of the "
-        "hosts that have it) or ollama:MODEL@http://ADDRESS:PORT; openai:MODEL@http://ADDRESS:PORT/v1. The others are compared "
-        "with the first",
+        "hosts that have it) or ollama:MODEL@http://ADDRESS:PORT; openai:MODEL@http://ADDRESS:PORT/v1. Each is compared with the first",
         min_length=1,
         max_length=100,
     )

@@ -127,11 +127,15 @@ def _question(file: str, record: Any) -> Question:
 
 def _messages(values: Mapping[str, Any]) -> list[dict[str, str]]:
     messages = values.get("messages", [{"role": "user", "content": values.get("prompt")}])
-    for message in messages if isinstance(messages, list) and messages else [None]:
-        known = isinstance(message, dict) and message.keys() == {"role", "content"} and message["role"] in _ROLES
-        if not known or not isinstance(message["content"], str) or not message["content"].strip():
-            raise ValueError(f"needs messages with role ({', '.join(_ROLES)}) and content, both text")
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError(f"needs messages with role ({', '.join(_ROLES)}) and content, both text")
     return [dict(message) for message in messages]
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"role", "content"} or value["role"] not in _ROLES:
+        return False
+    return isinstance(value["content"], str) and bool(value["content"].strip())
 
 
 def judge(question: Question, text: str) -> Verdict:
