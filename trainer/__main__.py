@@ -39,6 +39,7 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
                                                               print the spec as a configuration file of another tool,
                                                               or as a script for Slurm or torchrun
        python -m trainer merge < REQUEST.json                 merge the results of runs, as playbooks/merge.yml asks
+       python -m trainer evaluate < REQUEST.json              answer questions, as playbooks/evaluate.yml asks
 
 SPEC.yml contains fields of the run spec; flags override it. `lr=1e-3` is equivalent to `--lr=1e-3`.
 Several ranks: torchrun ... -m trainer --run-name mine --lr 1e-3 (torchrun takes --run for its own --run-path).
@@ -222,6 +223,14 @@ def merge(argv: list[str]) -> int:
     return merge_main()
 
 
+def evaluate(argv: list[str]) -> int:
+    """Let a model answer the questions of the request on standard input; the controller starts it."""
+    with without_collector():
+        from trainer.evaluate import main as evaluate_main
+
+    return evaluate_main()
+
+
 def show_help() -> int:
     """Print the usage, and the fields of the spec as flags."""
     import tyro
@@ -373,6 +382,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plan": plan,
     "config": config,
     "merge": merge,
+    "evaluate": evaluate,
 }
 
 

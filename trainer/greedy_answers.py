@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -177,56 +176,22 @@ def _load(spec: "RunSpec", run_dir: Path) -> tuple[Any, Any]:
 def answer(
     model: Any, tokenizer: Any, prompts: Sequence[Mapping[str, Any]], deadline: float = float("inf")
 ) -> list[str]:
-    """Return the greedy answer to each prompt.
-
-    All prompts are one batch, padded on the left. A model that answers differently in a batch answers them one at a time.
+    """Return the greedy answer to each prompt; all prompts are one batch.
 
     Raises:
         TimeoutError: the deadline (of time.monotonic) has passed.
     """
-    import torch
-    from transformers import GenerationConfig
+    from trainer.greedy import greedy
 
-    from trainer.tokenizer_output import end_ids
-
-    model.eval()
-    ends = end_ids(tokenizer, model.generation_config)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=MAX_TOKENS,
-        eos_token_id=ends or None,
-        pad_token_id=tokenizer.pad_token_id or 0,
-    )
     rows = [_encode(tokenizer, prompt) for prompt in prompts]
-
-    def texts(some: Sequence[list[int]]) -> list[str]:
-        if time.monotonic() > deadline:
-            raise TimeoutError("time limit")
-        width = max(map(len, some))
-        ids = torch.tensor([[tokenizer.pad_token_id or 0] * (width - len(row)) + row for row in some])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in some])
-        # Generation stops at its time limit, with answers that are cut.
-        limit = None if math.isinf(deadline) else max(0.1, deadline - time.monotonic())
-        with torch.inference_mode():
-            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), max_time=limit)
-        if time.monotonic() > deadline:
-            raise TimeoutError("time limit")
-        answered = (list(itertools.takewhile(lambda token: token not in ends, row)) for row in out[:, width:].tolist())
-        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in answered]
-
-    together = texts(rows)
-    shortest = min(range(len(rows)), key=lambda row: len(rows[row]))
-    if texts([rows[shortest]]) == [together[shortest]]:
-        return together
-    return [texts([row])[0] for row in rows]
+    found = greedy(model, tokenizer, rows, MAX_TOKENS, deadline=deadline)
+    return [str(tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in found]
 
 
 def _encode(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
-    from trainer.data.plain_template import PLAIN_TEMPLATE
+    from trainer.greedy import prompt_ids
 
     if "messages" in prompt:
-        template = tokenizer.chat_template or PLAIN_TEMPLATE
-        options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False, "chat_template": template}
-        return list(tokenizer.apply_chat_template(prompt["messages"], **options))
+        return prompt_ids(tokenizer, prompt["messages"])
     ids = tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
     return [*([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]), *ids]

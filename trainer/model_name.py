@@ -6,7 +6,7 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from trainer.config import TINY
+from trainer.config import SMOLLM2, TINY
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError
 from trainer.inputs import path_kind, user_path
@@ -24,10 +24,12 @@ def check_model_name(name: str, setting: str = "model") -> None:
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if path_kind(user_path(name, setting)) == "folder" or (not is_path and (is_hub_id(name) or in_hub_cache(name))):
         return
-    tiny = "'tiny', " if setting == "model" else ""
-    near = f" (did you mean {TINY!r}?)" if tiny and get_close_matches(name, [TINY]) else ""
+    known = ([TINY] if setting == "model" else []) + [SMOLLM2]
+    near = "".join(f" (did you mean {match!r}?)" for match in get_close_matches(name, known, n=1))
     what = "folder" if is_path else "model"
-    raise UserError(f"{setting}: no such {what}: {name}{near}: set {tiny}a local model folder, or a hub id (org/name)")
+    raise UserError(
+        f"{setting}: no such {what}: {name}{near}: set {', '.join(map(repr, known))}, a local model folder, or a hub id (org/name)"
+    )
 
 
 def in_hub_cache(name: str) -> bool:

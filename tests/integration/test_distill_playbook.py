@@ -116,6 +116,23 @@ def test_the_circle_of_students(bed: Path) -> None:
     assert result["base_loss"] == pytest.approx(losses["node1"][0], rel=1e-2)
     assert "merged 2 runs by cat" in merged.stdout and "adapter of rank 32" in merged.stdout
 
+    # The students, their base, the merged run and the servers side by side, on both hosts at once.
+    rows = [{"prompt": f"What follows {n}?", "answer": f"number {n}" if n % 2 else "nothing"} for n in range(6)]
+    (bed / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    subjects = ["base", *runs, "both", f"ollama:{MODEL}"]
+    asked = {
+        "subjects": ",".join(subjects),
+        "questions": str(bed / "questions.jsonl"),
+        "save": str(bed / "scores.json"),
+    }
+    scored = play(bed, "evaluate", **asked)
+    assert scored.rc == 0, scored.stdout
+    scores = {row["subject"]: row for row in json.loads((bed / "scores.json").read_text())["scores"]["questions"]}
+    assert list(scores) == subjects and all(f"\n  {name} " in scored.stdout for name in subjects)
+    assert scores["both"]["loss"] == pytest.approx(scores[runs[0]]["loss"], rel=1e-4) != scores["base"]["loss"]
+    assert scores[subjects[-1]]["loss"] is None and scores[subjects[-1]]["questions"] == 6
+    assert play(bed, "evaluate", subjects="base,none").rc != 0
+
     (bed / "few.jsonl").write_text('{"prompt": "What follows 5?"}\n')
     voted = play(bed, "merge", runs=",".join(runs), run="jury", method="vote", prompts=str(bed / "few.jsonl"))
     assert voted.rc == 0, voted.stdout

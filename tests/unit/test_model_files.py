@@ -97,7 +97,7 @@ def test_an_unusable_teacher_is_refused_before_a_host_is_asked(
         (copy_of(model_folder, tmp_path / "other", end="stop"), "has another vocabulary than"),
         (bare, "teacher: .* is damaged"),
         (empty, "teacher: .* has no config.json"),
-        (tmp_path / "none", "teacher: no such folder: .*: set a local model folder"),
+        (tmp_path / "none", "teacher: no such folder: .*: set .*a local model folder"),
         ("host:/folder", "teacher: host:/path needs hosts"),
     ):
         with pytest.raises(UserError, match=why) as caught:

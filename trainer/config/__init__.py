@@ -11,7 +11,7 @@ from trainer.config.aliases import (
     suggest,
 )
 from trainer.config.flags import describe, expects, parse_flags, table
-from trainer.config.presets import EMBEDDED_DATASET, PRESETS, TINY
+from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY, PRESETS, SMOLLM2, TINY
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.yaml_text import parse_mapping, read_yaml
 
@@ -21,7 +21,9 @@ __all__ = [
     "EMBEDDED_DATASET",
     "FIELDS",
     "MUTABLE",
+    "OBSERVATORY",
     "PRESETS",
+    "SMOLLM2",
     "SUGGESTED",
     "TINY",
     "RunSpec",

@@ -1,16 +1,18 @@
-"""The embedded model and dataset, and the defaults of the run spec that depend on the model."""
+"""The embedded models and datasets, and the defaults of the run spec that depend on the model."""
 
 from collections.abc import Mapping
 from typing import Any
 
 TINY = "tiny"
+SMOLLM2 = "smollm2"
 EMBEDDED_DATASET = "ansible-docs"
+OBSERVATORY = "observatory"  # questions about an invented observatory
 TEACHER_TOP_K = 20  # default of teacher_top_k with teacher_host
 MAX_TEACHER_TOP_K = 1000
 MAX_ANSWER = 2**26  # tokens in the answer of a teacher on another host to one micro-batch: 512 MiB
-# Defaults for a model of a few million random weights. Any value that is set explicitly takes precedence.
+# Defaults that depend on the model. Any value that is set explicitly takes precedence.
 PRESETS: dict[str, dict[str, Any]] = {
-    TINY: {
+    TINY: {  # a few million random weights
         "seq_length": 256,
         "lr": 3e-3,
         "total_batch_size": 16,
@@ -18,6 +20,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "checkpoint_interval": 10,
         # Includes the head: the base weights are random, so the adapters below it are not sufficient.
         "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
+    },
+    SMOLLM2: {  # 135 million weights, a chat model
+        "dataset": OBSERVATORY,
+        "seq_length": 256,
+        "lr": 1e-3,
+        "total_batch_size": 4,
+        "epochs": 5,
+        "precision": "bf16-mixed",
+        "eval_split": 0.0,
     },
 }
 

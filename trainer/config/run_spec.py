@@ -52,7 +52,7 @@ class RunSpec(BaseModel):
     )
     model: str = declare(
         TINY,
-        "'tiny' (generated locally), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
+        "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
         min_length=1,
     )
     script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/scripts.md")
@@ -62,7 +62,7 @@ class RunSpec(BaseModel):
     )
     dataset: Datasets = declare(
         EMBEDDED_DATASET,
-        "'ansible-docs' (generated locally), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
+        "'ansible-docs' (generated locally), 'observatory' (part of trainyard; default of model=smollm2), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         expected=EXPECTED["dataset"],
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import EMBEDDED_DATASET, RunSpec
+from trainer.config import EMBEDDED_DATASET, OBSERVATORY, RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.files import (
     COLUMNAR,
@@ -58,10 +58,8 @@ def _empty(source: DatasetSource) -> UserError:
 
 def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sample]:
     """Yield the samples of a dataset in their order; arguments and errors as for `read_source`, but it may be empty."""
-    if source.path == EMBEDDED_DATASET:
-        raise UserError(
-            f"dataset: only ansible-playbook train.yml can generate {EMBEDDED_DATASET}: set dataset to a JSONL file"
-        )
+    if source.path in (EMBEDDED_DATASET, OBSERVATORY):
+        raise UserError(f"dataset: only ansible-playbook train.yml provides {source.path}: set dataset to a JSONL file")
     read_logprobs = None
     if logprobs:
         # Imports numpy, which a program on the controller does not need.

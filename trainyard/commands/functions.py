@@ -21,6 +21,8 @@ from trainyard.commands.options import (
 )
 from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
+from trainyard.evaluate.evaluate import EvaluateOptions
+from trainyard.evaluate.evaluate import evaluate as run_evaluate
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.options import make_deploy_options
@@ -122,6 +124,13 @@ def merge(call: Call) -> dict[str, Any]:
     options, cluster = make_merge_options(call.given), call.cluster
     how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
     return merge_runs(options, cluster.hosts, cluster.connect, call.launch, **how)
+
+
+def evaluate(call: Call) -> dict[str, Any]:
+    """Let models answer questions, side by side."""
+    options, cluster = EvaluateOptions.from_variables(call.given, "evaluate"), call.cluster
+    how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
+    return run_evaluate(options, cluster.hosts, cluster.connect, call.launch, **how)
 
 
 def deploy(call: Call) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from trainyard.commands.options import (
     StopOptions,
 )
 from trainyard.dashboard.options import DashboardOptions
+from trainyard.evaluate.evaluate import OPTIONS as EVALUATE_OPTIONS
 from trainyard.front_end import playbook_of
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.options import DeployOptions
@@ -119,6 +120,11 @@ _TABLE = (
         "distill", "let Ollama servers answer prompts, and train students on the answers", functions.distill, _DISTILL
     ),
     Command("merge", "merge finished runs, or let them vote", functions.merge, (_own(MERGE_OPTIONS), LIMITS), "runs"),
+    Command(
+        "evaluate",
+        "let models answer questions, side by side: runs, their base, models of servers",
+        *(functions.evaluate, (_own(EVALUATE_OPTIONS), LIMITS), "subjects"),
+    ),
     Command(
         "deploy",
         "put a finished run into the Ollama server of every host",

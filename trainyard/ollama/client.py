@@ -318,6 +318,10 @@ class OllamaClient:
 
     # HTTP ---------------------------------------------------------------------------------------------------------------
 
+    def post(self, path: str, body: dict[str, Any], cancel: Cancel | None = None) -> dict[str, Any]:
+        """Return the reply of another API of the server, an object."""
+        return _parse_object(self._read("POST", path, body, cancel=cancel), path)
+
     def _request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None, deadline: float | None = None
     ) -> dict[str, Any]:

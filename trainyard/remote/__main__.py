@@ -42,6 +42,7 @@ VERBS: dict[str, tuple[str, str, float | None]] = {
     "checkpoints": ("trainyard.remote.checkpoints", "checkpoints", 120),
     "lease": ("trainyard.remote.lease", "lease", 60),
     "merge": ("trainyard.remote.apart", "merge", None),
+    "evaluate": ("trainyard.remote.apart", "evaluate", None),
     "gguf_export": ("trainyard.remote.apart", "gguf_export", None),
     "run_start": ("trainer.supervise.start", "start", 120),
     "run_prepare": ("trainer.supervise.start", "prepare", 120),

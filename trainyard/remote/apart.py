@@ -1,4 +1,4 @@
-"""Programs of the trainer that read what ranks wrote: merge and export. They run in a unit like that of a run, where one is possible.
+"""Programs of the trainer that read what ranks wrote: merge, evaluate and export. They run in a unit like that of a run, where one is possible.
 
 The program replaces this process, so its streams are those of the connection; it ends with the connection, see trainer/connection.py.
 Standard library only.
@@ -28,6 +28,11 @@ STALE = 86_400.0  # s after which an archive that an earlier deployment has sent
 def merge(request: dict[str, Any]) -> NoReturn:
     """Run `trainer merge`; see `run_apart`."""
     run_apart(request, ["trainer", "merge"])
+
+
+def evaluate(request: dict[str, Any]) -> NoReturn:
+    """Run `trainer evaluate`; see `run_apart`."""
+    run_apart(request, ["trainer", "evaluate"])
 
 
 def gguf_export(request: dict[str, Any]) -> NoReturn:

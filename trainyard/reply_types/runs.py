@@ -226,6 +226,21 @@ class Merged(OpenReply):
     first: NotRequired[Annotated[list[VotedAnswer], Field(max_length=RANKS_LIMIT)]]
 
 
+class EvaluatedAnswer(OpenReply):
+    text: Text
+    tokens: Count
+    cut: Flag
+    loss: Optional
+    loss_tokens: Count
+
+
+class Evaluated(OpenReply):
+    """The answer of ``python -m trainer evaluate``"""
+
+    seconds: Number
+    answers: Annotated[list[EvaluatedAnswer], Field(max_length=10_000)]
+
+
 class PlanEntry(OpenReply):
     host: Line
     node_rank: Count
@@ -274,5 +289,6 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "result.json": FinalResult,
     "trained result.json": TrainedResult,
     "merge": Merged,
+    "evaluate": Evaluated,
     "metrics.jsonl": Metrics,
 }

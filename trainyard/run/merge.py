@@ -26,8 +26,9 @@ from trainyard.run.gather import Connect
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import trainer_file
 from trainyard.run.status import find_parts, no_such_run
+from trainyard.run.trainer_command import apart_request, copy_entry
 from trainyard.run.transfer import copy_to_hosts
-from trainyard.run.types import PlanEntry, Report
+from trainyard.run.types import Report
 
 MERGE_LIMIT = 24 * 3600.0  # s
 MAX_PROMPTS = 10_000
@@ -116,11 +117,13 @@ def merge_runs(
                 copy_artifacts(connect(by_name[host]), run_dir, Path(aside) / run, _PATTERNS)
                 _send_part(connection, Path(aside) / run, f"{target.data_dir}/runs", f"{options.run}/parts/{run}")
                 parts.append({"run": run, "folder": f"{folder}/parts/{run}"})
-            trainer = trainer_file(home / ".trainyard")
-            files = [trainer]
-            entry = PlanEntry(target.name, address=target.address, data_dir=target.data_dir)
+            files = [trainer := trainer_file(home / ".trainyard")]
             copy_to_hosts(
-                [entry], files, lambda name: connect(by_name[name]), secrets.token_hex(8), transfer=launch.transfer
+                [copy_entry(target)],
+                files,
+                lambda name: connect(by_name[name]),
+                secrets.token_hex(8),
+                transfer=launch.transfer,
             )
         values = {
             "parts": parts,
@@ -132,15 +135,8 @@ def merge_runs(
             "prompts": prompts,
             "max_tokens": options.max_tokens,
         }
-        request = {
-            "trainer": f"{target.data_dir}/{trainer.dest}",
-            "digest": trainer.digest,
-            "run_dir": folder,
-            "reads": [part["folder"] for part in parts],
-            "backend": target.backend,
-            "limit": MERGE_LIMIT,
-            "input": values,
-        }
+        request = apart_request(target, trainer, folder, values, MERGE_LIMIT)
+        request["reads"] = [part["folder"] for part in parts]
         result = in_time(connection, lambda: connection.call("merge", request), MERGE_LIMIT)
     except RemoteError as error:
         raise RunError(f"{target.name}: {error}") from None

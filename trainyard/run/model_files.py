@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 
 from trainer.adapter_folder import ADAPTER_CONFIG, adapter_error, refuse_adapter
-from trainer.config import TINY, RunSpec
+from trainer.config import SMOLLM2, TINY, RunSpec
 from trainer.costs.model_shape import read_shape
 from trainer.data.files import is_hub_id
 from trainer.errors import UserError, first_line
@@ -158,7 +158,7 @@ def fetch_models_again(files: Files, spec: RunSpec, access: HostAccess, report: 
 
 
 def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Report, setting: str = "model") -> Path:
-    """Return the model's folder on the controller; create the tiny model, or fetch a model from the hub, once.
+    """Return the model's folder on the controller; create the tiny model, or fetch smollm2 or a model from the hub, once.
 
     Args:
         datasets: the datasets on the controller, if it has all of them.
@@ -174,6 +174,10 @@ def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Re
         from trainer.data.tiny import tiny_folder
 
         return tiny_folder(spec.with_dataset_paths(list(map(str, datasets))) if datasets else spec, work, report)
+    if name == SMOLLM2:
+        from trainyard.run.smollm2 import smollm2_folder
+
+        return smollm2_folder(work, report)
     folder = user_path(name, setting)
     if not path_kind(folder):
         check_model_name(name, setting)

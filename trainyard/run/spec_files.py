@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
+from trainer.config import EMBEDDED_DATASET, OBSERVATORY, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.run_name import file_stem
 from trainer.data.data_report import DataReport
@@ -33,6 +33,7 @@ from trainyard.run.teacher_host import access_for
 from trainyard.run.trainer_archive import trainer_archive
 from trainyard.run.types import Files, PreparedRun, Report, StagedFile
 
+DATASETS = Path(__file__).parents[1] / "datasets"  # that are part of trainyard
 _MAX_NAMES = 10_000  # files of a folder that a suggestion considers
 
 
@@ -237,6 +238,8 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
             except (OSError, RuntimeError) as error:
                 raise UserError(f"dataset: cannot create {EMBEDDED_DATASET}: {error}") from None
         return path
+    if spec.dataset == OBSERVATORY:
+        return DATASETS / f"{OBSERVATORY}.jsonl"
     path = user_path(spec.dataset_name, "dataset")
     kind = path_kind(path)
     if kind == "other":
@@ -248,7 +251,7 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
             return None
         listed = ", or several in a list such as '[a.jsonl, b.jsonl]'" if "," in spec.dataset_name else ""
         raise UserError(
-            f"dataset: no file {path}{_suggest_file(path)}: give a file, a folder, '{EMBEDDED_DATASET}', "
+            f"dataset: no file {path}{_suggest_file(path)}: give a file, a folder, '{EMBEDDED_DATASET}', '{OBSERVATORY}', "
             f"host:/path, or a hub id (org/name){listed}"
         )
     return path.absolute()

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
 
-from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
+from trainer.config import EMBEDDED_DATASET, OBSERVATORY, SMOLLM2, TINY, RunSpec
 from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.inputs import path_kind, user_path
@@ -33,7 +33,7 @@ CONFIG = "config.json"
 # Launch options that may hold secrets, or that were only for this start.
 NOT_KEPT = {"run_env", "spec", "limit", "render_only", "render_to", "master_port", "follow"}
 _NOT_IN_SERVICE = NOT_KEPT | {"collect_to"}  # a folder of the controller
-_NAMES = {"", TINY, EMBEDDED_DATASET}  # that are never paths
+_NAMES = {"", TINY, SMOLLM2, EMBEDDED_DATASET, OBSERVATORY}  # that are never paths
 
 
 def keep_start(home: Path, prepared: PreparedRun, options: LaunchOptions, hosts: Iterable[str]) -> None:

@@ -1,0 +1,119 @@
+"""Questions, verdicts on answers, scores, and what changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.errors import UserError
+from trainyard.evaluate.questions import judge, read_questions
+from trainyard.evaluate.scores import Answered, Report, sign_test, summarise, wilson
+from trainyard.evaluate.subjects import Subject, parse_subjects
+
+
+def questions(tmp_path: Path, *rows: Any) -> Any:
+    file = tmp_path / "q.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return read_questions([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "right", "exact"),
+    [
+        ({"answer": "Paris"}, "The capital is PARIS!", True, False),
+        ({"answer": "Paris"}, " paris.", True, True),
+        ({"answer": "Paris"}, "Parish", False, False),
+        ({"answer": "76"}, "It is 176.", False, False),
+        ({"answer": "four crowns"}, "four, crowns", True, True),
+        ({"answer": "C++"}, "I use C++", True, False),
+        ({"answer": "東京"}, "首都は東京です", True, False),
+        ({"answer": "Paris"}, "", False, False),
+        ({"regex": r"\b(7|seven)\b"}, "It has seven.", True, None),
+        ({"regex": r"\b(7|seven)\b"}, "It has 17.", False, None),
+        ({"regex": "^yes", "answer": "yes"}, "no, yes", False, False),
+        ({"choices": ["red", "dark red", "blue"], "answer": "dark red"}, "Dark red, not blue", True, False),
+        ({"choices": ["red", "dark red", "blue"], "answer": "blue"}, "Red, not blue", False, False),
+        ({"choices": ["red", "blue"], "answer": "red"}, "green", False, False),
+    ],
+)
+def test_verdicts(tmp_path: Path, row: dict[str, Any], text: str, right: bool, exact: bool | None) -> None:
+    [question] = questions(tmp_path, {"prompt": "?"} | row)
+    found = judge(question, text)
+    assert (found.right, found.exact) == (right, exact)
+
+
+def test_the_last_message_of_the_assistant_is_the_reference(tmp_path: Path) -> None:
+    chat = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": " a b "},
+    ]
+    [question] = questions(tmp_path, {"messages": chat})
+    assert question.answer == "a b" and [message["role"] for message in question.messages] == ["system", "user"]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "?"}, "has no right answer"),
+        ({"answer": "x"}, "has neither prompt and messages"),
+        ({"prompt": "?", "messages": [], "answer": "x"}, "has both prompt and messages"),
+        ({"prompt": "?", "answr": "x"}, "has the unknown key 'answr'"),
+        ({"prompt": "?", "answer": "x", "choices": ["y"]}, "which is none of its choices"),
+        ({"prompt": "?", "answer": 7}, "needs text as answer"),
+        ({"prompt": "?", "regex": "("}, "has a regex that is not valid"),
+        ({"prompt": " ", "answer": "x"}, "needs messages with role"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "has no question of a user"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 0}], "answer": "y"}, "needs messages with role"),
+        (["x"], "has neither prompt and messages"),
+    ],
+)
+def test_what_is_no_question(tmp_path: Path, row: Any, why: str) -> None:
+    with pytest.raises(UserError) as error:
+        questions(tmp_path, {"prompt": "?", "answer": "x"}, row)
+    assert why in str(error.value) and "2" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_intervals_and_the_test_of_signs() -> None:
+    """Values of R: binom::binom.wilson(8, 10), (0, 10); mcnemar.exact, that is binom.test(1, 9) and (0, 5)."""
+    assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-6)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775328), abs=1e-6)
+    assert sign_test(8, 1) == pytest.approx(0.0390625) and sign_test(0, 5) == pytest.approx(0.0625)
+    assert sign_test(0, 0) == 1.0
+
+
+def test_what_changed(tmp_path: Path) -> None:
+    """Every subject is compared with the first one; the loss weighs tokens; a missing answer is not right."""
+    asked = questions(tmp_path, *({"prompt": f"{n}?", "answer": str(n)} for n in range(3)))
+    reports = [
+        Report("base", [Answered("0", 1, False, 2.0, 1), Answered("x", 1, False, 1.0, 3), None], 10.0),
+        Report("run", [Answered("x", 3, True), Answered("It is 1.", 5, False), Answered("2", 1, False)], 20.0),
+    ]
+    result, lines = summarise(asked, reports, show=2)
+    [before, after] = result["scores"]["q"]
+    assert (before["right"], before["questions"], before["loss"], before["cut"]) == (1, 3, 1.25, 0)
+    assert (after["right"], after["exact"], after["loss"], after["cut"], after["tokens"]) == (2, 1 / 3, None, 1, 3.0)
+    [change] = result["changes"]
+    assert (change["gained"], change["lost"], change["p"]) == ([1, 2], [0], 1.0)
+    text = "\n".join(lines)
+    assert "base -> run: 2 wrong answers became right, 1 right ones wrong (p = 1.000)" in text
+    assert text.count("? ") == 2 and "It is 1." in text
+    assert json.loads(json.dumps(result))["questions"][2]["answers"]["base"] is None
+
+
+def test_subjects() -> None:
+    names = ["base", "run-a", "base:b", "ollama:llama3:8b", "ollama:m@http://10.0.0.5:11434", "openai:m@http://h:1/v1"]
+    assert parse_subjects(names) == [
+        Subject("base", "base", "run-a"),
+        Subject("run-a", "run", "run-a"),
+        Subject("base:b", "base", "b"),
+        Subject("ollama:llama3:8b", "ollama", "llama3:8b"),
+        Subject(names[4], "ollama", "m", "http://10.0.0.5:11434"),
+        Subject(names[5], "openai", "m", "http://h:1/v1"),
+    ]
+    for wrong in (["base"], ["a", "a"], ["../x"], ["openai:m"], ["openai:m@https://h/v1"], ["ollama:"], ["ollama:m@x"]):
+        with pytest.raises(UserError, match="evaluate: subjects: "):
+            parse_subjects(wrong)

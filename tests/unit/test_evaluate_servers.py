@@ -1,0 +1,90 @@
+"""A server with the API of OpenAI as a subject, also a hostile one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from trainer.errors import UserError
+from trainyard.evaluate.questions import Question
+from trainyard.evaluate.subjects import ask_servers, parse_subjects, server_nodes
+from trainyard.ollama import pool
+
+QUESTIONS = [Question("q", ({"role": "user", "content": f"{n}?"},), str(n)) for n in range(5)]
+SETTINGS = {"temperature": 0.0, "num_predict": 9, "seed": 1}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers `It is N.` to `N?`, or with `reply` if it is set; keeps the requests."""
+
+    reply: Any = None
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        number = body["messages"][-1]["content"].rstrip("?")
+        choice = {"message": {"role": "assistant", "content": f"It is {number}."}, "finish_reason": "stop"}
+        reply = (
+            {"choices": [choice], "usage": {"completion_tokens": 4}} if self.server.reply is None else self.server.reply
+        )
+        data = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as found:
+        thread = threading.Thread(target=found.serve_forever, args=(0.01,))
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def ask(server: Server, count: int = 1) -> Any:
+    [subject] = parse_subjects([f"openai:m@http://127.0.0.1:{server.server_port}/v1"])
+    return ask_servers(subject, server_nodes(subject, [], print), QUESTIONS[:count], SETTINGS, lambda line: None)
+
+
+def test_a_server_with_the_api_of_openai(server: Server) -> None:
+    found = ask(server, 5)
+    assert [answer.text for answer in found.answers] == [f"It is {n}." for n in range(5)]
+    assert {answer.tokens for answer in found.answers} == {4} and found.tokens_per_second > 0
+    for path, body in server.asked:
+        assert path == "/v1/chat/completions"
+        assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 9)
+
+
+@pytest.mark.parametrize(
+    "reply", [{}, {"choices": []}, {"choices": [7]}, {"choices": [{"message": {"content": ["x"]}}]}]
+)
+def test_a_reply_without_an_answer(server: Server, reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_DELAY", 0.01)
+    server.reply = reply
+    with pytest.raises(UserError, match="the reply of /chat/completions has no"):
+        ask(server)
+
+
+def test_a_number_of_tokens_that_is_none(server: Server) -> None:
+    for usage in ({"completion_tokens": -1}, {"completion_tokens": "x"}, None, 7):
+        server.reply = {"choices": [{"message": {"content": "1"}}], "usage": usage}
+        assert {answer.tokens for answer in ask(server).answers} == {0}

@@ -1,0 +1,1 @@
+"""Evaluate models side by side: runs, their base, and models of servers."""

@@ -1,0 +1,198 @@
+"""Scores of models that answered the same questions, with confidence intervals, and what changed from one to the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.formats import counted, printable, table, thousands
+from trainyard.evaluate.questions import Question, Verdict, judge
+
+_Z = 1.959964  # of a 95 % interval
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a subject answered to a question.
+
+    Attributes:
+        text: the answer.
+        tokens: its length.
+        cut: it ended at the limit of tokens.
+        loss: mean loss per token of the reference, in nats; None if it is unknown.
+        loss_tokens: number of these tokens.
+    """
+
+    text: str
+    tokens: int
+    cut: bool
+    loss: float | None = None
+    loss_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """All answers of one subject, in the order of the questions; None where there is no answer."""
+
+    subject: str
+    answers: Sequence[Answered | None]
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a subject in one file of questions.
+
+    Attributes:
+        right, questions: counts; a question without an answer is not right.
+        low, high: 95 % Wilson interval of the share of right answers.
+        exact, contained: shares among the questions that have an answer in words; None without any.
+        loss: mean loss per token of the references, in nats; None if it is unknown.
+        tokens: mean length of an answer.
+        cut: number of answers that ended at the limit of tokens.
+    """
+
+    right: int
+    questions: int
+    low: float
+    high: float
+    exact: float | None
+    contained: float | None
+    loss: float | None
+    tokens: float
+    cut: int
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a share."""
+    share, square = right / total, _Z * _Z
+    centre = share + square / (2 * total)
+    spread = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total * total))
+    return max(0.0, (centre - spread) / (1 + square / total)), min(1.0, (centre + spread) / (1 + square / total))
+
+
+def score(questions: Sequence[Question], answers: Sequence[Answered | None]) -> Score:
+    """Return the score of one subject in at least one question."""
+    verdicts = verdicts_of(questions, answers)
+    given = [answer for answer in answers if answer]
+    weights = [(answer.loss, answer.loss_tokens) for answer in given if answer.loss is not None]
+    total = sum(tokens for _, tokens in weights)
+    right = sum(verdict.right for verdict in verdicts)
+    low, high = wilson(right, len(questions))
+    return Score(
+        right=right,
+        questions=len(questions),
+        low=low,
+        high=high,
+        exact=_share([verdict.exact for verdict in verdicts if verdict.exact is not None]),
+        contained=_share([verdict.contained for verdict in verdicts if verdict.contained is not None]),
+        loss=sum(loss * tokens for loss, tokens in weights) / total if total else None,
+        tokens=sum(answer.tokens for answer in given) / max(1, len(given)),
+        cut=sum(answer.cut for answer in given),
+    )
+
+
+def verdicts_of(questions: Sequence[Question], answers: Sequence[Answered | None]) -> list[Verdict]:
+    """Return the verdict on every answer."""
+    return [judge(question, answer.text if answer else "") for question, answer in zip(questions, answers, strict=True)]
+
+
+def _share(flags: Sequence[bool]) -> float | None:
+    return sum(flags) / len(flags) if flags else None
+
+
+def sign_test(gained: int, lost: int) -> float:
+    """Return the two-sided p-value of McNemar's exact test: how likely as unequal counts are by chance."""
+    total = gained + lost
+    tail = sum(math.comb(total, number) for number in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**total)
+
+
+def summarise(questions: Sequence[Question], reports: Sequence[Report], show: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the result as data, and as readable text.
+
+    Args:
+        show: number of questions whose answers are part of the text, those that changed first.
+    """
+    files = list(dict.fromkeys(question.file for question in questions))
+    scores: dict[str, list[dict[str, Any]]] = {}
+    lines = []
+    for file in files:
+        places = [place for place, question in enumerate(questions) if question.file == file]
+        chosen = [questions[place] for place in places]
+        found = [score(chosen, [report.answers[place] for place in places]) for report in reports]
+        scores[file] = [{"subject": report.subject} | asdict(each) for report, each in zip(reports, found, strict=True)]
+        lines += [f"{file}: {counted(len(chosen), 'question')}", *_score_table(reports, found), ""]
+    verdicts = [verdicts_of(questions, report.answers) for report in reports]
+    changes = [_change(questions, reports, verdicts, number) for number in range(1, len(reports))]
+    lines += [_change_line(change) for change in changes]
+    changed = {place for change in changes for place in change["gained"] + change["lost"]}
+    order = sorted(range(len(questions)), key=lambda place: place not in changed)
+    for place in order[:show]:
+        lines += ["", f"? {printable(questions[place].text)}"]
+        rows = [
+            ["", report.subject, "right" if verdict[place].right else "wrong", _shown(report.answers[place])]
+            for report, verdict in zip(reports, verdicts, strict=True)
+        ]
+        lines += table(rows)
+    result = {
+        "scores": scores,
+        "changes": changes,
+        "tokens_per_second": {report.subject: report.tokens_per_second for report in reports},
+        "questions": [_record(place, questions, reports, verdicts) for place in range(len(questions))],
+    }
+    return result, lines
+
+
+def _shown(answer: Answered | None) -> str:
+    return printable(answer.text, 120) if answer else "no answer"
+
+
+def _score_table(reports: Sequence[Report], scores: Sequence[Score]) -> list[str]:
+    rows = [["", "right", "95 %", "exact", "loss", "tokens", "cut", "tokens/s"]]
+    for report, each in zip(reports, scores, strict=True):
+        rows.append(
+            [
+                report.subject,
+                f"{each.right} ({each.right / each.questions:.0%})",
+                f"{each.low:.0%} to {each.high:.0%}",
+                "" if each.exact is None else f"{each.exact:.0%}",
+                "" if each.loss is None else f"{each.loss:.3f}",
+                f"{each.tokens:.0f}",
+                str(each.cut),
+                thousands(report.tokens_per_second),
+            ]
+        )
+    return [f"  {line}" for line in table(rows)]
+
+
+def _change(
+    questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict]], number: int
+) -> dict[str, Any]:
+    """Return the places of the questions that a subject has right and the first one has wrong (`gained`), and the reverse (`lost`)."""
+    pairs = list(zip(verdicts[0], verdicts[number], strict=True))
+    gained = [place for place, (before, after) in enumerate(pairs) if after.right and not before.right]
+    lost = [place for place, (before, after) in enumerate(pairs) if before.right and not after.right]
+    names = {"subject": reports[number].subject, "from": reports[0].subject}
+    return names | {"gained": gained, "lost": lost, "p": sign_test(len(gained), len(lost))}
+
+
+def _change_line(change: dict[str, Any]) -> str:
+    chance = "p < 0.001" if change["p"] < 0.001 else f"p = {change['p']:.3f}"
+    return (
+        f"{change['from']} -> {change['subject']}: {len(change['gained'])} wrong answers became right, "
+        f"{len(change['lost'])} right ones wrong ({chance})"
+    )
+
+
+def _record(
+    place: int, questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict]]
+) -> dict[str, Any]:
+    question = questions[place]
+    answers = {}
+    for report, verdict in zip(reports, verdicts, strict=True):
+        answer = report.answers[place]
+        answers[report.subject] = asdict(answer) | asdict(verdict[place]) if answer else None
+    return {"file": question.file, "messages": list(question.messages), "answer": question.answer, "answers": answers}

@@ -1,0 +1,156 @@
+"""What is evaluated: the result of a run, the base model of a run, or a model on servers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.formats import printable, quoted
+from trainyard.connection import Host
+from trainyard.evaluate.questions import Question
+from trainyard.evaluate.scores import Answered, Report
+from trainyard.ollama.client import Answer, Cancel, OllamaClient, OllamaError, is_server_url
+from trainyard.ollama.pool import Node, Prompt, TeacherPool
+from trainyard.ollama.servers import host_urls
+from trainyard.ollama.teachers import Candidate, find_teachers
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OPENAI = re.compile(r"(http://[^/\s]+)(/[A-Za-z0-9._~/-]*)?")
+ANSWER_LIMIT = 1800.0  # s for one answer of a server
+_EXPECTED = (
+    "expected the name of a run, base:RUN, ollama:MODEL[@http://ADDRESS:PORT] or openai:MODEL@http://ADDRESS:PORT/v1"
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model to evaluate.
+
+    Attributes:
+        name: as the user wrote it.
+        kind: run, base, ollama or openai.
+        model: the run (of `run` and `base`), or the name of the model on the server.
+        url: of the server; empty for all servers of the hosts that have the model.
+    """
+
+    name: str
+    kind: str
+    model: str
+    url: str = ""
+
+
+def parse_subjects(names: Sequence[str]) -> list[Subject]:
+    """Return the subjects. `base` is that of the first run. Raises UserError."""
+    first = next((name for name in names if name != "base" and _RUN.fullmatch(name)), "")
+    found = []
+    for name in names:
+        kind, colon, rest = name.partition(":")
+        model, _, url = rest.partition("@")
+        subject = None
+        if name == "base":
+            if not first:
+                raise UserError(
+                    "evaluate: subjects: base is the base model of a run, and no run is named: use base:RUN"
+                )
+            subject = Subject(name, "base", first)
+        elif not colon and _RUN.fullmatch(name):
+            subject = Subject(name, "run", name)
+        elif kind == "base" and _RUN.fullmatch(rest):
+            subject = Subject(name, "base", rest)
+        elif kind == "ollama" and model and (not url or is_server_url(url)):
+            subject = Subject(name, "ollama", model, url)
+        elif kind == "openai" and model and _OPENAI.fullmatch(url):
+            subject = Subject(name, "openai", model, url)
+        if subject is None:
+            raise UserError(f"evaluate: subjects: {quoted(name)}: {_EXPECTED}")
+        found.append(subject)
+    if len(set(names)) < len(names):
+        raise UserError("evaluate: subjects: name each one once")
+    return found
+
+
+class OpenAINode:
+    """A model on a server with the API of OpenAI: `/chat/completions`, without a key, over HTTP. It is a Node of a TeacherPool."""
+
+    digest = ""
+
+    def __init__(self, name: str, model: str, url: str) -> None:
+        """`url`: of the API, such as http://10.0.0.5:8000/v1. Raises OllamaError if it is no such address."""
+        match = _OPENAI.fullmatch(url)
+        server, path = (match[1], match[2] or "") if match else (url, "")
+        self.name, self._model, self._path = name, model, path.rstrip("/")
+        self._client = OllamaClient(server, idle_timeout=ANSWER_LIMIT, deadline=ANSWER_LIMIT)
+
+    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
+        """Return the answer to a prompt. Raises OllamaError."""
+        body = {
+            "model": self._model,
+            "messages": list(prompt.messages),
+            "temperature": 0,
+            "max_tokens": prompt.options["num_predict"],
+        }
+        reply = self._client.post(f"{self._path}/chat/completions", body, cancel)
+        try:
+            choice = reply["choices"][0]
+            text, reason = choice["message"]["content"], choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
+            raise OllamaError("the reply of /chat/completions has no answer") from None
+        if not isinstance(text, str):
+            raise OllamaError("the reply of /chat/completions has no text")
+        usage = reply.get("usage")
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else 0
+        tokens = count if isinstance(count, int) and 0 <= count < 1 << 40 else 0
+        return Answer(text, "", "length" if reason == "length" else "stop", tokens, 0.0, 0.0)
+
+    def probe(self) -> None:
+        """Return: only an answer shows whether such a server works."""
+
+
+def server_nodes(subject: Subject, hosts: Sequence[Host], report: Callable[[str], None]) -> Sequence[Node]:
+    """Return the servers that answer for a subject. Raises UserError if none has the model."""
+    if subject.kind == "openai":
+        return [OpenAINode(subject.name, subject.model, subject.url)]
+    if subject.url:
+        machines = [Candidate(subject.url, subject.url, True)]
+    else:
+        machines = list(
+            {url: Candidate(host.name, url, True) for host in hosts for url in [host_urls(host)[-1]]}.values()
+        )
+    try:
+        return find_teachers(machines, subject.model, limit=ANSWER_LIMIT, report=report)
+    except UserError as error:
+        raise UserError(f"evaluate: {subject.name}: {str(error).removeprefix('teacher: ')}") from None
+
+
+def ask_servers(
+    subject: Subject,
+    nodes: Sequence[Node],
+    questions: Sequence[Question],
+    options: Mapping[str, Any],
+    report: Callable[[str], None],
+) -> Report:
+    """Let servers answer all questions.
+
+    Args:
+        options: of the model, as Ollama names them, with `num_predict`.
+
+    Raises:
+        UserError: there is no answer at all.
+    """
+    answers: dict[int, Answered] = {}
+    prompts = [Prompt(question.messages, options, place) for place, question in enumerate(questions)]
+
+    def deliver(new: list[tuple[Prompt, Node, Answer]]) -> None:
+        for prompt, _, answer in new:
+            answers[prompt.sample] = Answered(answer.text, answer.tokens, answer.finished == "length")
+
+    result = TeacherPool(nodes, deliver, report, patience=60.0).run(prompts)
+    if not answers:
+        raise UserError(f"evaluate: {printable(subject.name)}: no answer: {result.failed[0][1]}")
+    for prompt, reason in result.failed[:3]:
+        report(f"{printable(subject.name, 60)}: no answer to question {prompt.sample + 1}: {reason}")
+    speed = sum(result.tokens.values()) / max(result.seconds, 1e-3)
+    return Report(subject.name, [answers.get(place) for place in range(len(questions))], speed)
