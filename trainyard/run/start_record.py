@@ -135,10 +135,12 @@ def read_service_start(path: Path, run: str) -> StartRecord:
         if wrong := sorted(_NOT_IN_SERVICE & set(record.launch)):
             raise ValueError(f"it has the launch option {wrong[0]}")
         for file in record.files:
-            if file.src or file.kind not in ("dataset", *MODELS, "script"):
-                raise ValueError(f"{file.kind} is not a file of the hosts")
+            if file.kind not in ("dataset", *MODELS, "script"):
+                raise ValueError(f"files: kind {file.kind} is not one of the hosts")
+            if file.src:
+                raise ValueError(f"files: src of the {file.kind} is a path of another machine")
             if not file.dest.startswith("store/") or len(PurePosixPath(file.dest).parts) < 3:
-                raise ValueError(f"{file.kind} is not in the store of a host")
+                raise ValueError(f"files: dest of the {file.kind} is not in the store of a host")
         options_of(record, LaunchOptions())
     except FileNotFoundError:
         raise UserError(f"run {run}: the service has no record of its start: {start}") from None
@@ -146,7 +148,7 @@ def read_service_start(path: Path, run: str) -> StartRecord:
         first = error.errors(include_url=False, include_input=False)[0]
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(f"run {run}: the record of its start is not valid ({why}): {start}") from None
-    except (OSError, ValueError, UserError) as error:
+    except (OSError, ValueError, UserError, RecursionError) as error:
         raise UserError(f"run {run}: the record of its start is not valid ({error}): {start}") from None
     return record
 
