@@ -163,7 +163,7 @@ def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, propertie
         entry
         | {"command": [sys.executable, "-c", PROBE, addresses[1 - place], outside, pids[lab.hosts[place]]]}
         | {"peers": addresses, "isolated": isolated, "writable": ["/home/tester/results", DATA, "/home", "/etc"]}
-        | {"spec": {"model": f"{DATA}/store/models/own", "dataset": ["/etc/passwd", f"{RUN_DIR}/x"]}}
+        | {"reads": [f"{DATA}/store/models/own", "/etc/passwd", f"{RUN_DIR}/x"]}
         for place, entry in enumerate(site.plan()[:2])
     ]
     assert site.run(plan, unit_properties=properties).wait(90) == 0, site.read_output()
