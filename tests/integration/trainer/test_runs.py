@@ -399,13 +399,13 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
         ({"dataset": "none.jsonl"}, "dataset: no such file: none.jsonl"),
         (
             {"dataset": "ansible-docs"},
-            "dataset: only ansible-playbook train.yml can generate ansible-docs: set dataset to a JSONL",
+            "dataset: only ansible-playbook train.yml provides ansible-docs: set dataset to a JSONL",
         ),
         ({"dataset": "org/name"}, "dataset: "),
-        ({"model": "./none"}, "model: no such folder: ./none: set 'tiny', a local model folder, or a hub id"),
+        ({"model": "./none"}, "model: no such folder: ./none: set 'tiny', 'smollm2', a local model folder, or a hub id"),
         (
             {"model": "gpt-none"},
-            "model: no such model: gpt-none: set 'tiny', a local model folder, or a hub id (org/name)",
+            "model: no such model: gpt-none: set 'tiny', 'smollm2', a local model folder, or a hub id (org/name)",
         ),
         ({"model": "org/none"}, "model: cannot load the tokenizer of org/none (offline: HF_HUB_OFFLINE is set)"),
         ({"lora_targets": "qq_proj"}, "lora_targets: "),

@@ -24,7 +24,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("NAME", "model: no such model: NAME: set 'tiny', a local model folder, or a hub id (org/name)"),
+        ("NAME", "model: no such model: NAME: set 'tiny', 'smollm2', a local model folder, or a hub id (org/name)"),
         ("gpt2", "model: no such model: gpt2: "),
         ("tinny", "model: no such model: tinny (did you mean 'tiny'?): "),
         ("./none", "model: no such folder: ./none: "),
@@ -46,5 +46,5 @@ def test_a_folder_a_hub_id_and_a_model_of_the_cache_are_models(tmp_path: Path, m
     (tmp_path / "mine").mkdir()
     for name in ("mine", "./mine", "org/name", "gpt2"):
         check_model_name(name)
-    with pytest.raises(UserError, match=r"^teacher: no such model: other: set a local"):
+    with pytest.raises(UserError, match=r"^teacher: no such model: other: set 'smollm2', a local"):
         check_model_name("other", "teacher")
