@@ -26,6 +26,23 @@ for port in ports:
     except OSError:
         pass
 """
+ECHO = f"""
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+    bound.bind(("0.0.0.0", {HIGH}))
+    while True:
+        bound.sendto(*bound.recvfrom(16))
+"""
+ASK = f"""
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    asking.settimeout(0.7)
+    asking.sendto(b"echo", (sys.argv[1], {HIGH}))
+    try:
+        print(asking.recv(16).decode())
+    except OSError:
+        print("nothing")
+"""
 STOCK = (
     "sha256sum $(find /etc/ufw /etc/default -type f | sort); ufw status verbose; ls -A /var/lib/trainyard/ 2>&1 || :"
 )
@@ -191,6 +208,8 @@ def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_
     lab.inside(one, "ufw allow 22/tcp; ufw default allow incoming; ufw --force enable")
     try:
         assert firewall(inventory(names[1:])).rc == 0
+        lab.inside(one, f"systemd-run -q --collect --unit=test-echo /usr/bin/python3 -c '{ECHO}'")
+        lab.wait(lambda: lab.in_lab("python3", "-c", ASK, one.address) == "echo\n", "no datagram is answered")
         lab.inside(two, "nft flush ruleset; iptables -P INPUT ACCEPT; ip6tables -P INPUT ACCEPT")
         ports = {host.name: listen(lab, host) for host in (one, two)}
         for host in (one, two):
@@ -203,6 +222,7 @@ def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_
                 assert reach(lab, source, target, ports[host.name]) == {22}, (source, target)
             assert reach(lab, three.address, host.address, ports[host.name], three) >= {22, 11434, 29500, HIGH}
             assert reach_as_controller(host, ports[host.name]) == {22, 11434}
+        assert lab.in_lab("python3", "-c", ASK, one.address) == "nothing\n"
         assert firewall(inventory(names)).count("changed") == 0
 
         lab.inside(one, "systemctl stop test-listener")
@@ -220,7 +240,7 @@ def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_
     finally:
         lab.inside(
             one,
-            "systemctl stop test-ollama || :; ufw default deny incoming; ufw delete allow 22/tcp; ufw --force disable",
+            "systemctl stop test-ollama test-echo || :; ufw default deny incoming; ufw delete allow 22/tcp; ufw --force disable",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,27 @@ def test_peers_have_no_keys_unless_a_role_copies_files(lab: Lab, tmp_path: Path)
     for host in lab.hosts:
         assert "trainyard" not in authorized(lab, host)
         assert "absent" in lab.inside(host, f"ls {KEY} /etc/trainyard-rsyncd.conf 2>/dev/null || echo absent")
+
+
+def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path: Path) -> None:
+    """Although the play itself logs in, over a connection that was opened before."""
+    two = lab.hosts[1]
+    opened = ["-o", f"ControlPath={tmp_path}/opened"]
+    command = [*map(str, lab.ssh(two)), *opened, "-o", "ControlMaster=yes", "-N"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as connection:
+        try:
+            lab.wait((tmp_path / "opened").exists, "node2 accepts no login")
+            lab.inside(two, "echo PubkeyAuthentication no > /etc/ssh/sshd_config.d/01-no-keys.conf; systemctl reload ssh")
+            before = sshd(lab, two)
+            inventory = inventory_with(lab, tmp_path, ansible_ssh_extra_args=" ".join(opened))
+            played = run_playbook("site.yml", inventory, {}, "--tags ssh --limit node2")
+            assert played.rc != 0
+            assert "cannot log in to node2 with a key, so password authentication stays enabled" in played.stdout
+            assert sshd(lab, two) == before and before["passwordauthentication"] == "yes"
+        finally:
+            lab.inside(two, "rm /etc/ssh/sshd_config.d/01-no-keys.conf; systemctl reload ssh")
+            connection.terminate()
+    assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
 
 
 def test_sshd_of_a_hardened_host_is_not_weakened(lab: Lab) -> None:

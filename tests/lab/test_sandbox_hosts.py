@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -81,10 +82,13 @@ print(json.dumps({
     "socket in /tmp": attempt(lambda: unix("/tmp/control")),
     "service manager": attempt(lambda: unix("/run/systemd/private")),
     "bus": attempt(lambda: unix("/run/dbus/system_bus_socket")),
+    "container engine": attempt(lambda: unix("/run/docker.sock")),
+    "container engine of the user": attempt(lambda: unix(f"/run/user/{os.getuid()}/podman.sock")),
     "shm": attempt(lambda: pathlib.Path("/dev/shm/probe").touch()),
     "tmp": attempt(lambda: pathlib.Path("/tmp/probe").touch()),
     "peer": attempt(lambda: connect(sys.argv[1])),
     "outside": attempt(lambda: connect(sys.argv[2])),
+    "outside by IPv6": attempt(lambda: connect("fd79::ff")),
 }))
 """
 EXPECTED = {
@@ -116,10 +120,13 @@ EXPECTED = {
     "socket in /tmp": "ENOENT",
     "service manager": "ENOENT",
     "bus": "ENOENT",
+    "container engine": "ENOENT",
+    "container engine of the user": "ENOENT",
     "shm": "works",
     "tmp": "works",
     "peer": "works",
     "outside": "TimeoutError",
+    "outside by IPv6": "TimeoutError",
 }
 # What lies beside a run, as roles, other runs and the login user have written it.
 FILES = (
@@ -135,24 +142,35 @@ FILES = (
     "../results/old",
     "../.profile",
 )
-OUTSIDE = "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind('/tmp/control'); s.listen(); time.sleep(600)"
+OUTSIDE = """
+import os, socket, time
+sockets = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+for one, path in zip(sockets, (f"/run/user/{os.getuid()}/podman.sock", "/run/engine/docker.sock", "/tmp/control")):
+    one.bind(path)
+    one.listen()
+time.sleep(600)
+"""
 
 
 @pytest.fixture
 def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
     """Write FILES on two hosts, and start a process of the login user outside of any unit; {host: its pid}."""
     pids = {}
+    lab.in_lab("ip", "address", "replace", "fd79::ff/64", "dev", "br0", "nodad")
     for host in lab.hosts[:2]:
+        lab.inside(host, f"ip address replace fd79::{host.index}/64 dev {host.nic} nodad")
         lines = [f"install -D -m 600 /etc/hostname {DATA}/{name}" for name in FILES]
         lines += [f"ln -sfn /usr {DATA}/venv", "rm -f /tmp/control /dev/shm/probe", f"mkdir -p {DATA}/store/models"]
         lines += [f"ln -sfn {DATA}/runs/finished/model {DATA}/store/models/own"]
+        lines += ["rm -rf /run/engine /run/user/$(id -u tester)/podman.sock; ln -sfn /run/engine/docker.sock /run/docker.sock"]
+        lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester)"]
         lab.inside(host, "\n".join(["set -e", *lines, "chown -hR tester: /home/tester"]))
-        command = f'{sys.executable} -c "{OUTSIDE}" >/dev/null 2>&1 </dev/null & echo $!'
+        command = f"{sys.executable} -c {shlex.quote(OUTSIDE)} >/dev/null 2>&1 </dev/null & echo $!"
         pids[host] = as_user(lab, host, command)
         until(lambda host=host: lab.inside(host, "ls /tmp/control || :").strip(), 10, what="the socket")
     yield pids
     for host, pid in pids.items():
-        lab.inside(host, f"kill {pid}; rm -rf /tmp/control {DATA}/dashboard {DATA}/queue {DATA}/venv")
+        lab.inside(host, f"kill {pid}; rm -rf /tmp/control /run/docker.sock /run/engine {DATA}/dashboard {DATA}/queue {DATA}/venv")
 
 
 def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, properties: list[str]) -> list[dict[str, str]]:
@@ -175,11 +193,11 @@ def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, propertie
     ("isolated", "properties", "changed"),
     [
         (True, [], {}),
-        (False, [], {"outside": "ECONNREFUSED"}),  # a run with loggers=wandb
+        (False, [], {"outside": "ECONNREFUSED", "outside by IPv6": "ECONNREFUSED"}),  # a run with loggers=wandb
         (
             True,
             ["ReadWritePaths=/home/tester/.profile", "IPAddressDeny="],
-            {"profile": "works", "outside": "ECONNREFUSED"},
+            {"profile": "works", "outside": "ECONNREFUSED", "outside by IPv6": "ECONNREFUSED"},
         ),
     ],
     ids=["isolated", "open", "unit_properties"],
@@ -251,23 +269,25 @@ ENCLOSED = {
 
 @pytest.fixture
 def merge(lab: Lab, site: Site, beside: dict[Host, str], tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Return a function that begins the verb `merge` on the first host, with APART in place of the trainer."""
+    """Return a function that begins a verb on the first host, with APART in place of the trainer."""
     archive, stored = tmp_path / "trainer.zip", f"{DATA}/store/trainers/{'1' * 16}.zip"
     with zipfile.ZipFile(archive, "w") as content:
         content.writestr("trainer/__init__.py", "")
-        content.writestr("trainer/__main__.py", APART)
+        content.writestr("trainer/gguf/__init__.py", "")
+        for name in ("__main__", "gguf/export"):
+            content.writestr(f"trainer/{name}.py", APART)
         content.write(TOP / "trainer/connection.py", "trainer/connection.py")
     encoded = base64.b64encode(archive.read_bytes()).decode()
     lab.inside(lab.hosts[0], f"rm -rf {DATA}/runs/merged; base64 -d > {stored} <<'.'\n{encoded}\n.")
 
-    def begin(seconds: float = 0, limit: int = 60, digest: str = "") -> subprocess.Popen[str]:
+    def begin(seconds: float = 0, limit: int = 60, digest: str = "", verb: str = "merge") -> subprocess.Popen[str]:
         run_dir, part = f"{DATA}/runs/merged", f"{DATA}/runs/finished"
         request = {"trainer": stored, "digest": digest or sha256_file(archive), "run_dir": run_dir, "reads": [part]}
         request |= {"backend": "auto", "limit": limit, "input": {"run_dir": run_dir, "seconds": seconds}}
         with tempfile.TemporaryFile() as source:
-            source.write(remote_input(request, "merge"))
+            source.write(remote_input(request, verb))
             source.seek(0)
-            command = [*map(str, lab.ssh(lab.hosts[0])), remote_command("merge", sys.executable)]
+            command = [*map(str, lab.ssh(lab.hosts[0])), remote_command(verb, sys.executable)]
             return subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return begin
@@ -277,8 +297,9 @@ def units(lab: Lab) -> str:
     return lab.inside(lab.hosts[0], "systemctl list-units --plain --no-legend --all 'trainyard-apart-*'").strip()
 
 
-def test_a_merge_writes_its_output_only(lab: Lab, merge: Callable[..., subprocess.Popen[str]]) -> None:
-    out, err = merge().communicate(timeout=60)
+@pytest.mark.parametrize("verb", ["merge", "evaluate", "gguf_export"])
+def test_a_merge_writes_its_output_only(lab: Lab, merge: Callable[..., subprocess.Popen[str]], verb: str) -> None:
+    out, err = merge(verb=verb).communicate(timeout=60)
     assert out, err
     assert json.loads(out) == ENCLOSED and not units(lab)
 
