@@ -405,13 +405,17 @@ VICTIM = "VICTIM"  # stands for the pid of a process that is not of the run
 
 def replace(path: Path, content: str | None) -> None:
     """Do what code of a rank can do to a file of its run: remove it, write another one, or put a FIFO or a folder in its place."""
-    path.unlink()
+    path.unlink(missing_ok=True)
     if content == "fifo":
         os.mkfifo(path)
     elif content == "folder":
         path.mkdir()
     elif content is not None:
         path.write_text(content)
+
+
+SLURM_RECORD = '{"backend": "slurm", "job": 1, "ranks": [], "status": "running", "started": 1}'
+SLURM_ANSWER = '{"job": 1, "time": NOW, "answer": {"state": "%s"}}'
 
 
 @pytest.mark.slow
@@ -424,9 +428,18 @@ def replace(path: Path, content: str | None) -> None:
         {"state/node.json": "fifo"},
         {"state/node.json": '{"status": "running", "started": 1, "pid": VICTIM, "pid_start": START}'},
         {"state/node.json": '{"status": "finished", "started": 1, "pid": VICTIM, "pid_start": START}', "lock": ""},
-        {"state/node.json": '{"backend": "slurm", "job": 1, "ranks": [], "status": "running", "started": 1}'},
+        {"state/node.json": SLURM_RECORD},
         {"state/node.json": "[]", "lock": "fifo", "state/rank0.json": '{"rank": {}, "pid": "x"}'},
         {"state/node.json": "folder", "lock": None},
+        {"state/node.json": '{"status": "running", "started": 1, "unit": "a\\u0000b"}', "lock": None},
+        {
+            "state/node.json": '{"status": "running", "started": 1, "pid": 1%s, "pid_start": 0}' % ("0" * 30),
+            "lock": None,
+        },
+        {"state/node.json": SLURM_RECORD, "lock": None},
+        {"state/node.json": SLURM_RECORD, "lock": None, "state/squeue.json": SLURM_ANSWER % "COMPLETED"},
+        {"state/node.json": SLURM_RECORD, "lock": None, "state/squeue.json": SLURM_ANSWER % "RUNNING"},
+        {"state/rank0.json": f'{{"rank": 0, "x": {"[" * 40}1{"]" * 40}}}', "lock": None},
     ],
     ids=str,
 )
@@ -438,10 +451,12 @@ def test_a_stop_needs_nothing_that_the_run_wrote(bed: Bed, files: dict[str, str 
         born = (process_stat(victim.pid) or ("", 0, 0))[2]
         for name, content in files.items():
             text = content and content.replace(VICTIM, str(victim.pid)).replace("START", str(born))
+            text = text and text.replace("NOW", str(time.time()))
             replace(bed.run_dir(0) / name, text)
         [state] = list_runs({"data_dir": str(bed.run_dir(0).parents[1])})["runs"]
         assert state["alive"] or state["left"], state
-        assert (state["node"] is None) == ("status" not in str(files["state/node.json"]) or "5" in str(files))
+        record = str(files.get("state/node.json", "status"))
+        assert (state["node"] is None) == ("status" not in record or "5" in record)
         plain = status_here({"run_dir": str(bed.run_dir(0)), "plain": True})
         assert (plain["status"], plain["alive"], plain["node"]) == ("unreadable", True, None)
         stop(bed, grace=0.2, wanted=True)

@@ -98,7 +98,9 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
     with subprocess.Popen(command, stdin=subprocess.DEVNULL) as connection:
         try:
             lab.wait((tmp_path / "opened").exists, "node2 accepts no login")
-            lab.inside(two, "echo PubkeyAuthentication no > /etc/ssh/sshd_config.d/01-no-keys.conf; systemctl reload ssh")
+            lab.inside(
+                two, "echo PubkeyAuthentication no > /etc/ssh/sshd_config.d/01-no-keys.conf; systemctl reload ssh"
+            )
             before = sshd(lab, two)
             inventory = inventory_with(lab, tmp_path, ansible_ssh_extra_args=" ".join(opened))
             played = run_playbook("site.yml", inventory, {}, "--tags ssh --limit node2")

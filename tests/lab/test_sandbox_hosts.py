@@ -162,7 +162,9 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lines = [f"install -D -m 600 /etc/hostname {DATA}/{name}" for name in FILES]
         lines += [f"ln -sfn /usr {DATA}/venv", "rm -f /tmp/control /dev/shm/probe", f"mkdir -p {DATA}/store/models"]
         lines += [f"ln -sfn {DATA}/runs/finished/model {DATA}/store/models/own"]
-        lines += ["rm -rf /run/engine /run/user/$(id -u tester)/podman.sock; ln -sfn /run/engine/docker.sock /run/docker.sock"]
+        lines += [
+            "rm -rf /run/engine /run/user/$(id -u tester)/podman.sock; ln -sfn /run/engine/docker.sock /run/docker.sock"
+        ]
         lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester)"]
         lab.inside(host, "\n".join(["set -e", *lines, "chown -hR tester: /home/tester"]))
         command = f"{sys.executable} -c {shlex.quote(OUTSIDE)} >/dev/null 2>&1 </dev/null & echo $!"
@@ -170,7 +172,10 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         until(lambda host=host: lab.inside(host, "ls /tmp/control || :").strip(), 10, what="the socket")
     yield pids
     for host, pid in pids.items():
-        lab.inside(host, f"kill {pid}; rm -rf /tmp/control /run/docker.sock /run/engine {DATA}/dashboard {DATA}/queue {DATA}/venv")
+        lab.inside(
+            host,
+            f"kill {pid}; rm -rf /tmp/control /run/docker.sock /run/engine {DATA}/dashboard {DATA}/queue {DATA}/venv",
+        )
 
 
 def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, properties: list[str]) -> list[dict[str, str]]:

@@ -189,7 +189,9 @@ def _squeue(folder: Path, words: list[str]) -> int:
         print("slurm_load_jobs error: Invalid job id specified", file=sys.stderr)
         return 1
     job = json.loads(file.read_text())
-    print(f"{job['state']}|{'Resources' if job['state'] == 'PENDING' else 'None'}|2026-01-01T14:20:00|n[0-1]")
+    print(
+        f"{job['state']}|{'Resources' if job['state'] == 'PENDING' else 'None'}|2026-01-01T14:20:00|n[0-1]|{job['folder']}"
+    )
     return 0
 
 

@@ -116,7 +116,7 @@ def test_values_that_slurm_could_misread_are_refused(name: str, value: Any) -> N
 @given(st.text(max_size=300))
 def test_an_answer_of_slurm_is_understood_or_ignored(text: str) -> None:
     found = slurm_state.parse_job(text)
-    assert not found or (set(found) == {"state", "reason", "start"} and found["state"].isascii())
+    assert not found or (set(found) == {"state", "reason", "start", "folder"} and found["state"].isascii())
     assert "\n" not in waiting_line({"job": found, "node": {"job": 7}})
 
 
@@ -167,7 +167,7 @@ class Job:
             raise SupervisorError(self.answer)
         if words[0] != "squeue":
             raise SupervisorError(f"{words[0]}: accounting is not enabled")
-        return self.answer
+        return f"{self.answer}|{self.run_dir}" if words[0] == "squeue" else self.answer
 
     def write(self, name: str, value: dict[str, Any]) -> None:
         (self.run_dir / f"state/{name}.json").write_text(json.dumps(value))

@@ -93,9 +93,7 @@ def test_the_model_and_its_dataset_are_staged(wheel: Path, tmp_path: Path) -> No
     assert spec.dataset == OBSERVATORY and spec.precision == "bf16-mixed"
     prepared = prepare(spec, tmp_path / "work", lambda line: None)
     kinds = {entry.kind: entry for entry in prepared.files}
-    assert (
-        kinds["model"].dest.startswith("store/models/smollm2-") and "model.safetensors" in kinds["model"].sha256
-    )
+    assert kinds["model"].dest.startswith("store/models/smollm2-") and "model.safetensors" in kinds["model"].sha256
     assert kinds["dataset"].bytes > 20_000 and prepared.run.startswith("smollm2-")
 
 

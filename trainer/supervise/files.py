@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Iterable, Iterator
@@ -26,6 +28,15 @@ _NODE_TYPES: dict[str, tuple[type, ...]] = {
 }
 AnyPath = TypeVar("AnyPath", Path, LinkFreePath)
 JSON_LIMIT = 4 << 20  # bytes of a state file; a larger one is not ours
+# Of what code of a rank can write: one run must not fill the reply about all runs, or the memory of who reads it.
+RECORD_LIMIT = 256 << 10  # bytes of a record
+RANKS_LIMIT = 1 << 20  # bytes of the heartbeats of all ranks on a host together
+DEPTH_LIMIT = 6  # nested lists and objects of a record
+DEVICE_LIMIT = 64  # GPUs of a run on a host
+# What must not end a program that reads such records.
+UNTRUSTED = (ArithmeticError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError)
+_RANK_FILE = re.compile(r"rank[0-9]{1,6}\.json")
+_DEVICE = re.compile(r"[A-Za-z0-9/:.-]{1,80}")
 
 
 class SupervisorError(RuntimeError):
@@ -56,6 +67,21 @@ def read_json(path: Path | LinkFreePath) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def read_record(path: LinkFreePath, limit: int = RECORD_LIMIT) -> dict[str, Any] | None:
+    """Return an object that code of a rank may have written; None if it is larger than `limit` bytes, or nested too deeply."""
+    try:
+        text = path.read(limit + 1)
+        value = json.loads(text) if len(text) <= limit else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and _is_shallow(value, DEPTH_LIMIT) else None
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return parts is None or (depth > 0 and all(_is_shallow(part, depth - 1) for part in parts))
 
 
 def write_json(path: Path | LinkFreePath, value: dict[str, Any]) -> None:
@@ -113,7 +139,7 @@ def read_node(run_dir: LinkFreePath) -> dict[str, Any] | None:
 
     Code of a rank can replace it: a record with a field of another type counts as none.
     """
-    node = read_json(run_dir / "state/node.json")
+    node = read_record(run_dir / "state/node.json")
     if node is None or not {"status", "started"} <= node.keys():
         return None
     right = all(_has_type(node[name], kinds) for name, kinds in _NODE_TYPES.items() if name in node)
@@ -133,12 +159,20 @@ def read_job(run_dir: LinkFreePath) -> dict[str, Any] | None:
 def rank_files(run_dir: LinkFreePath) -> list[LinkFreePath]:
     """Return the files of the heartbeats of a run's ranks on this host."""
     state = run_dir / "state"
-    return [state / name for name in state.entries() if name.startswith("rank") and name.endswith(".json")]
+    return [state / name for name in state.entries() if _RANK_FILE.fullmatch(name)]
 
 
 def read_ranks(run_dir: LinkFreePath) -> list[dict[str, Any]]:
-    """Return the heartbeats of a run's ranks on this host."""
-    return [rank for path in rank_files(run_dir) if (rank := read_json(path)) is not None]
+    """Return the heartbeats of a run's ranks on this host; those beyond RANKS_LIMIT bytes are left out."""
+    ranks, left = [], RANKS_LIMIT
+    for path in sorted(rank_files(run_dir), key=lambda path: (len(path.name), path.name)):
+        with contextlib.suppress(OSError):
+            left -= path.stat().st_size
+            if left < 0:
+                break
+            if (rank := read_record(path)) is not None:
+                ranks.append(rank)
+    return ranks
 
 
 def other_runs(run_dir: LinkFreePath) -> tuple[list[str], list[str]]:
@@ -155,13 +189,19 @@ def other_runs(run_dir: LinkFreePath) -> tuple[list[str], list[str]]:
 
 def run_devices(run_dir: LinkFreePath) -> list[str]:
     """Return the UUIDs of the GPUs that the newest start of a run uses on this host; empty if there are none."""
-    found = (read_json(run_dir / "state/node.json") or {}).get("devices")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    found = (read_record(run_dir / "state/node.json") or {}).get("devices")
+    return gpu_names(found) if isinstance(found, list) else []
+
+
+def gpu_names(values: Iterable[object]) -> list[str]:
+    """Return those of at most DEVICE_LIMIT values that can name a GPU."""
+    first = itertools.islice(values, DEVICE_LIMIT)
+    return [name for name in first if isinstance(name, str) and _DEVICE.fullmatch(name)]
 
 
 def run_lease(run_dir: LinkFreePath) -> str:
     """Return the lease file of the newest start of a run on this host; empty without a queue."""
-    found = (read_json(run_dir / "state/node.json") or {}).get("lease")
+    found = (read_record(run_dir / "state/node.json") or {}).get("lease")
     return found if isinstance(found, str) else ""
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from trainer.supervise.files import read_json, run_devices
+from trainer.supervise.files import DEVICE_LIMIT, gpu_names, read_record, run_devices
 from trainer.supervise.link_free import LinkFreePath, run_folder
 
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
@@ -116,7 +116,7 @@ def waiting_processes(run_dir: LinkFreePath) -> list[int]:
 
     They use no GPU, and the run does not count as active.
     """
-    found = read_json(run_dir / "state/standby.json") or {}
+    found = read_record(run_dir / "state/standby.json") or {}
     both = [(found.get("pid"), found.get("pid_start")), (found.get("standby"), found.get("standby_start"))]
     alive = [pid for pid, start in both if isinstance(pid, int) and (stat := process_stat(pid)) and stat[2] == start]
     return alive if len(alive) == len(both) else []
@@ -132,7 +132,7 @@ def held_gpus(run: str) -> dict[str, str]:
         values = environ(pid)
         folder = values.get(RUN_VARIABLE, "")
         if (name := Path(folder).name) not in ("", "..", run) and pid not in waiting_processes(run_folder(folder)):
-            found |= dict.fromkeys(filter(None, values.get("CUDA_VISIBLE_DEVICES", "").split(",")), name)
+            found |= dict.fromkeys(gpu_names(values.get("CUDA_VISIBLE_DEVICES", "").split(",", DEVICE_LIMIT)), name)
     for run_dir in unit_folders():
         if run_dir.name != run and not waiting_processes(run_dir):
             found |= dict.fromkeys(run_devices(run_dir), run_dir.name)
@@ -155,6 +155,8 @@ def unit_folders() -> list[LinkFreePath]:
 def send_signal(pid: int, number: signal.Signals, start_time: int | None = None) -> None:
     """Signal a process if it is still the one that started at `start_time` (see process_stat; None skips the check)."""
     with contextlib.suppress(ProcessLookupError):
+        if process_stat(pid) is None:  # a record may name what is no pid
+            return
         pidfd = os.pidfd_open(pid)
         try:
             found = process_stat(pid)

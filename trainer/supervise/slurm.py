@@ -24,7 +24,17 @@ from typing import Any
 from trainer.supervise.files import SupervisorError, rank_files, write_json
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.options import StartRequest
-from trainer.supervise.slurm_state import ENDED_WELL, command, heartbeats, is_live, job_status, read_mark
+from trainer.supervise.slurm_state import (
+    ENDED_WELL,
+    RUNNING,
+    WAITING,
+    ask_slurm,
+    command,
+    heartbeats,
+    is_live,
+    job_status,
+    read_mark,
+)
 
 AGAIN = 75  # exit code: the job has to return to the queue
 CANCEL_LIMIT = 90.0  # s for a cancelled job to end: Slurm's KillWait, 30 s by default, and the epilog
@@ -84,7 +94,8 @@ def stop_job(run_dir: LinkFreePath, node: dict[str, Any], request: dict[str, Any
     if grace and job_status(run_dir, node)["status"] == "running":
         (run_dir / "stop").make_file()
         _wait_end(run_dir, node, grace)
-    if is_live(run_dir, node):
+    # The last answer in the run folder could be from code of a rank.
+    if ask_slurm(run_dir, node["job"]).get("state") in (*WAITING, *RUNNING):
         command(["scancel", str(node["job"])])
         (run_dir / "state/squeue.json").remove(missing_ok=True)
         if not _wait_end(run_dir, node, CANCEL_LIMIT):

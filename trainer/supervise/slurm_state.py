@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.environment import clean_environment
-from trainer.supervise.files import SupervisorError, read_json, read_ranks, write_json
+from trainer.supervise.files import SupervisorError, read_ranks, read_record, write_json
 from trainer.supervise.link_free import LinkFreePath
 
 ANSWER_LIMIT = 30.0  # s for an answer of Slurm
@@ -20,7 +20,7 @@ ASK_INTERVAL = 5.0  # s between two queries about one job
 ENDED_WELL = ("finished", "stopped")
 # Where programs of Slurm are, besides the search path of a login without a terminal.
 PROGRAMS = ("/usr/bin", "/usr/local/bin", "/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/current/bin")
-QUERY = "%T|%r|%S|%N"
+QUERY = "%T|%r|%S|%N|%Z"
 _STATE = re.compile(r"[A-Z_]{1,32}")
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -103,7 +103,7 @@ def job_status(run_dir: LinkFreePath, node: dict[str, Any]) -> dict[str, Any]:
 
 def read_mark(run_dir: LinkFreePath) -> dict[str, Any]:
     """Return what the batch script wrote: `restart`, `nodes`, `code` and `again`; empty before its start."""
-    mark = read_json(run_dir / "state/job.json") or {}
+    mark = read_record(run_dir / "state/job.json") or {}
     nodes = mark.get("nodes")
     names = (
         [name for name in nodes if isinstance(name, str) and _NODE.fullmatch(name)] if isinstance(nodes, list) else []
@@ -131,12 +131,12 @@ def ask(run_dir: LinkFreePath, job: int) -> dict[str, Any]:
     If Slurm does not answer, the last answer holds: a run must not end because of that.
     """
     file = run_dir / "state/squeue.json"
-    last = read_json(file) or {}
+    last = read_record(file) or {}
     known = last if last.get("job") == job and isinstance(last.get("answer"), dict) else {}
     if known and abs(time.time() - float(known.get("time") or 0)) < ASK_INTERVAL:
         return dict(known["answer"])
     try:
-        answer = ask_slurm(job)
+        answer = ask_slurm(run_dir, job)
     except SupervisorError as error:
         return {**(known.get("answer") or {"state": "PENDING"}), "reason": f"Slurm does not answer: {error}"}
     with contextlib.suppress(OSError):
@@ -144,9 +144,11 @@ def ask(run_dir: LinkFreePath, job: int) -> dict[str, Any]:
     return answer
 
 
-def ask_slurm(job: int) -> dict[str, Any]:
-    """Return the state of a job from squeue, or from sacct after squeue no longer lists it. Raises SupervisorError if
-    Slurm does not answer."""
+def ask_slurm(run_dir: LinkFreePath, job: int) -> dict[str, Any]:
+    """Return the state of a run's job from squeue, or from sacct after squeue no longer lists it.
+
+    Empty for a job that works in another folder: code of a rank could name it. Raises SupervisorError if Slurm does not answer.
+    """
     try:
         text = command(["squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={QUERY}"])
     except SupervisorError as error:
@@ -154,7 +156,7 @@ def ask_slurm(job: int) -> dict[str, Any]:
             raise
         text = ""
     if found := parse_job(text):
-        return found
+        return found if found.pop("folder") in (str(run_dir), str(run_dir.resolved())) else {}
     try:  # a cluster without accounting has no answer
         lines = command(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State"])
     except SupervisorError:
@@ -163,11 +165,11 @@ def ask_slurm(job: int) -> dict[str, Any]:
 
 
 def parse_job(text: str) -> dict[str, str]:
-    """Return `state`, `reason` and `start` of a line of squeue in the format QUERY; empty for anything else."""
-    words = (text.splitlines() or [""])[0].split("|")
-    if len(words) != 4 or not _STATE.fullmatch(words[0]):
+    """Return `state`, `reason`, `start` and `folder` of a line of squeue in the format QUERY; empty for anything else."""
+    words = (text.splitlines() or [""])[0].split("|", 4)
+    if len(words) != 5 or not _STATE.fullmatch(words[0]):
         return {}
-    return {"state": words[0], "reason": words[1][:200], "start": words[2][:32]}
+    return {"state": words[0], "reason": words[1][:200], "start": words[2][:32], "folder": words[4]}
 
 
 def close(

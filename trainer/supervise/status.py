@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, is_alive, read_job, read_log, read_node, read_ranks
+from trainer.supervise.files import UNTRUSTED, SupervisorError, is_alive, read_job, read_log, read_node, read_ranks
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import (
     all_pids,
@@ -79,7 +79,7 @@ def list_runs(request: dict[str, Any]) -> dict[str, Any]:
     units = {name for pid in all_pids() for name in units_of(pid)}
     folders = LinkFreePath(Path(request["data_dir"], "runs"))
     for name in folders.entries():
-        folder = folders / name
+        folder, has_processes = folders / name, False
         try:
             real = folder.resolved()
             has_processes = str(real) in marked or unit_name(real) in units
@@ -88,8 +88,11 @@ def list_runs(request: dict[str, Any]) -> dict[str, Any]:
             state = read_state(folder, has_processes)
         except (FileNotFoundError, NotADirectoryError):
             continue  # not started yet, or no run folder
-        except (OSError, KeyError, TypeError, ValueError):
-            skipped.append(folder.name)
+        except UNTRUSTED:
+            if has_processes:
+                runs.append(without_records({"now": time.time(), "alive": False, "left": True, "run_dir": str(folder)}))
+            else:
+                skipped.append(folder.name)
         else:
             if state["node"] is None and not state["alive"]:
                 skipped.append(folder.name)
@@ -126,7 +129,8 @@ def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, A
     if (job := read_job(run_dir)) and not alive:  # a job of Slurm has no supervisor: code of a rank has written that
         from trainer.supervise.slurm_state import job_status
 
-        return job_status(run_dir, job) | {"left": False}
+        left = has_processes and bool(left_processes(run_dir.resolved()))
+        return job_status(run_dir, job) | {"left": left}
     node = read_node(run_dir)  # after the lock, so that an end written in between is seen
     left = not alive and has_processes and bool(left_processes(run_dir.resolved()))
     ranks = {}
@@ -173,12 +177,12 @@ def why_lost(node: dict[str, Any], run_dir: LinkFreePath) -> str:
         if node["started"] < booted - 1:
             return "the machine was restarted"
         if node.get("unit"):
-            return unit_result(str(node["unit"]))
+            return unit_result(unit_name(run_dir.resolved()))  # code of a rank could name another unit
     return ""
 
 
 def unit_result(unit: str) -> str:
-    """Return systemd's result of a unit that failed, or an empty string. `unit` is not trusted."""
+    """Return systemd's result of a unit that failed, or an empty string."""
     import subprocess
 
     from trainer.supervise.environment import choose_backend, systemctl_environment

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, read_job, read_node, write_json
+from trainer.supervise.files import UNTRUSTED, SupervisorError, read_job, read_node, write_json
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import (
     belongs,
@@ -24,6 +24,7 @@ from trainer.supervise.waiting import AGAIN, end_supervisor
 
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for killed processes to end; longer means that they hang in the kernel
+UNTRUSTED_RECORD = (*UNTRUSTED, SupervisorError)
 EXIT_LIMIT = 2.0  # s for a supervisor to exit after its processes have exited
 
 
@@ -51,12 +52,40 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("only_standby"):
         end_supervisor(run_dir)
         return {"status": read_state(run_dir)["status"], "killed": 0}
-    node = own_node(run_dir)
-    if (job := read_job(run_dir)) and not holds_lock(run_dir):  # else code of a rank has written that
+    if (job := read_job(run_dir)) and not holds_lock(run_dir):
         from trainer.supervise.slurm import stop_job
 
-        return stop_job(run_dir, job, request)
-    was_lost = read_state(run_dir)["status"] == "lost"
+        try:
+            answer = stop_job(run_dir, job, request)
+        except UNTRUSTED_RECORD:
+            if not run_processes(run_dir):
+                raise
+        else:
+            if not run_processes(run_dir):
+                return answer
+        # Else code of a rank has written that record.
+    waiting: list[int] = []
+    status = "stopped"
+    try:
+        status = "failed" if read_state(run_dir)["status"] == "lost" else status
+        waiting = end_supervised(run_dir, request)
+    except UNTRUSTED_RECORD:
+        pass  # the records of the run prevent an orderly end
+    killed = kill_processes(run_dir, waiting)
+    with contextlib.suppress(*UNTRUSTED):
+        node = read_node(run_dir)
+        if node and node["status"] in ("starting", "running"):
+            write_json(run_dir / "state/node.json", {**node, "status": status, "ended": time.time()})
+        status = read_state(run_dir)["status"]
+    return {"status": status, "killed": killed}
+
+
+def end_supervised(run_dir: LinkFreePath, request: dict[str, Any]) -> list[int]:
+    """Ask the ranks of a run, and then its supervisor, to end. Return the processes that wait for the next start, if it shall keep them.
+
+    Raises one of UNTRUSTED_RECORD for a record of the run that is not what a supervisor writes.
+    """
+    node = own_node(run_dir)
     if holds_lock(run_dir) and not request.get("now"):
         if request.get("keep"):
             mark(run_dir / AGAIN)
@@ -74,12 +103,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     waiting = waiting_processes(run_dir) if request.get("keep") else []
     if node and not waiting:
         wait_exit(run_dir, node)
-    killed = kill_processes(run_dir, waiting)
-    node = read_node(run_dir)
-    if node and node["status"] in ("starting", "running"):
-        end = {"status": "failed" if was_lost else "stopped", "ended": time.time()}
-        write_json(run_dir / "state/node.json", {**node, **end})
-    return {"status": read_state(run_dir)["status"], "killed": killed}
+    return waiting
 
 
 def own_node(run_dir: LinkFreePath) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from typing import Any
 from trainer.supervise.files import JSON_LIMIT, SupervisorError, read_json, write_json
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.options import StartRequest, parse_flags
-from trainer.supervise.processes import is_running, process_stat, send_signal, waiting_processes
+from trainer.supervise.processes import belongs, is_running, process_stat, send_signal, waiting_processes
 
 REQUEST, STATE = "state/start.json", "state/standby.json"
 AGAIN = "state/again"  # the run is stopped with a checkpoint to be started again
@@ -94,7 +94,8 @@ def end_supervisor(run_dir: LinkFreePath) -> None:
     if not (pids := waiting_processes(run_dir)):
         return
     supervisor = pids[0]
-    send_signal(supervisor, signal.SIGTERM, (process_stat(supervisor) or ("", 0, -1))[2])
+    if belongs(supervisor, run_dir):  # code of a rank could name another process
+        send_signal(supervisor, signal.SIGTERM, (process_stat(supervisor) or ("", 0, -1))[2])
     deadline = time.monotonic() + END_LIMIT
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)

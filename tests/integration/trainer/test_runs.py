@@ -402,7 +402,10 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
             "dataset: only ansible-playbook train.yml provides ansible-docs: set dataset to a JSONL",
         ),
         ({"dataset": "org/name"}, "dataset: "),
-        ({"model": "./none"}, "model: no such folder: ./none: set 'tiny', 'smollm2', a local model folder, or a hub id"),
+        (
+            {"model": "./none"},
+            "model: no such folder: ./none: set 'tiny', 'smollm2', a local model folder, or a hub id",
+        ),
         (
             {"model": "gpt-none"},
             "model: no such model: gpt-none: set 'tiny', 'smollm2', a local model folder, or a hub id (org/name)",
