@@ -74,8 +74,10 @@ print(json.dumps({
     "encoded datasets": attempt(lambda: (data / "store/cache/probe").touch()),
     "another run": attempt(lambda: (run.parent / "other/env").read_bytes() and ""),
     "model of another run": attempt(lambda: (run.parent / "finished/model/config.json").read_bytes() and ""),
+    "variables of a named run": attempt(lambda: (run.parent / "finished/env").read_bytes() and ""),
     "write model of another run": attempt(lambda: (run.parent / "finished/model/new").touch()),
     "folder of run_env": attempt(lambda: (home / "results/probe").touch()),
+    "link in a folder of run_env": attempt(lambda: (home / "results/link/probe").touch()),
     "memory of a process": attempt(lambda: edit(process / "mem")),
     "environment of a process": attempt(lambda: (process / "environ").read_bytes() and ""),
     "files of a process": attempt(lambda: list((process / "root/home").iterdir()) and ""),
@@ -112,8 +114,10 @@ EXPECTED = {
     "encoded datasets": "works",
     "another run": "ENOENT",
     "model of another run": "works",
+    "variables of a named run": "EACCES",
     "write model of another run": "EROFS",
     "folder of run_env": "works",
+    "link in a folder of run_env": "EROFS",
     "memory of a process": "ENOENT",
     "environment of a process": "ENOENT",
     "files of a process": "ENOENT",
@@ -138,10 +142,13 @@ FILES = (
     "store/incoming/file",
     "runs/other/env",
     "runs/finished/model/config.json",
+    "runs/finished/env",
     "../.cache/pip/wheel",
     "../results/old",
+    "../.config/user/unit",
     "../.profile",
 )
+RESULTS = "/home/tester/results"
 OUTSIDE = """
 import os, socket, time
 sockets = [socket.socket(socket.AF_UNIX) for _ in range(3)]
@@ -162,6 +169,9 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lines = [f"install -D -m 600 /etc/hostname {DATA}/{name}" for name in FILES]
         lines += [f"ln -sfn /usr {DATA}/venv", "rm -f /tmp/control /dev/shm/probe", f"mkdir -p {DATA}/store/models"]
         lines += [f"ln -sfn {DATA}/runs/finished/model {DATA}/store/models/own"]
+        lines += [
+            f"ln -sfn /home/tester/.cache {DATA}/runs/finished/link; ln -sfn ../.config/user /home/tester/results/link"
+        ]
         lines += [
             "rm -rf /run/engine /run/user/$(id -u tester)/podman.sock; ln -sfn /run/engine/docker.sock /run/docker.sock"
         ]
@@ -185,8 +195,8 @@ def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, propertie
     plan = [
         entry
         | {"command": [sys.executable, "-c", PROBE, addresses[1 - place], outside, pids[lab.hosts[place]]]}
-        | {"peers": addresses, "isolated": isolated, "writable": ["/home/tester/results", DATA, "/home", "/etc"]}
-        | {"reads": [f"{DATA}/store/models/own", "/etc/passwd", f"{RUN_DIR}/x"]}
+        | {"peers": addresses, "isolated": isolated, "writable": [RESULTS, f"{RESULTS}/link", DATA, "/home", "/etc"]}
+        | {"reads": [f"{DATA}/store/models/own", "/etc/passwd", f"{RUN_DIR}/x", f"{DATA}/runs/finished/link"]}
         for place, entry in enumerate(site.plan()[:2])
     ]
     assert site.run(plan, unit_properties=properties).wait(90) == 0, site.read_output()

@@ -34,6 +34,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainer/supervise/processes.py": {"": KERNEL},
     "trainer/supervise/sandbox.py": {
         "folder_of_ranks": "creates a folder of the store, which is no link afterwards",
+        "follow": "the text of a link in a folder that no rank can write",
         "awaits_mount": KERNEL,
         "has_user_namespaces": KERNEL,
     },

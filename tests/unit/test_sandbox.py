@@ -101,7 +101,44 @@ def test_a_unit_shows_what_the_spec_names_in_hidden_folders(home: Path) -> None:
     (data_dir / "store/models/m").symlink_to(data_dir / "runs/other/merged")
     reads = [f"{data_dir}/store/models/m", "/etc/hostname", f"{data_dir}/runs/r/x", f"{data_dir}/runs/missing"]
     before = properties(home)
-    assert [*{*properties(home, reads=reads)} - {*before}] == [f'BindReadOnlyPaths="{data_dir}/runs/other/merged"']
+    other = data_dir / "runs/other"  # a rank can exchange what is in it, but not the folder itself
+    shown = {f'BindReadOnlyPaths="{other}"', f'InaccessiblePaths="-{other}/env"'}
+    assert {*properties(home, reads=reads)} - {*before} == shown
+
+
+def test_links_of_ranks_decide_nothing(home: Path) -> None:
+    """A rank leaves a link in a folder that it may write; the next start gets a unit without its target."""
+    data_dir, hub = home / "trainyard", home / "disk/hub"
+    for folder in (home / ".config", home / ".cache/pip", data_dir / "runs/other", data_dir / "checkpoints", hub):
+        folder.mkdir(parents=True)
+    (home / "hub").symlink_to(hub)  # of the user: no variable opens the home itself
+    before = properties(home)
+    places = [data_dir / "runs/r", data_dir / "runs/other", data_dir / "checkpoints", data_dir / "store/cache", hub]
+    links = [place / "link" for place in places]
+    for target in (home / ".config", home / ".cache/pip", data_dir / "runs", Path("/run")):
+        for link in links:
+            link.symlink_to(target)
+        named = [*links, *(link / "." / "systemd/.." for link in links), home / "hub/link"]
+        found = written(properties(home, writable=map(str, [hub, *named])))
+        assert found == [*written(before)[:-1], str(hub), f"{data_dir}/runs/r"]
+        assert written(properties(home, writable=map(str, named))) == written(before), "another run opened their folder"
+        assert properties(home, reads=map(str, named)) == before
+        for link in links:
+            link.unlink()
+    assert str(hub) in written(properties(home, writable=[str(home / "hub")]))
+
+
+def test_a_folder_in_one_that_is_bound_is_not_bound_itself(home: Path) -> None:
+    """Ranks of a run that overlaps could exchange it until the service manager binds it."""
+    (home / "hub/ds").mkdir(parents=True)
+    added = {*written(properties(home, writable=[f"{home}/hub/ds", f"{home}/hub"]))} - {*written(properties(home))}
+    assert added == {f"{home}/hub"}
+
+
+def test_a_whole_folder_of_hidden_ones_is_not_shown(home: Path) -> None:
+    (home / ".cache").mkdir()
+    before = properties(home)
+    assert properties(home, reads=["/run", "/tmp", f"{home}/.cache", f"{home}/trainyard/runs"]) == before
 
 
 def test_a_shared_folder_that_leads_elsewhere_is_refused(home: Path) -> None:

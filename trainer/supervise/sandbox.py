@@ -14,6 +14,7 @@ import pwd
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.supervise.files import SupervisorError
@@ -77,8 +78,9 @@ def unit_properties(
         run_dir: the run folder, without links.
         data_dir: the data folder, without links.
         system: whether the system's service manager runs the unit, and not the user's own.
-        writable: paths of variables of the ranks; folders among them stay writable, see `opened`.
-        reads: paths that the spec names; those in folders that the unit hides are shown.
+        writable: paths of variables of the ranks; folders among them stay writable, see `Ground.opened`.
+        reads: paths that the spec names; those in folders that the unit hides are shown. Of another run, all but its variables is
+            shown: its ranks can exchange what is in its folder for a link, until the service manager binds it, but not the folder.
 
     Raises:
         SupervisorError: a shared folder of the ranks is a link.
@@ -96,16 +98,19 @@ def unit_properties(
     words = [re.sub(r"([\\:\"'])", r"\\\1", str(path)) for path in cleared]
     properties += [f"TemporaryFileSystem={quote(f'{word}:ro')}" for word in words]
     cleared += [Path("/tmp"), Path("/var/tmp")]
-    shown = [data_dir, *map(Path, (sys.prefix, sys.base_prefix)), *(Path(path).resolve() for path in reads)]
-    shown = [path for path in shown if path.exists() and any(path.is_relative_to(top) for top in cleared)]
-    shown = [path for path in shown if not path.is_relative_to(run_dir)]
-    properties += [f"BindReadOnlyPaths={quote(path)}" for path in dict.fromkeys(shown)]
-    properties += [f"BindReadOnlyPaths={quote(Path('/run') / name, missing_ok=True)}" for name in SHOWN_IN_RUN]
     hidden = [home / name for name in HIDDEN_IN_HOME]
     hidden += [Path("/var/lib/trainyard"), *(data_dir / name for name in HIDDEN_IN_DATA)]
+    ground = Ground.of(data_dir, home, hidden)
+    named = [path for text in reads if (path := ground.follow(Path(text)))]
+    shown = [data_dir, *map(Path, (sys.prefix, sys.base_prefix)), *(path for path in named if path not in cleared)]
+    shown = [path for path in shown if path.exists() and any(path.is_relative_to(top) for top in cleared)]
+    shown = [whole_run(path, run_dir.parent) for path in shown if not path.is_relative_to(run_dir)]
+    properties += [f"BindReadOnlyPaths={quote(path)}" for path in dict.fromkeys(shown)]
+    properties += [f"BindReadOnlyPaths={quote(Path('/run') / name, missing_ok=True)}" for name in SHOWN_IN_RUN]
+    hidden += [path / "env" for path in dict.fromkeys(shown) if path.parent == run_dir.parent]
     properties += [f"InaccessiblePaths={quote(path, missing_ok=True)}" for path in hidden]
     shared = [folder_of_ranks(data_dir, name) for name in SHARED]
-    outside = [*shared, MPS, data_dir / CHECKPOINTS, *opened(writable, data_dir, home, hidden)]
+    outside = [*shared, MPS, data_dir / CHECKPOINTS, *ground.opened(writable)]
     properties += [f"BindPaths={quote(path, missing_ok=True)}" for path in outside if not awaits_mount(path)]
     return [*properties, f"BindPaths={quote(run_dir)}"]
 
@@ -119,20 +124,58 @@ def folder_of_ranks(data_dir: Path, name: str) -> Path:
     return folder
 
 
-def opened(values: Iterable[str], data_dir: Path, home: Path, hidden: Iterable[Path]) -> list[Path]:
-    """Return the folders that variables of the ranks name, but none that programs outside of the unit need unchanged.
+def whole_run(path: Path, runs: Path) -> Path:
+    """Return the folder of the run for a path in it, and any other path as it is."""
+    return runs / path.relative_to(runs).parts[0] if runs in path.parents else path
 
-    These are folders of the system, hidden ones, those of `data_dir` that a role or trainyard writes, and every folder above these.
+
+@dataclass(frozen=True)
+class Ground:
+    """What no variable of any run makes writable: `kept` and every folder above these, and of the home itself only its entries.
+
+    These are folders of the system, hidden ones, and those of `data_dir` that a role or trainyard writes. No path has a link.
     """
-    kept = [*hidden, *(data_dir / name for name in KEPT_IN_DATA), *map(Path, SYSTEM_FOLDERS), home, Path(sys.prefix)]
-    # A home, or an environment, may be a link, or below one.
-    kept, home = [top.resolve() for top in kept], home.resolve()
-    found = []
-    for path in {Path(value).resolve() for value in values if value.startswith("/")}:
-        inside = [top for top in kept if path.is_relative_to(top) and top != home]
-        if path.is_dir() and not inside and not any(top.is_relative_to(path) for top in kept):
-            found.append(path)
-    return sorted(found)
+
+    kept: list[Path]
+    home: Path
+    ranks: list[Path]  # folders in `kept` that ranks write nevertheless
+    runs: Path
+
+    @classmethod
+    def of(cls, data_dir: Path, home: Path, hidden: Iterable[Path]) -> Ground:
+        """Return that of a host. A home, or an environment, may be a link, or below one."""
+        kept = [*hidden, *map(Path, SYSTEM_FOLDERS), home, Path(sys.prefix)]
+        kept += [data_dir / name for name in KEPT_IN_DATA]
+        ranks = [*(data_dir / name for name in SHARED), Path("/dev/shm")]
+        return cls([path.resolve() for path in kept], home.resolve(), ranks, data_dir / "runs")
+
+    def keeps(self, path: Path) -> bool:
+        """Return whether no variable makes the path writable."""
+        inside = any(path.is_relative_to(top) for top in self.kept if top != self.home)
+        return inside or any(top.is_relative_to(path) for top in self.kept)
+
+    def is_firm(self, folder: Path) -> bool:
+        """Return whether no code of a rank has written the entries of a folder."""
+        written = self.runs in folder.parents or any(folder.is_relative_to(top) for top in self.ranks)
+        return self.keeps(folder) and not written
+
+    def follow(self, path: Path) -> Path | None:
+        """Return an absolute path without its links; None if code of a rank may have made one of these."""
+        if path == path.parent:
+            return path
+        folder = self.follow(path.parent)
+        if folder is None or path.name == "..":
+            return folder and folder.parent
+        entry = folder / path.name
+        if not entry.is_symlink():
+            return entry
+        return self.follow(folder / entry.readlink()) if self.is_firm(folder) else None
+
+    def opened(self, values: Iterable[str]) -> list[Path]:
+        """Return the folders that variables of the ranks name, but none that programs outside of the unit need unchanged."""
+        named = {self.follow(Path(value)) for value in values if value.startswith("/")}
+        found = {path for path in named if path and path.is_dir() and not self.keeps(path)}
+        return sorted(path for path in found if found.isdisjoint(path.parents))
 
 
 def awaits_mount(path: Path) -> bool:
