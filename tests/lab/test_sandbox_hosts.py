@@ -355,6 +355,27 @@ print(*run_dir.rglob("in"), *run_dir.parents[1].rglob("out"), sep="\\n")
     assert found == f"{run_dir}/in"
 
 
+def test_folders_that_appear_later_are_hidden(lab: Lab, site: Site) -> None:
+    data_dir = f"{DATA}/later"
+    code = f"""
+import pathlib, subprocess, sys
+sys.path.insert(0, {RUN_DIR!r} + "/trainer.zip")
+from trainer.supervise import environment, sandbox
+data_dir = pathlib.Path({data_dir!r})
+(data_dir / "runs/r").mkdir(parents=True)
+found = sandbox.unit_properties(data_dir / "runs/r", data_dir, system=True)
+command = [*environment.choose_backend("systemd"), "--pipe", "--wait", *(f"--property={{entry}}" for entry in found)]
+command += ["/bin/sh", "-c", 'echo started; read go; cat "$0/queue/secret" "$0/dashboard/secret" "$0/new/secret"', str(data_dir)]
+unit = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+unit.stdout.readline()
+for name in ("queue", "dashboard", "new"):
+    (data_dir / name).mkdir(exist_ok=True)
+    (data_dir / name / "secret").write_text(name)
+print(unit.communicate("go")[0])
+"""
+    assert as_user(lab, lab.hosts[0], f"{sys.executable} - <<'.'\n{code}\n.") == "new"
+
+
 def test_the_login_user_sees_which_gpus_a_unit_uses(lab: Lab, site: Site) -> None:
     """Although the environment of its processes is closed."""
     site.run([site.plan()[0] | {"devices": ["GPU-1"]}])

@@ -33,6 +33,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainer/supervise/process_environment.py": {"": KERNEL},
     "trainer/supervise/processes.py": {"": KERNEL},
     "trainer/supervise/sandbox.py": {
+        "make_hidden": "folders in the data folder and the home, which no rank can write",
         "folder_of_ranks": "creates a folder of the store, which is no link afterwards",
         "follow": "the text of a link in a folder that no rank can write",
         "awaits_mount": KERNEL,

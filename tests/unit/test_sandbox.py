@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
+import yaml
 
 from trainer.supervise import sandbox
 from trainer.supervise.environment import clean_environment
@@ -141,8 +143,33 @@ def test_a_whole_folder_of_hidden_ones_is_not_shown(home: Path) -> None:
     assert properties(home, reads=["/run", "/tmp", f"{home}/.cache", f"{home}/trainyard/runs"]) == before
 
 
+def test_folders_that_appear_later_are_hidden(home: Path) -> None:
+    """The service manager ignores missing ones."""
+    (home / "trainyard/queue").mkdir(mode=0o755)
+    data_dir = home / "trainyard"
+    sandbox.unit_properties(data_dir / "runs/r", data_dir, system=False)
+    assert not (home / ".ssh").exists()
+    properties(home)
+    modes = {"trainyard/dashboard": 0o700, "trainyard/queue": 0o755, ".ssh": 0o700, ".cache": 0o700}
+    assert {name: (home / name).stat().st_mode & 0o777 for name in modes} == modes
+
+
+def test_the_empty_folder_of_a_start_is_no_dashboard(tmp_path: Path) -> None:
+    """Else reset.yml would remove a service and a key that no role has installed."""
+    tasks = Path(__file__).parents[2] / "roles/dashboard/tasks/remove.yml"
+    check = yaml.safe_load(tasks.read_text(encoding="utf-8"))[0]
+    folders = {"_dashboard_dir": tmp_path / "dashboard", "_dashboard_lib": tmp_path / "lib"}
+    argv = [jinja2.Template(word).render(folders) for word in check["ansible.builtin.command"]["argv"]]
+    installed = lambda: subprocess.run(argv).returncode == 0  # noqa: E731
+    folders["_dashboard_dir"].mkdir()
+    assert not installed()
+    (folders["_dashboard_dir"] / "config.json").touch()
+    assert installed()
+    (folders["_dashboard_dir"] / "config.json").rename(folders["_dashboard_lib"])
+    assert installed()
+
+
 def test_a_shared_folder_that_leads_elsewhere_is_refused(home: Path) -> None:
-    (home / ".ssh").mkdir()
     (home / "trainyard/store").mkdir()
     (home / "trainyard/store/cache").symlink_to(home / ".ssh")
     with pytest.raises(SupervisorError, match="store/cache is a link"):

@@ -9,6 +9,7 @@ options, which come last, take precedence, as in a drop-in of the unit; see syst
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import re
@@ -72,7 +73,7 @@ SYSTEM_FOLDERS = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")
 def unit_properties(
     run_dir: Path, data_dir: Path, *, system: bool, writable: Iterable[str] = (), reads: Iterable[str] = ()
 ) -> list[str]:
-    """Return the properties of the unit of a run, without `address_properties`.
+    """Return the properties of the unit of a run, without `address_properties`. Create the folders that must stay hidden.
 
     Args:
         run_dir: the run folder, without links.
@@ -84,10 +85,12 @@ def unit_properties(
 
     Raises:
         SupervisorError: a shared folder of the ranks is a link.
+        OSError: a folder cannot be created.
     """
     if not system:
         return list(ANY_UNIT)
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    make_hidden(data_dir, home)
     capabilities = needed_capabilities(run_dir)
     properties = [*ANY_UNIT, *SYSTEM_UNIT, f"CapabilityBoundingSet={capabilities}"]
     if not capabilities and has_user_namespaces():
@@ -113,6 +116,15 @@ def unit_properties(
     outside = [*shared, MPS, data_dir / CHECKPOINTS, *ground.opened(writable)]
     properties += [f"BindPaths={quote(path, missing_ok=True)}" for path in outside if not awaits_mount(path)]
     return [*properties, f"BindPaths={quote(run_dir)}"]
+
+
+def make_hidden(data_dir: Path, home: Path) -> None:
+    """Create folders that a role, the queue or the user would otherwise create later: the service manager hides what exists."""
+    for name in HIDDEN_IN_DATA:
+        (data_dir / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in (".ssh", ".cache"):
+        with contextlib.suppress(OSError):  # a home that this user cannot write
+            (home / name).mkdir(mode=0o700, exist_ok=True)
 
 
 def folder_of_ranks(data_dir: Path, name: str) -> Path:
