@@ -43,7 +43,7 @@ def connect(address):
     socket.create_connection((address, 22), 3).close()
 
 def unix(path):
-    socket.socket(socket.AF_UNIX).connect(path)
+    socket.socket(socket.AF_UNIX).connect(str(path))
 
 def edit(path):
     path.open("r+b").close()
@@ -86,6 +86,7 @@ print(json.dumps({
     "bus": attempt(lambda: unix("/run/dbus/system_bus_socket")),
     "container engine": attempt(lambda: unix("/run/docker.sock")),
     "container engine of the user": attempt(lambda: unix(f"/run/user/{os.getuid()}/podman.sock")),
+    "container engine in the home": attempt(lambda: unix(home / ".docker/run/docker.sock")),
     "shm": attempt(lambda: pathlib.Path("/dev/shm/probe").touch()),
     "tmp": attempt(lambda: pathlib.Path("/tmp/probe").touch()),
     "peer": attempt(lambda: connect(sys.argv[1])),
@@ -126,6 +127,7 @@ EXPECTED = {
     "bus": "ENOENT",
     "container engine": "ENOENT",
     "container engine of the user": "ENOENT",
+    "container engine in the home": "EACCES",
     "shm": "works",
     "tmp": "works",
     "peer": "works",
@@ -151,8 +153,10 @@ FILES = (
 RESULTS = "/home/tester/results"
 OUTSIDE = """
 import os, socket, time
-sockets = [socket.socket(socket.AF_UNIX) for _ in range(3)]
-for one, path in zip(sockets, (f"/run/user/{os.getuid()}/podman.sock", "/run/engine/docker.sock", "/tmp/control")):
+home = os.path.expanduser("~/.docker/run/docker.sock")
+paths = (f"/run/user/{os.getuid()}/podman.sock", "/run/engine/docker.sock", home, "/tmp/control")
+sockets = [socket.socket(socket.AF_UNIX) for _ in paths]
+for one, path in zip(sockets, paths):
     one.bind(path)
     one.listen()
 time.sleep(600)
@@ -175,7 +179,8 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lines += [
             "rm -rf /run/engine /run/user/$(id -u tester)/podman.sock; ln -sfn /run/engine/docker.sock /run/docker.sock"
         ]
-        lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester)"]
+        lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester); rm -rf /home/tester/.docker"]
+        lines += ["mkdir -p /home/tester/.docker/run"]
         lab.inside(host, "\n".join(["set -e", *lines, "chown -hR tester: /home/tester"]))
         command = f"{sys.executable} -c {shlex.quote(OUTSIDE)} >/dev/null 2>&1 </dev/null & echo $!"
         pids[host] = as_user(lab, host, command)
@@ -184,7 +189,8 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
     for host, pid in pids.items():
         lab.inside(
             host,
-            f"kill {pid}; rm -rf /tmp/control /run/docker.sock /run/engine {DATA}/dashboard {DATA}/queue {DATA}/venv",
+            f"kill {pid}; rm -rf /tmp/control /run/docker.sock /run/engine {DATA}/dashboard {DATA}/queue {DATA}/venv"
+            " /home/tester/.docker",
         )
 
 

@@ -143,6 +143,11 @@ def test_a_whole_folder_of_hidden_ones_is_not_shown(home: Path) -> None:
     assert properties(home, reads=["/run", "/tmp", f"{home}/.cache", f"{home}/trainyard/runs"]) == before
 
 
+def test_sockets_in_the_home_are_hidden(home: Path) -> None:
+    places = ".docker/run", ".docker/desktop", ".lima", ".colima", ".vscode-server", ".cursor-server"
+    assert {f'InaccessiblePaths="-{home}/{name}"' for name in places} <= {*properties(home)}
+
+
 def test_folders_that_appear_later_are_hidden(home: Path) -> None:
     """The service manager ignores missing ones."""
     (home / "trainyard/queue").mkdir(mode=0o755)

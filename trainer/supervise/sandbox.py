@@ -59,7 +59,10 @@ SHOWN_IN_RUN = (
 )
 MPS = Path("/tmp/nvidia-mps")  # sockets of the daemon of CUDA MPS
 # Keys, and sockets and keys to sockets of programs of the login user.
-HIDDEN_IN_HOME = (".ssh", ".gnupg", ".ansible", ".local/share/jupyter/runtime", ".vscode-server")
+HIDDEN_IN_HOME = (
+    *(".ssh", ".gnupg", ".ansible", ".local/share/jupyter/runtime", ".vscode-server", ".cursor-server"),
+    *(".docker/run", ".docker/desktop", ".lima", ".colima"),  # sockets of container engines
+)
 HIDDEN_IN_DATA = ("dashboard", "queue")
 KEPT_IN_DATA = {"venv", "python", "store", "leases", "runs", *HIDDEN_IN_DATA}  # that no variable makes writable
 SHARED = (
