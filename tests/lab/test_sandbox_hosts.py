@@ -252,7 +252,7 @@ def test_exposure_of_a_unit(lab: Lab, site: Site, isolated: bool, limit: float) 
 # Programs that read what ranks wrote: merge and export -----------------------------------------------------------------------
 
 APART = """
-import json, pathlib, sys, time
+import json, os, pathlib, socket, sys, time
 from trainer.connection import end_with_connection
 
 end_with_connection()
@@ -266,6 +266,7 @@ def attempt(action):
 
 run = pathlib.Path(request["run_dir"])
 home = pathlib.Path.home()
+(run / "began").touch()
 answer = {
     "output": attempt(lambda: (run / "merged.txt").touch()),
     "part": attempt(lambda: (run.parent / "finished/model/config.json").read_bytes() and ""),
@@ -273,8 +274,9 @@ answer = {
     "another run": attempt(lambda: (run.parent / "other/env").read_bytes() and ""),
     "keys": attempt(lambda: list((home / ".ssh").iterdir()) and ""),
     "store": attempt(lambda: (run.parents[1] / "store/new").touch()),
+    "cache": os.environ["XDG_CACHE_HOME"],
+    "outside": attempt(lambda: socket.create_connection((request["outside"], 22), 3).close()),
 }
-(run / "began").touch()
 time.sleep(request["seconds"])
 print(json.dumps(answer))
 """
@@ -285,6 +287,8 @@ ENCLOSED = {
     "another run": "FileNotFoundError",
     "keys": "PermissionError",
     "store": "OSError",
+    "cache": "/tmp/cache",
+    "outside": "TimeoutError",
 }
 
 
@@ -304,7 +308,9 @@ def merge(lab: Lab, site: Site, beside: dict[Host, str], tmp_path: Path) -> Call
     def begin(seconds: float = 0, limit: int = 60, digest: str = "", verb: str = "merge") -> subprocess.Popen[str]:
         run_dir, part = f"{DATA}/runs/merged", f"{DATA}/runs/finished"
         request = {"trainer": stored, "digest": digest or sha256_file(archive), "run_dir": run_dir, "reads": [part]}
-        request |= {"backend": "auto", "limit": limit, "input": {"run_dir": run_dir, "seconds": seconds}}
+        outside = lab.hosts[0].address.rpartition(".")[0] + ".1"  # the switch
+        values = {"run_dir": run_dir, "seconds": seconds, "outside": outside}
+        request |= {"backend": "auto", "limit": limit, "input": values}
         with tempfile.TemporaryFile() as source:
             source.write(remote_input(request, verb))
             source.seek(0)

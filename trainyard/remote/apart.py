@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from trainer.supervise.environment import cache_variables, choose_backend, clean_environment, systemctl_environment
 from trainer.supervise.link_free import LinkFreePath, link_free, run_folder
-from trainer.supervise.sandbox import unit_properties
+from trainer.supervise.sandbox import address_properties, unit_properties
 from trainyard.remote.digests import sha256_file
 
 STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
@@ -66,8 +66,10 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         system = "--user" not in systemd
         reads = [*request["reads"], *map(str, linked_models(data_dir))]
         settings = unit_properties(run_dir.path, data_dir, system=system, reads=reads)
+        settings += address_properties(["127.0.0.1"]) if system else []
         settings += [f"RuntimeMaxSec={limit}", f"WorkingDirectory={run_dir}"]
-        variables |= cache_variables(run_dir.path) if system else {}
+        # In the unit's own /tmp: compiled code in the cache of the run is that of its ranks.
+        variables |= cache_variables(Path("/tmp")) if system else {}
         options = ["--quiet", "--no-ask-password", "--pipe", "--wait", "--collect", "--service-type=exec"]
         options += [f"--unit=trainyard-apart-{secrets.token_hex(6)}", *(f"--property={entry}" for entry in settings)]
         command = [
