@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from trainer.adapter_merge import adapted_model
 from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec
+from trainer.connection import end_with_connection
 from trainer.data.shapes import with_system_in_first_question
 from trainer.errors import UserError
 from trainer.files import to_json
@@ -112,6 +113,7 @@ def reference_loss(
 
 def main() -> int:
     """Carry out the request on standard input; print the result, or `{"error": ...}`."""
+    end_with_connection()
     try:
         request = json.load(sys.stdin)
         subject = Subject(Path(request["folder"]), bool(request["base"]))
