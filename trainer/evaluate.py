@@ -22,7 +22,7 @@ from trainer.connection import end_with_connection
 from trainer.data.shapes import with_system_in_first_question
 from trainer.errors import UserError
 from trainer.files import to_json
-from trainer.greedy import greedy, prompt_ids
+from trainer.greedy import greedy, prompt_rows
 from trainer.model import load_tokenizer, read_causal_model
 from trainer.spec import read_spec
 from trainer.tokenizer_output import end_ids
@@ -71,12 +71,12 @@ def evaluate(
         `loss` of the reference, a mean per token in nats, with its `loss_tokens`; None and 0 without a reference.
 
     Raises:
-        UserError: the model cannot be loaded.
+        UserError: the model cannot be loaded, or its chat template cannot be rendered.
     """
     model, tokenizer, spec = subject.load()
     prepend = spec.system == "prepend"
     chats = [with_system_in_first_question(q["messages"]) if prepend else q["messages"] for q in questions]
-    rows = [prompt_ids(tokenizer, chat) for chat in chats]
+    rows = prompt_rows(tokenizer, chats)
     end = end_ids(tokenizer, model.generation_config)[-1:]  # that of the template
     losses = [
         reference_loss(model, tokenizer, row, question["reference"], end)

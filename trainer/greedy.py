@@ -1,5 +1,6 @@
 """Greedy generation in batches."""
 
+import datetime
 import itertools
 import math
 import time
@@ -9,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
+from trainer.data.hf_template import Message
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.template_process import limited_template
 from trainer.tokenizer_output import end_ids
 
 
@@ -79,8 +82,16 @@ def _to_end(row: Sequence[int], ends: Sequence[int]) -> Greedy:
     return Greedy(answer, len(answer) < len(row))
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Any]) -> list[int]:
-    """Return the tokens of a chat up to where the answer begins."""
-    template = tokenizer.chat_template or PLAIN_TEMPLATE
-    options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False, "chat_template": template}
-    return list(tokenizer.apply_chat_template(list(messages), **options))
+def prompt_rows(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+    """Return the tokens of each chat up to where the answer begins.
+
+    Raises:
+        TemplateError: the chat template rejects a chat, or exceeds a limit: code of a rank may have written it.
+    """
+    if not chats:
+        return []
+    found = tokenizer.chat_template or PLAIN_TEMPLATE
+    source = found.get("default", PLAIN_TEMPLATE) if isinstance(found, dict) else found
+    tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    template = limited_template(source, tokens, datetime.datetime.now())
+    return [list(tokenizer(template.render(chat), add_special_tokens=False)["input_ids"]) for chat in chats]

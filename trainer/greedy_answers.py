@@ -180,18 +180,17 @@ def answer(
 
     Raises:
         TimeoutError: the deadline (of time.monotonic) has passed.
+        TemplateError: the chat template rejects a prompt, or exceeds a limit.
     """
-    from trainer.greedy import greedy
+    from trainer.greedy import greedy, prompt_rows
 
-    rows = [_encode(tokenizer, prompt) for prompt in prompts]
+    chats = iter(prompt_rows(tokenizer, [prompt["messages"] for prompt in prompts if "messages" in prompt]))
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    rows = [
+        next(chats)
+        if "messages" in prompt
+        else [*first, *tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]]
+        for prompt in prompts
+    ]
     found = greedy(model, tokenizer, rows, MAX_TOKENS, deadline=deadline)
     return [str(tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in found]
-
-
-def _encode(tokenizer: Any, prompt: Mapping[str, Any]) -> list[int]:
-    from trainer.greedy import prompt_ids
-
-    if "messages" in prompt:
-        return prompt_ids(tokenizer, prompt["messages"])
-    ids = tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
-    return [*([] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]), *ids]

@@ -30,5 +30,6 @@ def test_programs_reach_no_other_machine_and_no_cache_of_ranks(
         caches = {word for word in words if word.startswith("--setenv=") and "CACHE" in word}
         assert ("--property=IPAddressDeny=any" in words) is limited, "a user's manager cannot limit addresses"
         assert bool(caches) is limited and not any(str(run_dir) in word for word in caches)
+        assert "--property=MemoryMax=90%" in words
         if limited:
             assert {"--property=PrivateTmp=yes", "--setenv=XDG_CACHE_HOME=/tmp/cache"} <= {*words}

@@ -22,6 +22,7 @@ from trainer.supervise.link_free import LinkFreePath, link_free, run_folder
 from trainer.supervise.sandbox import address_properties, unit_properties
 from trainyard.remote.digests import sha256_file
 
+MEMORY = "MemoryMax=90%"  # of the host: a model that takes more ends its program, and no other
 STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
 
 
@@ -67,7 +68,7 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         reads = [*request["reads"], *map(str, linked_models(data_dir))]
         settings = unit_properties(run_dir.path, data_dir, system=system, reads=reads)
         settings += address_properties(["127.0.0.1"]) if system else []
-        settings += [f"RuntimeMaxSec={limit}", f"WorkingDirectory={run_dir}"]
+        settings += [f"RuntimeMaxSec={limit}", MEMORY, f"WorkingDirectory={run_dir}"]
         # In the unit's own /tmp: compiled code in the cache of the run is that of its ranks.
         variables |= cache_variables(Path("/tmp")) if system else {}
         options = ["--quiet", "--no-ask-password", "--pipe", "--wait", "--collect", "--service-type=exec"]

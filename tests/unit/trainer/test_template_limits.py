@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from trainer.data import template_process
 from trainer.data.encode import Encoder
@@ -16,6 +18,7 @@ from trainer.data.shapes import Sample
 from trainer.data.template_process import LimitedTemplate, limited_template
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.errors import UserError
+from trainer.greedy import prompt_rows
 
 TODAY = datetime.datetime(2026, 1, 2)
 CHAT = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
@@ -62,6 +65,20 @@ def test_a_template_without_end(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_template_that_takes_much_memory(name: str) -> None:
     said = refusal(LARGE[name])
     assert any(part in said for part in ("MiB of memory", "million characters", "rejects a conversation"))
+
+
+def test_prompts_of_evaluate_and_deploy_are_rendered_with_limits() -> None:
+    words = Tokenizer(models.WordLevel({"Q": 0, "<s>": 1, "?": 2}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert prompt_rows(tokenizer, [CHAT[:1], CHAT[:1]]) == [[1, 0]] * 2
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": ""}
+    assert prompt_rows(tokenizer, [CHAT[:1]]) == [[1, 0]]
+    tokenizer.chat_template = LARGE["doubling"].replace("60", "31")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(TemplateError, match=r"chat template: it takes more than 512 MiB of memory"):
+        prompt_rows(tokenizer, [CHAT[:1]])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
 
 
 def test_the_limits_of_a_process_that_renders() -> None:
