@@ -9,7 +9,8 @@ import threading
 def end_with_connection(output: int = 1) -> None:
     """Kill this process, and its group if it leads one, when nobody reads the descriptor `output` any more. It is a pipe or a socket."""
     hangup = select.poll()
-    hangup.register(output, 0)  # POLLERR and POLLHUP are always reported
+    # POLLERR and POLLHUP are always reported. A copy: the program may give the number to another file before the thread starts.
+    hangup.register(os.dup(output), 0)
 
     def watch() -> None:
         hangup.poll()
