@@ -64,19 +64,20 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def lent_files(connection: HostConnection, root: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
+def lent_files(connection: HostConnection, root: str, names: Sequence[str], end: int = 0) -> Iterator[dict[str, str]]:
     """Yield the paths at which files of a host can be fetched, by name. Raises RemoteError.
 
     Args:
         root: the folder of all runs, or the store.
         names: of the files, below `root`. One that is reached through a link is refused.
+        end: bytes of which larger files have only the last; 0: no limit.
     """
     if not names:
         yield {}
         return
     exchange = Exchange(connection, root)
     try:
-        exchange.call(lend=list(names))
+        exchange.call(lend=list(names), **({"size": end} if end else {}))
         yield {name: exchange.path(str(number)) for number, name in enumerate(names)}
     finally:
         with contextlib.suppress(RemoteError):  # the host removes it after a day
