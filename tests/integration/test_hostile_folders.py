@@ -23,6 +23,7 @@ from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote_archive import remote_command, remote_input
 from trainyard.run.errors import RunError
 from trainyard.run.gathered_logs import FILES_LIMIT, copy_logs
+from trainyard.run.launch import begin
 
 __all__ = ["control_folder", "server"]
 
@@ -151,6 +152,33 @@ def test_links_to_secrets_are_not_read(here: Here) -> None:
     answer = here.call("run_status", run_dir=str(here.run), logs_from={"rank0.log": -5})
     assert answer["logs"]["rank0.log"]["lines"] == []
     here.check_home()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "link to a folder", "state"])
+def test_the_begin_of_a_run_follows_no_link_and_waits_for_no_fifo(kind: str, here: Here) -> None:
+    state, began = here.run / "state", time.monotonic()
+    if kind == "state":
+        state.symlink_to(here.home)
+    else:
+        state.mkdir()
+        if kind == "fifo":
+            os.mkfifo(state / "go")
+        else:
+            (state / "go").symlink_to(here.home / ("new" if kind == "link" else ""))
+    with pytest.raises(RemoteError, match="symbolic link" if kind == "state" else "File exists"):
+        begin(here.connection, str(here.run))
+    assert time.monotonic() - began < LIMIT
+    here.check_home()
+
+
+def test_a_run_begins_again_in_a_data_folder_that_is_a_link(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(here.data)
+    for _ in range(2):
+        (here.run / "lock").touch()
+        here.call("run_start", run_dir=str(here.run), command=["/bin/true"], backend="process", hold=True)
+        assert begin(here.connection, f"{tmp_path}/link/runs/r")["now"] > 0
+        until(lambda: json.loads((here.run / "state/node.json").read_text())["ended"], LIMIT, "the end")
+        here.call("run_stop", run_dir=str(here.run), grace=0.5)
 
 
 class Exchanged:

@@ -32,7 +32,7 @@ from trainer.supervise.status import ENDED_WELL
 from trainer.supervise.waiting import AGAIN, POLL, STATE, begin_waiting, end_waiting, take_request
 
 TICK = 0.1  # s between two checks of the child processes, as torchrun's own --monitor-interval
-HOLD_LIMIT = 120.0  # s to wait for the file `state/go`
+HOLD_LIMIT = 120.0  # s to wait for the folder `state/go`
 RESTART_DELAY_LIMIT = 60.0  # s between two starts of a torchrun that fails; the first delay is 1 s
 LIGHTHOUSE_DELAY = 1.0  # s between two starts of the lighthouse
 LIGHTHOUSE_STARTS = 3  # consecutive starts of a lighthouse that exits by itself, such as where its port is taken
