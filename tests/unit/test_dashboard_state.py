@@ -27,6 +27,7 @@ from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream, _parse
 from trainyard.dashboard.views import Pages, spec_rows, spec_values
 from trainyard.remote import run_queries
+from trainyard.remote import sampler as remote_sampler
 from trainyard.remote.sampler import Sampler
 from trainyard.replies import ReplyError
 
@@ -298,6 +299,17 @@ def test_a_search_in_a_large_log_takes_little_memory(tmp_path: Path, monkeypatch
     assert found["found"] == ((1 << 20) - 5007) // 3
     end = run_queries.search(link_free(tmp_path), {"run": "r", "file": "rank0.log", "text": "THE END"})
     assert (end["found"], [len(line) for line in end["lines"]]) == (1, [4000])
+
+
+def test_the_sampler_looks_at_a_limited_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_sampler, "CHECKPOINT_FILES", 10)
+    for step in range(1, 5):
+        folder = tmp_path / f"r/checkpoints/step-{step:08}"
+        folder.mkdir(parents=True)
+        for name in range(4):
+            (folder / f"{name}.pt").write_bytes(b"xx")
+    found = remote_sampler.checkpoints(link_free(tmp_path / "r"))
+    assert [(entry["step"], entry["bytes"]) for entry in found] == [(2, 4), (3, 8), (4, 8)]
 
 
 def test_the_sampler_sends_a_run_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
