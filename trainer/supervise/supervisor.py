@@ -300,7 +300,7 @@ class Supervisor:
         return True
 
     def wait_for_go(self) -> bool:
-        """Wait for the file `state/go`; return whether it appeared before a stop and before the limit."""
+        """Wait for `state/go`; return whether it appeared before a stop and before the limit."""
         self.save()
         with contextlib.suppress(SupervisorError):  # the start of torchrun reports it
             self.prepare_standby()  # it imports while other hosts get ready
