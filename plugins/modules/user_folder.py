@@ -51,10 +51,11 @@ RETURN = r"""
 """
 
 import contextlib
+import errno
 import os
 import pwd
-import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 from ansible.module_utils.acting_as import acting_as
@@ -107,11 +108,12 @@ def remove(path: Path, check: bool) -> bool:
     if not os.path.lexists(path):
         return False
     if not check:
-        # rmtree does not follow links below the folder.
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-        else:
-            shutil.rmtree(path)
+        # Follows no link, and has no limit of the depth, unlike shutil.rmtree.
+        done = subprocess.run(
+            ["rm", "-rf", "--", str(path)], capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode:
+            raise OSError(errno.EIO, done.stderr.strip().rpartition(": ")[2])
     return True
 
 

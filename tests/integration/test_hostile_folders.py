@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from trainer.supervise.processes import all_pids, environ, is_running
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote_archive import remote_command, remote_input
+from trainyard.run.errors import RunError
+from trainyard.run.gathered_logs import FILES_LIMIT, copy_logs
+from trainyard.run.launch import begin
 
 __all__ = ["control_folder", "server"]
 
@@ -148,6 +152,79 @@ def test_links_to_secrets_are_not_read(here: Here) -> None:
     answer = here.call("run_status", run_dir=str(here.run), logs_from={"rank0.log": -5})
     assert answer["logs"]["rank0.log"]["lines"] == []
     here.check_home()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "link to a folder", "state"])
+def test_the_begin_of_a_run_follows_no_link_and_waits_for_no_fifo(kind: str, here: Here) -> None:
+    state, began = here.run / "state", time.monotonic()
+    if kind == "state":
+        state.symlink_to(here.home)
+    else:
+        state.mkdir()
+        if kind == "fifo":
+            os.mkfifo(state / "go")
+        else:
+            (state / "go").symlink_to(here.home / ("new" if kind == "link" else ""))
+    with pytest.raises(RemoteError, match="symbolic link" if kind == "state" else "File exists"):
+        begin(here.connection, str(here.run))
+    assert time.monotonic() - began < LIMIT
+    here.check_home()
+
+
+def test_a_run_begins_again_in_a_data_folder_that_is_a_link(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(here.data)
+    for _ in range(2):
+        (here.run / "lock").touch()
+        here.call("run_start", run_dir=str(here.run), command=["/bin/true"], backend="process", hold=True)
+        assert begin(here.connection, f"{tmp_path}/link/runs/r")["now"] > 0
+        until(lambda: json.loads((here.run / "state/node.json").read_text())["ended"], LIMIT, "the end")
+        here.call("run_stop", run_dir=str(here.run), grace=0.5)
+
+
+class Exchanged:
+    """A connection to a host where code of a rank exchanges a log once it is listed."""
+
+    def __init__(self, here: Here, exchange: Callable[[Path], None]) -> None:
+        self._here, self._exchange = here, exchange
+        self.host, self.transport, self.fetch = here.connection.host, here.connection.transport, here.connection.fetch
+
+    def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        answer = self._here.connection.call(verb, request)
+        log = self._here.run / "logs/rank0.log"
+        if verb == "read_files":
+            log.unlink()
+            self._exchange(log)
+        return answer
+
+
+@pytest.mark.parametrize("kind", ["link", "endless link", "fifo"])
+def test_logs_that_are_exchanged_while_they_are_copied(kind: str, here: Here, tmp_path: Path) -> None:
+    for name in ("logs/rank0.log", "state/rank0.json"):
+        (here.run / name).parent.mkdir()
+        (here.run / name).write_text("of the run")
+    targets = {"link": here.home / "authorized_keys", "endless link": Path("/dev/zero")}
+    exchange = os.mkfifo if kind == "fifo" else (lambda log: log.symlink_to(targets[kind]))
+    connection: Any = Exchanged(here, exchange)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"node1: .*(symbolic link|not a regular file)"):
+        copy_logs("r", [connection.host], lambda _: connection, tmp_path / "to", 1 << 20)
+    assert time.monotonic() - began < LIMIT and not [path for path in (tmp_path / "to").rglob("*") if path.is_file()]
+    here.check_home()
+
+
+def test_the_copy_of_logs_is_limited(here: Here, tmp_path: Path) -> None:
+    (here.run / "logs").mkdir()
+    with (here.run / "logs/rank0.log").open("wb") as log:
+        log.truncate(1 << 40)
+        log.seek(0, os.SEEK_END)
+        log.write(b"the end")
+    found = copy_logs("r", [here.connection.host], lambda _: here.connection, tmp_path / "to", 1 << 20)
+    assert found["files"] == ["node1/rank0.log"] and "only its last 1 MiB" in found["lines"][0]
+    assert (tmp_path / "to/node1/rank0.log").read_bytes() == bytes((1 << 20) - 7) + b"the end"
+    for number in range(FILES_LIMIT):
+        (here.run / f"{number}.log").touch()
+    with pytest.raises(RunError, match=f"has {FILES_LIMIT + 1} logs"):
+        copy_logs("r", [here.connection.host], lambda _: here.connection, tmp_path / "to", 1 << 20)
 
 
 # Time limits and connections

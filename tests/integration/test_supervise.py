@@ -17,6 +17,7 @@ from run_hosts import FAKE_RANK, TOP, Bed, bed, free_port, parent_of, until
 
 from trainer.supervise.files import LOG_LIMIT
 from trainer.supervise.link_free import link_free
+from trainer.supervise.logs import LOG_SIZE
 from trainer.supervise.processes import environ, is_running, process_stat, send_signal
 from trainer.supervise.ranks import EXIT_LIMIT
 from trainer.supervise.start import STOPPED
@@ -342,6 +343,20 @@ def test_the_environment_is_clean_and_argv_has_no_secrets(bed: Bed) -> None:
     assert "hunter2" not in json.dumps(status(bed))
     written = [path for path in bed.run_dir(0).rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
     assert written == [bed.run_dir(0) / "env"], "and in no log"
+
+
+def test_a_log_that_has_become_large_is_limited(bed: Bed) -> None:
+    bed.make_run(1)
+    (bed.run_dir(0) / "logs").mkdir()
+    log = bed.run_dir(0) / "logs/rank0.log"
+    with log.open("wb") as file:
+        file.truncate(LOG_SIZE + 1)
+    start(bed, plain_rank())
+    until(lambda: log.stat().st_size < LOG_SIZE, what="the end of the large log")
+    bed.at_step(0, 2)
+    until(lambda: "rank 0 step" in log.read_text(), what="new lines")
+    assert log.with_name("rank0.log.1").stat().st_size == LOG_SIZE
+    stop(bed, now=True)
 
 
 def test_an_env_file_that_other_users_can_read_is_rejected(bed: Bed) -> None:

@@ -169,29 +169,10 @@ def test_links_of_the_login_user_do_not_redirect_root(lab: Lab, tmp_path: Path) 
         lab.inside(three, "rm -f /home/tester/trainyard; rmdir /root/data")
 
 
-def test_logs_of_a_user_whose_group_has_a_name_with_spaces_are_rotated(lab: Lab, tmp_path: Path) -> None:
-    host = lab.hosts[1]
-    lab.inside(
-        host, "groupadd --gid 1500 people; usermod --gid people tester; sed -i 's/^people:/domain users:/' /etc/group"
-    )
-    logs = "/home/tester/trainyard/runs/tiny/logs"
-    try:
-        lab.inside(
-            host,
-            f"runuser -u tester -- mkdir -p {logs}; runuser -u tester -- sh -c 'yes | head -c 200000 > {logs}/rank0.log'",
-        )
-        # The name of the login user comes from the connection, not from ansible_user.
-        inventory = inventory_with(lab, tmp_path)
-        inventory.write_text(inventory.read_text().replace("ansible_user: tester", "ansible_ssh_extra_args: -l tester"))
-        variables = {"system_time": False, "system_tcmalloc": False, "system_log_size": "100k"}
-        played = run_playbook("site.yml", inventory, variables, "--tags system")
-        assert played.rc == 0, played.stdout
-        assert "su tester 1500" in lab.inside(host, "cat /etc/logrotate.d/trainyard")
-        assert "error" not in lab.inside(host, "logrotate -d /etc/logrotate.d/trainyard 2>&1")
-        lab.inside(host, "logrotate /etc/logrotate.d/trainyard")
-        assert lab.inside(host, f"stat -c '%n,%U,%G' {logs}/*.gz").strip().split(",")[1:] == ["tester", "domain users"]
-    finally:
-        lab.inside(
-            host,
-            "usermod --gid tester tester; sed -i '/^domain users:/d' /etc/group /etc/gshadow; rm -rf /home/tester/trainyard /etc/logrotate.d/trainyard",
-        )
+def test_the_log_rotation_of_earlier_versions_is_removed(lab: Lab) -> None:
+    rule, variables = "/etc/logrotate.d/trainyard", {"system_time": False, "system_tcmalloc": False}
+    site(lab, "system", **variables)
+    lab.inside(lab.hosts[1], f"echo '/home/tester/trainyard/runs/*/logs/*.log {{ copytruncate }}' > {rule}")
+    assert site(lab, "system", **variables).count("changed") == 1
+    assert lab.inside(lab.hosts[1], f"test -e {rule} || echo none").strip() == "none"
+    assert site(lab, "system", **variables).count("changed") == 0

@@ -41,7 +41,7 @@ class LyingTransport:
         self.asked: list[tuple[str, dict[str, Any]]] = []  # every verb with its request
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
-        verb = "begin" if command.startswith("set -C") else shlex.split(command)[-1]
+        verb = "begin" if command.startswith("cd -P") else shlex.split(command)[-1]
         request: dict[str, Any] = {}
         if stdin:
             size, _, rest = stdin.partition(b"\n")

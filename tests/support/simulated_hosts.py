@@ -111,7 +111,7 @@ class SimulatedTransport:
 
 def parse(command: str, stdin: bytes) -> tuple[str, dict[str, Any]]:
     """Return the verb and the request of a command."""
-    if command.startswith("set -C"):
+    if command.startswith("cd -P"):
         return "begin", {}
     verb = shlex.split(command)[-1]
     if verb == "start":

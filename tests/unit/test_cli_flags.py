@@ -11,13 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from trainer.errors import UserError
 from trainyard.cli import __main__ as program
 from trainyard.cli.flags import Arguments, parse
 from trainyard.commands.groups import COMMON, LAUNCH, SPEC, Group
-from trainyard.commands.options import LogsOptions, RunOptions
 from trainyard.commands.table import COMMANDS
 
 TOP = Path(__file__).resolve().parents[2]
@@ -168,12 +166,6 @@ def test_outside_of_a_checkout_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
         program.project_folder()
     monkeypatch.chdir(TOP)
     assert program.project_folder() == TOP
-
-
-def test_defaults_of_the_playbook_of_logs() -> None:
-    logs = yaml.safe_load((TOP / "playbooks/logs.yml").read_text())[0]["vars"]
-    assert set(LogsOptions.model_fields) - set(RunOptions.model_fields) == set(logs)
-    assert logs["logs_max_mib"] == LogsOptions.model_fields["logs_max_mib"].default
 
 
 def test_playbooks_of_the_commands_exist() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from trainyard.dashboard.state import Cluster
 from trainyard.dashboard.streams import HostStream, _parse
 from trainyard.dashboard.views import Pages, spec_rows, spec_values
 from trainyard.remote import run_queries
+from trainyard.remote import sampler as remote_sampler
 from trainyard.remote.sampler import Sampler
 from trainyard.replies import ReplyError
 
@@ -280,6 +282,34 @@ def test_a_search_returns_the_lines_with_the_text(tmp_path: Path) -> None:
     (tmp_path / "r/logs/rank0.log").write_text("step 1\nERROR here\nstep 2\n")
     found = run_queries.search(link_free(tmp_path), {"run": "r", "file": "rank0.log", "text": "error"})
     assert found == {"lines": ["ERROR here"], "found": 1, "skipped": 0}
+
+
+def test_a_search_in_a_large_log_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r/logs").mkdir(parents=True)
+    monkeypatch.setattr(run_queries, "SEARCH_LIMIT", 1 << 20)
+    monkeypatch.setattr(run_queries, "PART", 1 << 16)
+    # A list of its lines takes 18 MiB.
+    (tmp_path / "r/logs/rank0.log").write_bytes(b"ab\n" * (1 << 20) + b"the end" + b"x" * 5000)
+    tracemalloc.start()
+    found = run_queries.search(link_free(tmp_path), {"run": "r", "file": "rank0.log", "text": "B"})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+    assert found["lines"] == ["ab"] * 500 and found["skipped"] == (2 << 20) + 5007
+    assert found["found"] == ((1 << 20) - 5007) // 3
+    end = run_queries.search(link_free(tmp_path), {"run": "r", "file": "rank0.log", "text": "THE END"})
+    assert (end["found"], [len(line) for line in end["lines"]]) == (1, [4000])
+
+
+def test_the_sampler_looks_at_a_limited_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_sampler, "CHECKPOINT_FILES", 10)
+    for step in range(1, 5):
+        folder = tmp_path / f"r/checkpoints/step-{step:08}"
+        folder.mkdir(parents=True)
+        for name in range(4):
+            (folder / f"{name}.pt").write_bytes(b"xx")
+    found = remote_sampler.checkpoints(link_free(tmp_path / "r"))
+    assert [(entry["step"], entry["bytes"]) for entry in found] == [(2, 4), (3, 8), (4, 8)]
 
 
 def test_the_sampler_sends_a_run_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from trainyard.openssh import LocalTransport
 from trainyard.preflight.runner import run_preflight
 from trainyard.run import copy_files, follower, planning
 from trainyard.run.artifacts import collect_artifacts
+from trainyard.run.copy_files import EDIT_LIMIT
 from trainyard.run.errors import RunError
 from trainyard.run.gather import describe
 from trainyard.run.host_files import HostAccess, describe_files
@@ -296,6 +297,9 @@ def test_the_copy_of_an_adapter_names_the_base_model_of_the_controller(
     monkeypatch.setitem(FILES, name, text.replace(b"8", b"16"))
     assert copy()
     assert json.loads((tmp_path / "out/r" / name).read_text())["r"] == 16
+    monkeypatch.setitem(FILES, name, text + b" " * EDIT_LIMIT)
+    with pytest.raises(RunError, match=r"^node1: .*adapter_config.json has more than 1 MiB"):
+        copy()
     for hostile in (b"[1]", b"{", b"[" * 10_000, b"\xff\xfe"):
         monkeypatch.setitem(FILES, name, hostile)
         with pytest.raises(RunError, match=r"^node1: sent a"):

@@ -36,7 +36,7 @@ class Recording(Cluster):
 
         def recorded(command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
             answer = execute(command, stdin)
-            verb = command.rpartition(" ")[2] if not command.startswith("set -C") else "begin"
+            verb = command.rpartition(" ")[2] if not command.startswith("cd -P") else "begin"
             size, _, rest = (stdin or b"0\n").partition(b"\n")
             request = rest[int(size) :] if size.isdigit() else stdin or b""
             self.verbs.setdefault(verb, []).append(len(request) + len(answer[1]))

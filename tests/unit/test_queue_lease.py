@@ -167,7 +167,8 @@ def test_a_lease_without_ranks_ends_at_once(step: subprocess.Popen[bytes], tmp_p
 
 
 def test_the_node_kills_what_outlives_its_lease(tmp_path: Path) -> None:
-    ours, other = tmp_path / "7", tmp_path / "8"
+    (tmp_path / "leases").mkdir()
+    ours, other = tmp_path / "leases/7", tmp_path / "leases/8"
     held = other.open("ab")
     fcntl.flock(held, fcntl.LOCK_EX)
     ours.touch()
@@ -188,6 +189,16 @@ def test_the_node_kills_what_outlives_its_lease(tmp_path: Path) -> None:
         for process in left:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("lease", ["/", "/..", "/leases/..", "/a\nb/leases/", "/dev/null", "leases/7"])
+def test_a_process_that_names_another_path_does_not_stop_the_queue(lease: str) -> None:
+    environment = {"PYTHONPATH": str(REPO), "SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(os.getuid())}
+    with subprocess.Popen(["/bin/sleep", "60"], env={LEASE_VARIABLE: lease}) as process:
+        words = [sys.executable, "-S", "-m", "trainyard.queue.node_release", "prolog"]
+        assert subprocess.run(words, env=environment, timeout=30).returncode == 0
+        assert process.poll() is None
+        process.kill()
 
 
 def test_leased_runs_share_processors_but_no_gpu(tmp_path: Path) -> None:

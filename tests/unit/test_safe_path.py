@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,13 @@ def test_folders_of_a_user_are_created_and_removed(home: Path, user: User, place
             result = run_module(user_folder, capsys, paths=[str(path)], owner="nobody", state="absent")
             assert result["changed"] is changed
         assert not path.exists()
+
+
+def test_folders_that_are_nested_deeply_are_removed(home: Path, user: User, capsys: Capture) -> None:
+    nest = "i=0; while [ $i -lt 1500 ]; do mkdir d && cd -P ./d || exit; i=$((i+1)); done; ln -s / link"
+    subprocess.run(["/bin/sh", "-c", nest], cwd=home, user=user.pw_uid, check=True)
+    result = run_module(user_folder, capsys, paths=[str(home / "d")], owner="nobody", state="absent")
+    assert result.get("changed") and not (home / "d").exists(), result
 
 
 def test_a_folder_of_root_becomes_the_users(place: Path, user: User, capsys: Capture) -> None:

@@ -24,7 +24,7 @@ class StartRequest:
     backend: str = "auto"  # auto, systemd, process or slurm
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
     reachable: list[str] = field(default_factory=list)  # addresses to which the unit is limited; empty for no limit
-    hold: bool = False  # start torchrun only when the file `state/go` exists, so that all hosts begin together
+    hold: bool = False  # start torchrun only when the folder `state/go` exists, so that all hosts begin together
     replica: int | None = None  # the replica of this host, if every replica has its own torchrun
     restarts: int = 0  # maximum consecutive restarts of torchrun without progress
     lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
@@ -87,7 +87,7 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--hosts", default="", help="all hosts of the run, by node rank: a,b")
     parser.add_argument("--devices", default="", help="UUIDs of the GPUs of the ranks")
     parser.add_argument("--attempt", type=int, default=0)
-    parser.add_argument("--hold", action="store_true", help="start torchrun when the file state/go exists")
+    parser.add_argument("--hold", action="store_true", help="start torchrun when the folder state/go exists")
     parser.add_argument("--teaches", action="store_true", help="the command is the run's teacher and not torchrun")
     parser.add_argument("--replica", type=int, help="the replica of this host, if each has its own torchrun")
     parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -74,6 +75,8 @@ class RankMonitor:
     def read_log(self) -> None:
         """Read the exit codes that torchrun has logged since the last call."""
         with self._log.open_read() as file:
+            if file.seek(0, os.SEEK_END) < self._log_offset:  # it was emptied because of its size
+                self._log_offset = 0
             file.seek(self._log_offset)
             text = file.read()
         complete = text.rfind(b"\n") + 1

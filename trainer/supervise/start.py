@@ -77,6 +77,8 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         last = read_node(run_dir) or {}
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
         state = run_dir / "state"
+        if (state / "go").is_folder():
+            (state / "go").remove_folder()
         for stale in {*(state / name for name in state.entries()), run_dir / "stop"} - {run_dir / STATE}:
             stale.remove(missing_ok=True)
         if wanted.backend == "slurm":

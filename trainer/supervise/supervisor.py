@@ -23,6 +23,7 @@ from trainer.supervise.environment import run_environment
 from trainer.supervise.files import SupervisorError, hold_lock, read_log, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath, run_folder
+from trainer.supervise.logs import limit_logs
 from trainer.supervise.options import StartRequest, parse_flags
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
@@ -31,11 +32,12 @@ from trainer.supervise.status import ENDED_WELL
 from trainer.supervise.waiting import AGAIN, POLL, STATE, begin_waiting, end_waiting, take_request
 
 TICK = 0.1  # s between two checks of the child processes, as torchrun's own --monitor-interval
-HOLD_LIMIT = 120.0  # s to wait for the file `state/go`
+HOLD_LIMIT = 120.0  # s to wait for the folder `state/go`
 RESTART_DELAY_LIMIT = 60.0  # s between two starts of a torchrun that fails; the first delay is 1 s
 LIGHTHOUSE_DELAY = 1.0  # s between two starts of the lighthouse
 LIGHTHOUSE_STARTS = 3  # consecutive starts of a lighthouse that exits by itself, such as where its port is taken
 KILL_LIMIT = 10.0  # s for killed processes to end
+LOG_INTERVAL = 10.0  # s between two looks at the size of the logs
 WAIT_TICK = 0.5  # s between two looks for a request: a start also wakes this process
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
@@ -81,6 +83,7 @@ class Supervisor:
         self.best_step, self.failed_in_a_row, self.restarted = -1, 0, 0
         self.lighthouse: subprocess.Popen[bytes] | None = None
         self.lighthouse_started, self.lighthouse_exits = 0.0, 0
+        self.logs_limited = -LOG_INTERVAL
         self.stop_requested = self.to_be_started = False
         self.may_fork = request.standby > 0 and may_serve(request.command, request.teaches)
         self.oom_kills = oom_kills()
@@ -212,6 +215,9 @@ class Supervisor:
             if not importing and not self.request.teaches and self.ranks.update(torchrun.pid):
                 self.save()
             self.keep_lighthouse()
+            if time.monotonic() - self.logs_limited >= LOG_INTERVAL:
+                limit_logs(self.run_dir / "logs")
+                self.logs_limited = time.monotonic()
             useless = self.elastic and self.ranks.mistake() not in ("", "DiskError")  # torchrun would restart the ranks
             if self.ranks.exit_is_overdue() or "error" in self.node or useless:
                 self.kill_all(torchrun, spare=self.kept(self.lighthouse))
@@ -294,7 +300,7 @@ class Supervisor:
         return True
 
     def wait_for_go(self) -> bool:
-        """Wait for the file `state/go`; return whether it appeared before a stop and before the limit."""
+        """Wait for `state/go`; return whether it appeared before a stop and before the limit."""
         self.save()
         with contextlib.suppress(SupervisorError):  # the start of torchrun reports it
             self.prepare_standby()  # it imports while other hosts get ready

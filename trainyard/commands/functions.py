@@ -33,10 +33,10 @@ from trainyard.queue.manage import manage_queue
 from trainyard.run.check_training import check_spec
 from trainyard.run.check_training import check_training as train_alone
 from trainyard.run.errors import RunError
+from trainyard.run.gathered_logs import copy_logs
 from trainyard.run.merge import make_merge_options, merge_runs
 from trainyard.run.plan import PORTS
 from trainyard.run.runs import manage_runs
-from trainyard.run.status import find_parts, no_such_run
 from trainyard.run.types import SessionState, plain, read
 from trainyard.service_records import following
 
@@ -100,18 +100,12 @@ def attach(call: Call) -> dict[str, Any]:
 
 
 def logs(call: Call) -> dict[str, Any]:
-    """Copy the logs of a run from all its hosts, by the playbook."""
-    assert call.play
+    """Copy the logs of a run from all its hosts."""
     options, cluster = call.options(LogsOptions), call.cluster
     run = _named_run(call, options)
-    parts, missing = find_parts(run, cluster.hosts, cluster.connect, call.launch.answer_limit)
-    if not parts and not missing:
-        raise no_such_run(run)
     default = call.top / "runs" / run / "logs-from"
     folder = user_path(options.logs_to, "logs_to").absolute() if options.logs_to else default
-    call.play({"run": run, "logs_to": str(folder), "logs_max_mib": options.logs_max_mib})
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return {"run": run, "folder": str(folder), "files": files}
+    return copy_logs(run, cluster.hosts, cluster.connect, folder, options.logs_max_mib << 20, call.check)
 
 
 def distill(call: Call) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from trainer.config.yaml_text import YamlError, parse_yaml
 from trainer.errors import UserError
 from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
@@ -58,8 +57,8 @@ def find_run(
             continue
         try:
             result = checked_reply("trained result.json", untrusted_json(text["result.json"]))
-            spec = yaml.safe_load(text["spec.yml"])
-        except (ReplyError, yaml.YAMLError, RecursionError) as error:
+            spec = parse_yaml(text["spec.yml"])
+        except (ReplyError, YamlError) as error:
             raise UserError(f"{name}: {folders[name]}: {error}") from None
         kind = next((kind for kind in ("adapter", "model") if result.get(f"{kind}_sha256")), "")
         if kind:
@@ -73,16 +72,22 @@ def find_run(
 
 
 def _base_config(connection: HostConnection, spec: Any) -> dict[str, Any]:
-    """Return config.json of the base model of a run, which its host has. Empty if it is not readable."""
+    """Return config.json of the base model of a run, which its host has. Empty if it is not readable, or not of a model.
+
+    Code of a rank can write the spec, and put links in folders of runs.
+    """
     folder = spec.get("model") if isinstance(spec, dict) else None
     if not isinstance(folder, str) or not folder.startswith("/"):
         return {}
     try:
-        reply = connection.call("read_files", {"folder": folder, "text": ["config.json"]})
-        config = untrusted_json(reply["text"].get("config.json") or "{}")
+        runs = f"{connection.host.data_dir}/runs"
+        name = f"{folder}/config.json".removeprefix(f"{runs}/")
+        root, name = (folder, "config.json") if name.startswith("/") else (runs, name)
+        reply = connection.call("read_files", {"folder": root, "text": [name]})
+        config = untrusted_json(reply["text"].get(name) or "{}")
     except (RemoteError, ReplyError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return config if isinstance(config, dict) and isinstance(config.get("model_type"), str) else {}
 
 
 def copy_files(run: TrainedRun, connection: HostConnection, folder: Path) -> Path:

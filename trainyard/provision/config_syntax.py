@@ -70,7 +70,7 @@ def config_word(value: Any) -> str:
 
 
 def config_string(value: Any) -> str:
-    """Return text in double quotes, for formats without escapes in quotes, such as logrotate.conf(5) and ssh_config(5).
+    """Return text in double quotes, for formats without escapes in quotes, such as ssh_config(5).
 
     Raises:
         ValueError: the text has a control character or a quote, or ends with a backslash.

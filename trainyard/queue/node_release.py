@@ -35,6 +35,8 @@ HARMLESS = ("Duplicate jobid",)
 # A process of a job did not end in time, such as while the host shut down: harmless when it has ended.
 PROCESS_LEFT = ("Kill task failed", "Epilog error", "Prolog error")
 
+# What lease_step.py creates: as root, this program opens no other path that a process names.
+_LEASE = re.compile(r"/(?:.*/)?leases/[0-9]+")
 _USED_GPU = re.compile(r"gpu:(?:[^:,(]+:)?[1-9]")
 
 
@@ -82,13 +84,13 @@ def count_gpus(node: str) -> None:
 
 def leased() -> dict[int, Path]:
     """Return the file of the lease of every process that has one, except for processes of containers, which have other
-    files."""
+    files. Any process can name a path."""
     found = {pid: environ(pid).get(LEASE_VARIABLE, "") for pid in all_pids()}
     here = namespace("self")
     return {
         pid: Path(text)
         for pid, text in found.items()
-        if text.startswith("/") and namespace(pid) == here and is_running(pid)
+        if _LEASE.fullmatch(text) and namespace(pid) == here and is_running(pid)
     }
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote.receive import STALE
 from trainyard.remote.trees import matching, path_below, remove_tree
 
+BLOCK = 1 << 20  # bytes
 FOLDER = ".exchange"  # in the folder of all runs, or in the store: a move stays on one file system
 
 
@@ -25,8 +26,9 @@ def exchange(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `root`, the folder of all runs, or the store; `token` of these copies, which names their folder; `lend`, paths
-            below `root` that get the names 0, 1, ... in that folder; `remove`, paths below `root`; `aside`, [pattern, folder]: move what matches
-            to that folder; `take`, {path below `root`: name in the folder of these copies}, in this order; `end`, remove the folder.
+            below `root` that get the names 0, 1, ... in that folder; `size`, the bytes of which larger ones have only the last;
+            `remove`, paths below `root`; `aside`, [pattern, folder]: move what matches to that folder; `take`, {path below `root`:
+            name in the folder of these copies}, in this order; `end`, remove the folder.
 
     Returns:
         Nothing. OSError for a path that is no regular file, or has a link in it.
@@ -37,7 +39,7 @@ def exchange(request: dict[str, Any]) -> dict[str, Any]:
     folder.make_folder(0o700)
     _remove_old(folder.parent)
     for number, path in enumerate(request.get("lend", [])):
-        _lend(path_below(root, f"{root}/{path}"), folder / str(number))
+        _lend(path_below(root, f"{root}/{path}"), folder / str(number), request.get("size", sys.maxsize))
     for path in request.get("remove", []):
         remove_tree(path_below(root, f"{root}/{path}"))
     if "aside" in request:
@@ -55,18 +57,21 @@ def exchange(request: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _lend(source: LinkFreePath, name: LinkFreePath) -> None:
-    """Give a regular file a second name. Raises OSError."""
-    try:
-        with source.in_folder() as here, name.in_folder() as there:
-            os.link(source.name, name.name, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
-        if stat.S_ISREG(name.stat().st_mode):
-            return
-        name.remove()  # the second name of a link, which `open` refuses
-    except OSError:  # a file system without such names, or a file of another user
-        pass
+def _lend(source: LinkFreePath, name: LinkFreePath, size: int) -> None:
+    """Give a regular file a second name; copy the last `size` bytes of a larger one. Raises OSError."""
+    if source.stat().st_size <= size:
+        try:
+            with source.in_folder() as here, name.in_folder() as there:
+                os.link(source.name, name.name, src_dir_fd=here, dst_dir_fd=there, follow_symlinks=False)
+            if stat.S_ISREG(name.stat().st_mode):
+                return
+            name.remove()  # the second name of a link, which `open` refuses
+        except OSError:  # a file system without such names, or a file of another user
+            pass
     with source.open_read() as content, name.create(0o600) as copy:
-        shutil.copyfileobj(content, copy)
+        content.seek(max(0, content.seek(0, os.SEEK_END) - size))
+        while size and (block := content.read(min(size, BLOCK))):
+            size -= copy.write(block)
 
 
 def _remove_old(parent: LinkFreePath) -> None:

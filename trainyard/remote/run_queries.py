@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainyard.remote.trees import matching
 CHUNK = 256 << 10  # bytes of metrics in one answer
 SPEC_LIMIT = 256 << 10  # bytes
 SEARCH_LIMIT = 64 << 20  # bytes of a log that a search reads, from its end
+PART = 1 << 20  # bytes of it that are in memory at a time, and the rest of their last line
 MATCHES = 500  # lines that a search returns, the last ones
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECORDS = ("metrics.jsonl", "evals.jsonl")
@@ -86,10 +88,12 @@ def search(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]
     with path.open_read() as file:
         skipped = max(0, file.seek(0, os.SEEK_END) - SEARCH_LIMIT)
         file.seek(skipped)
-        matches = [
-            line for line in file.read(SEARCH_LIMIT).decode(errors="replace").splitlines() if text in line.lower()
-        ]
-    return {"lines": [line[:4000] for line in matches[-MATCHES:]], "found": len(matches), "skipped": skipped}
+        found, last = 0, deque[str](maxlen=MATCHES)
+        while file.tell() < skipped + SEARCH_LIMIT and (part := file.read(PART) + file.readline(PART)):
+            lines = [line for line in part.decode(errors="replace").splitlines() if text in line.lower()]
+            found += len(lines)
+            last.extend(line[:4000] for line in lines)
+    return {"lines": list(last), "found": found, "skipped": skipped}
 
 
 def describe(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from trainer.supervise.status import read_state
 from trainyard.remote import queue as slurm_queue
 from trainyard.remote.host_use import HostUse, gpu_use, ollama_use
 from trainyard.remote.run_queries import QUERIES, RUN_NAME
-from trainyard.remote.trees import files_below, matching
+from trainyard.remote.trees import matching
 
 TICK = 0.5  # s between two checks of the runs that are alive
 SCAN = 2.0  # s between two checks of all run folders, and between two samples of the host
@@ -31,6 +31,7 @@ BEAT = 1.0  # s without a line after which an empty one is sent
 SILENCE = 30.0  # s without a line from the controller after which the connection counts as lost
 OLLAMA = 10.0  # s between two requests to Ollama
 CHECKPOINTS = 50  # of a run, the newest
+CHECKPOINT_FILES = 20_000  # of them together
 _OUTPUT = threading.Lock()  # of standard output
 
 
@@ -182,13 +183,17 @@ class Sampler:
 
 
 def checkpoints(run_dir: LinkFreePath) -> list[dict[str, Any]]:
-    """Return `step`, `bytes` and `time` of the newest complete checkpoints, by step."""
-    found = []
-    for folder in matching(run_dir, "checkpoints/step-*")[-CHECKPOINTS:]:
+    """Return `step`, `bytes` and `time` of the newest complete checkpoints, by step: of CHECKPOINT_FILES files. They have no folders."""
+    found, left = [], CHECKPOINT_FILES
+    for folder in reversed(matching(run_dir, "checkpoints/step-*")[-CHECKPOINTS:]):
         with contextlib.suppress(OSError, ValueError):
-            size = sum((folder / name).stat().st_size for name in files_below(folder))
+            names = folder.entries(left)
+            left -= len(names)
+            size = sum((folder / name).stat().st_size for name in names)
             found.append({"step": int(folder.name[5:]), "bytes": size, "time": folder.stat().st_mtime})
-    return found
+        if not left:
+            break
+    return found[::-1]
 
 
 def _changed(path: LinkFreePath) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.link_free import ENTRIES, LinkFreePath
 
 DEPTH = 16  # folders in folders
 
@@ -32,13 +32,19 @@ def files_below(folder: LinkFreePath, below: str = "", depth: int = 0) -> Iterat
             yield f"{below}{name}"
 
 
-def matching(folder: LinkFreePath, pattern: str) -> list[LinkFreePath]:
-    """Return the paths below a folder that match a pattern such as ``logs/*.log``, in their order; a link is one, too."""
+def matching(folder: LinkFreePath, pattern: str, limit: int = ENTRIES) -> list[LinkFreePath]:
+    """Return the paths below a folder that match a pattern such as ``logs/*.log``, in their order; a link is one, too.
+
+    At most `limit` names of all folders together are read.
+    """
     found = [folder]
     for part in pattern.split("/"):
-        found = [
-            path / name for path in found if path.is_folder() for name in path.entries() if fnmatchcase(name, part)
-        ]
+        inside: list[LinkFreePath] = []
+        for path in found:
+            names = path.entries(limit) if limit and path.is_folder() else []
+            limit -= len(names)
+            inside += [path / name for name in names if fnmatchcase(name, part)]
+        found = inside
     return found
 
 

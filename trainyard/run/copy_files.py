@@ -25,6 +25,7 @@ from trainyard.remote.exchange import FOLDER
 PATIENCE = 60.0  # s for a copy, in addition to the time that its size takes
 MIN_RATE = 100_000  # bytes per second; a slower host is given up
 REPLY_LIMIT = 600.0  # s for a host to compute digests
+EDIT_LIMIT = 1 << 20  # bytes of a file that is read to edit it
 FREE_SPACE = 256 << 20  # bytes that a copy leaves free on the controller
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=,~ -]{0,254}")
 
@@ -64,19 +65,20 @@ class Exchange:
 
 
 @contextlib.contextmanager
-def lent_files(connection: HostConnection, root: str, names: Sequence[str]) -> Iterator[dict[str, str]]:
+def lent_files(connection: HostConnection, root: str, names: Sequence[str], end: int = 0) -> Iterator[dict[str, str]]:
     """Yield the paths at which files of a host can be fetched, by name. Raises RemoteError.
 
     Args:
         root: the folder of all runs, or the store.
         names: of the files, below `root`. One that is reached through a link is refused.
+        end: bytes of which larger files have only the last; 0: no limit.
     """
     if not names:
         yield {}
         return
     exchange = Exchange(connection, root)
     try:
-        exchange.call(lend=list(names))
+        exchange.call(lend=list(names), **({"size": end} if end else {}))
         yield {name: exchange.path(str(number)) for number, name in enumerate(names)}
     finally:
         with contextlib.suppress(RemoteError):  # the host removes it after a day
@@ -138,7 +140,7 @@ def copy_artifacts(
     Args:
         folder: the target, which receives the files under their names in the run folder.
         patterns: the files to copy, such as ``adapter/*``.
-        edits: by name, what makes the copy of a small file from the file. Such a file is always fetched.
+        edits: by name, what makes the copy of a small file from the file. Such a file is always fetched, and has at most EDIT_LIMIT bytes.
 
     Raises:
         RemoteError: a name, size or content is not what the host may send, or a copy fails.
@@ -152,6 +154,8 @@ def copy_artifacts(
         check_name(name, patterns)
         if name not in sizes:
             raise RemoteError(f"sent no size of {name}")
+        if name in (edits or {}) and sizes[name] > EDIT_LIMIT:
+            raise RemoteError(f"{run_dir}/{name} has more than {EDIT_LIMIT >> 20} MiB: it is none of peft's")
     folder.mkdir(parents=True, exist_ok=True)
     check_inside(folder, digests)
     edits = edits or {}

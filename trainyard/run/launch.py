@@ -20,6 +20,12 @@ from trainyard.run.types import PlanEntry, Report
 
 READY_LIMIT = 60.0  # s for a host to get ready
 BEGIN_LIMIT = 20.0  # s for a host to receive the command to begin
+# Code of a rank could make `state` a link, which `cd -P` shows, or `go` a link or a FIFO, which mkdir neither follows nor waits for.
+BEGIN = (
+    "cd -P RUN_DIR && run=$PWD && cd -P ./state || exit; "
+    'if [ "$PWD" != "$run/state" ]; then echo "$run/state is a symbolic link: remove it" >&2; exit 1; fi; '
+    """mkdir go && date '+{"now": %s.%N}'"""
+)
 STOP_LIMIT = 30.0  # s for a host to answer a stop request, besides the grace period
 STANDBY_LIMIT = 180.0  # s that a standby process waits for a restart: longer than the longest delay and the plan
 
@@ -60,7 +66,7 @@ def start_ranks(
     ).wait(READY_LIMIT)
     begun = ready
     if not ready.errors:
-        begun = FanOut({e.host: functools.partial(_begin, connections[e.host], e) for e in entries})
+        begun = FanOut({e.host: functools.partial(begin, connections[e.host], e.run_dir) for e in entries})
         begun.wait(BEGIN_LIMIT)
     if begun.errors:
         # A host that refused may run another run, or another start of this one. Leave that alone.
@@ -118,11 +124,10 @@ def paths_in(value: Any) -> set[str]:
     return set().union(*map(paths_in, values))
 
 
-def _begin(connection: HostConnection, entry: PlanEntry) -> dict[str, Any]:
-    # A shell command, because Python would take longer to start and the ranks would start further apart. The file
-    # must not exist (set -C): code of a rank could make it a link.
-    file = shlex.quote(f"{entry.run_dir}/state/go")
-    return connection.run(f"set -C; : >{file} && date '+{{\"now\": %s.%N}}'", verb="begin")
+def begin(connection: HostConnection, run_dir: str) -> dict[str, Any]:
+    """Let the supervisor of a host start torchrun; return the time there, `now`. Raises RemoteError."""
+    # A shell command, because Python would take longer to start and the ranks would start further apart.
+    return connection.run(BEGIN.replace("RUN_DIR", shlex.quote(run_dir)), verb="begin")
 
 
 def stop_parts(
