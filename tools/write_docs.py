@@ -156,7 +156,7 @@ def names_of_other_tools() -> str:
     return f"""## Names of other tools
 
 Files, flags and `-e` also accept names of Hugging Face (transformers, TRL, peft, accelerate) and of OpenDiLoCo, with dashes or
-underscores. Two names of one field with different values are an error.
+underscores. Two names of one field with different values are an error. [`trainyard import`](import.md) converts files of other tools.
 
 YAML reads 0123 as 83 and 1:30 as 90: such numbers are refused, and so is a fraction where a text is expected (`run: 1.10` would be 1.1):
 write a text in quotes.

@@ -229,7 +229,7 @@ def test_a_command_line_of_another_tool_under_torchrun(model_folder: Path, datas
     """torchrun passes --run-name on, but takes --run for an option of its own."""
     quick_start = f"--run-name mine --model_name_or_path {model_folder} --train-file {dataset} --max-seq-length 64 "
     quick_start += "--per_device_train_batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-2 --max_steps 2 "
-    quick_start += f"--report_to none --lora_rank 4 --fp16 false --logging_steps 1 --data-dir {tmp_path}"
+    quick_start += f"--report_to none --lora_r 4 --fp16 false --logging_steps 1 --data-dir {tmp_path}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
