@@ -95,20 +95,13 @@ def read_run_spec(
     given, further = resolve_aliases(read_tool_files(extra_vars), base, source=source)
     check_names(given, top, more)
     if file:
-        _check_file(base, file)
+        hint = (
+            "" if base.keys() <= FIELDS.keys() else "; `trainyard import` turns a file of another tool into a run spec"
+        )
+        make_spec(base, f"{file}{hint}")
     for note in notes + further:
         report(note)
     return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, source)
-
-
-def _check_file(values: Mapping[str, Any], file: str) -> None:
-    """Check the names and values of a file. Raises UserError, with a hint if the file may be one of another tool."""
-    try:
-        make_spec(values, file)
-    except UserError as error:
-        if values.keys() <= FIELDS.keys():
-            raise
-        raise UserError(f"{error}; `trainyard import` turns a file of another tool into a run spec") from None
 
 
 def plain_data(value: Any) -> Any:

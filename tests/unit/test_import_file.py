@@ -266,15 +266,6 @@ def test_the_tool_of_a_file() -> None:
     assert {name: tool_of(names) for name, names in MINIMAL.items()} == TOOLS
 
 
-def test_every_tool_is_an_option() -> None:
-    from trainyard.commands.options import ImportOptions
-
-    for tool in TOOLS:
-        assert ImportOptions.from_variables({"tool": tool}, "import").tool == tool
-    with pytest.raises(UserError, match="expected one of auto, "):
-        ImportOptions.from_variables({"tool": "other"}, "import")
-
-
 # The command -------------------------------------------------------------------------------------------------------------
 
 

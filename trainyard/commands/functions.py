@@ -8,13 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.formats import printable
 from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.commands.call import Call
 from trainyard.commands.options import (
     DataOptions,
-    ImportOptions,
     LogsOptions,
     PreflightOptions,
     RunOptions,
@@ -25,7 +23,7 @@ from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboar
 from trainyard.dashboard.project import Project
 from trainyard.evaluate.evaluate import EvaluateOptions
 from trainyard.evaluate.evaluate import evaluate as run_evaluate
-from trainyard.import_file.spec_text import import_files
+from trainyard.import_file.import_options import ImportOptions, write_spec
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.options import make_deploy_options
@@ -81,22 +79,8 @@ def data(call: Call) -> None:
 
 
 def import_config(call: Call) -> dict[str, Any]:
-    """Turn configuration files of other tools into a run spec, which is printed or written."""
-    options = call.options(ImportOptions)
-    if not options.files:
-        raise UserError(f"import: name a file, as in {front_end.command('import', 'axolotl.yml')}")
-    files = [user_path(file, "import") for file in options.files]
-    imported = import_files(files, options.tool, options.ranks)
-    if not options.output:
-        return {"lines": imported.lines, "summary": imported.summary}
-    path = user_path(options.output, "output")
-    if not call.check:
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write("\n".join([*imported.lines, ""]))
-        except OSError as error:
-            raise UserError(f"output: cannot write {printable(path)}: {error.strerror}") from None
-    return {"lines": [*imported.summary, f"{'would write' if call.check else 'wrote'} {path}"], "file": str(path)}
+    """Turn configuration files of other tools into a run spec."""
+    return write_spec(call.options(ImportOptions), call.check)
 
 
 def status(call: Call) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from trainyard.commands.groups import COMMON, LAUNCH, LAUNCH_OPTIONS, SPEC, Grou
 from trainyard.commands.options import (
     CompletionOptions,
     DataOptions,
-    ImportOptions,
     LogsOptions,
     PreflightOptions,
     RunOptions,
@@ -23,6 +22,7 @@ from trainyard.commands.options import (
 from trainyard.dashboard.options import DashboardOptions
 from trainyard.evaluate.evaluate import OPTIONS as EVALUATE_OPTIONS
 from trainyard.front_end import playbook_of
+from trainyard.import_file.import_options import ImportOptions
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.options import DeployOptions
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE

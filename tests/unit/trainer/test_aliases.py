@@ -163,7 +163,7 @@ def test_a_file_of_another_tool_is_for_the_import(tmp_path: Path) -> None:
 
 
 def test_names_of_other_tools_as_extra_variables() -> None:
-    given = {"per-device-train-batch-size": "2", "learning_rate": "1e-3", "hv": {"local-steps": 7}, "max-steps": 5}
+    given = {"per-device-train-batch-size": "2", "learning_rate": "1e-3", "hv.local-steps": 7, "max-steps": 5}
     notes: list[str] = []
     spec = read_run_spec("", given | {"min_nodes": 2}, TOP, notes.append)
     assert (spec.batch_size, spec.lr, spec.local_steps, spec.max_steps) == (2, 1e-3, 7, 5)
