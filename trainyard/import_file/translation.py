@@ -180,11 +180,11 @@ class Translation:
             self.note(name, key, given, note)
 
     def drop(self, name: str, reason: str) -> None:
-        """Take back a field that cannot be combined with others: the names that set it are refused."""
-        self.values.pop(name, None)
+        """Take back a field that cannot be combined with others: the names that set it are refused, if they ask for something."""
+        where = self.unused if self.values.pop(name, None) is False else self.impossible
         for origin in self.origins.pop(name, []):
-            if not origin.startswith(BY_DEFAULT) and origin not in self.impossible.setdefault(reason, []):
-                self.impossible[reason].append(origin)
+            if not origin.startswith(BY_DEFAULT) and origin not in where.setdefault(reason, []):
+                where[reason].append(origin)
 
     def note(self, name: str, key: str, value: Any, note: str = "") -> None:
         """Add a name to the origins of a field that is set."""
