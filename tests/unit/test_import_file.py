@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -17,6 +19,7 @@ from trainer.errors import UserError
 from trainer.spec import make_spec
 from trainyard.cli import __main__ as program
 from trainyard.import_file.hugging_face import TRANSFORMERS_ROWS
+from trainyard.import_file.import_options import ImportOptions
 from trainyard.import_file.spec_text import TOOLS, import_files, tool_of
 from trainyard.import_file.translation import Impossible, Section, Unused
 
@@ -264,6 +267,16 @@ def test_text_of_a_file_stays_in_comments(tmp_path: Path) -> None:
 
 def test_the_tool_of_a_file() -> None:
     assert {name: tool_of(names) for name, names in MINIMAL.items()} == TOOLS
+
+
+def test_every_tool_is_an_option() -> None:
+    assert list(get_args(ImportOptions.model_fields["tool"].annotation)) == ["auto", *TOOLS]
+
+
+def test_other_commands_do_not_read_the_tables() -> None:
+    program = "import sys, trainyard.commands.table; print([name for name in sys.modules if 'import_file' in name])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["['trainyard.import_file',", "'trainyard.import_file.import_options']"]
 
 
 # The command -------------------------------------------------------------------------------------------------------------

@@ -34,8 +34,6 @@ def run_command(command: Command, arguments: Arguments, top: Path, output: Outpu
     if command.run is None or command.by_playbook:
         run_playbook(command, arguments, launch, top, output)
         return {"playbook": command.playbook, "lines": []}
-    if not command.on_hosts:
-        return command.run(_call_without_hosts(command, arguments, top, output))
     call = _call(command, arguments, launch, top, output)
     call.check_names()
     return command.run(call)
@@ -44,8 +42,14 @@ def run_command(command: Command, arguments: Arguments, top: Path, output: Outpu
 def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: Path, output: Output) -> Call:
     from trainyard.ansible_adapter import Inventory
 
-    inventory = Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
-    extra_vars, given, flags = inventory.extra_vars, dict[str, Any](), dict[str, Any]()
+    if command.on_hosts:
+        inventory = Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
+        cluster, extra_vars = inventory.cluster(launch), inventory.extra_vars
+    elif arguments.inventory or arguments.extra_vars:
+        raise UserError(f"{command.name}: it concerns no hosts: omit --inventory and --extra-vars")
+    else:
+        cluster, extra_vars = Cluster([], {}, {}, _no_host, make_options), {}
+    given, flags = dict[str, Any](), dict[str, Any]()
     for group in own_groups(command.groups):
         known = {name: value for name, value in extra_vars.items() if group.knows(name)} | arguments.of(group)
         given |= {group.field_name(name): value for name, value in known.items()}
@@ -57,7 +61,7 @@ def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: P
         given=given,
         extra_vars=extra_vars,
         values=extra_vars | flags,
-        cluster=inventory.cluster(launch),
+        cluster=cluster,
         top=top,
         report=output.report,
         check=arguments.switch("check"),
@@ -66,15 +70,5 @@ def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: P
     )
 
 
-def _call_without_hosts(command: Command, arguments: Arguments, top: Path, output: Output) -> Call:
-    """Return the call of a command that reads no inventory. Raises UserError for flags that need one."""
-    if arguments.inventory or arguments.extra_vars:
-        raise UserError(f"{command.name}: it concerns no hosts: omit --inventory and --extra-vars")
-    given = {name: value for group in command.groups for name, value in arguments.of(group).items()}
-    cluster = Cluster([], {}, {}, connect=_no_host, launch_of=make_options)
-    how: dict[str, Any] = {"check": arguments.switch("check"), "as_json": output.as_json}
-    return Call(command.name, command.all_groups, given, {}, given, cluster, top, output.report, **how)
-
-
 def _no_host(host: Host | str) -> HostConnection:
-    raise AssertionError(host)
+    raise AssertionError(f"{host}: the command concerns no hosts")

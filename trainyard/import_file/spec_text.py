@@ -13,10 +13,12 @@ import yaml
 from trainer.config import FIELDS, parse_mapping
 from trainer.errors import UserError
 from trainer.formats import counted, printable
+from trainer.inputs import user_path
 from trainer.spec import make_spec
 from trainyard.import_file.axolotl import AXOLOTL
 from trainyard.import_file.config_file import read_names
 from trainyard.import_file.hugging_face import TRANSFORMERS, TRL
+from trainyard.import_file.import_options import ImportOptions
 from trainyard.import_file.llama_factory import LLAMA_FACTORY, LLAMA_FACTORY_V1
 from trainyard.import_file.parallelism import ACCELERATE, DEEPSPEED, settle_deepspeed, settle_strategy
 from trainyard.import_file.translation import Tool, Translation
@@ -50,6 +52,24 @@ def tool_of(names: dict[str, Any]) -> Tool | None:
     known = {tool: sum(name.replace("-", "_") in TOOLS[tool].rows for name in names) for tool in TOOLS}
     best = max(known, key=lambda tool: known[tool])
     return TOOLS[best] if known[best] else None
+
+
+def write_spec(options: ImportOptions, check: bool) -> dict[str, Any]:
+    """Return the run spec as lines; with `output`, write it, and return what a user must look at. Raises UserError."""
+    if not options.files:
+        raise UserError("import: name a configuration file of another tool, such as axolotl.yml")
+    files = [user_path(file, "import") for file in options.files]
+    imported = import_files(files, options.tool, options.ranks)
+    if not options.output:
+        return {"lines": imported.lines, "summary": imported.summary}
+    path = user_path(options.output, "output")
+    try:
+        if not check:
+            with path.open("x", encoding="utf-8") as file:
+                file.write("\n".join([*imported.lines, ""]))
+    except OSError as error:
+        raise UserError(f"output: cannot write {printable(path)}: {error.strerror}") from None
+    return {"lines": [*imported.summary, f"{'would write' if check else 'wrote'} {path}"], "file": str(path)}
 
 
 def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> Imported:
