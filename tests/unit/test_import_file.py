@@ -70,7 +70,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (BASE, {"gradient_checkpointing": "offload", "optimizer": "adamw_bnb_8bit"}, {"gradient_checkpointing": True, "optimizer": "adamw8bit"}),
     (BASE, {"train_on_inputs": True, "val_set_size": 0.1}, {"train_on": "all", "eval_split": 0.1}),
     (BASE, {"fsdp": ["full_shard", "auto_wrap", "offload"]}, {"strategy": "fsdp", "fsdp_shard": "all", "fsdp_offload": True}),
-    (BASE, {"fsdp_version": 2, "fsdp_config": {"offload_params": True, "reshard_after_forward": False}}, {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),
+    (BASE, {"fsdp_version": 2, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}, {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),
     (BASE, {"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}}, {"gradient_checkpointing": True}),
     (BASE, {"wandb_project": "p", "output_dir": "./out/x y/"}, {"loggers": ["wandb"], "wandb_project": "p", "run": "out-x-y"}),
     (BASE, {"datasets": [{"path": "a", "type": "alpaca"}, {"path": "b", "name": "en", "split": "train[:5%]"}]}, {"dataset": [{"path": "a"}, {"path": "b", "config": "en", "split": "train[:5%]"}]}),
@@ -175,6 +175,9 @@ def test_several_files_describe_one_run(tmp_path: Path) -> None:
         "zero_optimization": {"overlap_comm": True}
     }
     assert imported(tmp_path, TRL, ranks=3)[0]["gradient_accumulation"] == 3
+    assert imported(tmp_path, TRL | {"deepspeed": deepspeed}, deepspeed)[0]["max_grad_norm"] == 0.5
+    with pytest.raises(UserError, match="the options of DeepSpeed are given twice: keep one file"):
+        imported(tmp_path, TRL | {"deepspeed": {"gradient_clipping": 1.0}}, deepspeed)
     with pytest.raises(UserError, match="max_grad_norm"):
         imported(tmp_path, TRL | {"max_grad_norm": 2.0}, deepspeed)
 

@@ -46,7 +46,7 @@ def _fsdp_config(found: Translation, key: str, value: Any) -> None:
         if not isinstance(value, str):
             found.refuse(key, value, "expected names and values")
         return
-    found.read({str(name).removeprefix("fsdp_"): option for name, option in options.items()}, _FSDP, f"{key}.")
+    found.read(options, _FSDP_OPTIONS, f"{key}.")
     if "strategy" not in found.values:
         found.set("strategy", "fsdp", key, "fsdp")
 
@@ -80,9 +80,18 @@ def deepspeed(found: Translation, key: str, value: Any) -> None:
             found.set("strategy", "deepspeed", key, value)
         else:
             found.weak.append(("strategy", key, "deepspeed", "deepspeed"))
-        found.deepspeed = options, key
+        keep_deepspeed(found, options, key)
     elif not isinstance(value, str):
         found.refuse(key, value, "expected options of DeepSpeed, or the path of a file with them")
+
+
+def keep_deepspeed(found: Translation, options: Mapping[str, Any], key: str) -> None:
+    """Keep the options of DeepSpeed until all fields are known. Raises UserError if there are others already."""
+    if found.deepspeed[0] and found.deepspeed[0] != options:
+        raise UserError(
+            f"import: {printable(found.where)}: the options of DeepSpeed are given twice: keep one file of them"
+        )
+    found.deepspeed = options, key
 
 
 def settle_deepspeed(found: Translation) -> None:
@@ -184,6 +193,7 @@ _FSDP: Rows = {
         "forward_prefetch mixed_precision_policy",
     ),
 }
+_FSDP_OPTIONS: Rows = {**_FSDP, **{f"fsdp_{name}": row for name, row in _FSDP.items()}}
 FSDP_NAMES: Rows = {
     "fsdp": _fsdp_words,
     "fsdp_config": _fsdp_config,
@@ -232,7 +242,7 @@ ACCELERATE = Tool(
         "distributed_type": Alias("strategy", _DISTRIBUTED, note="ranks share the rows of a step"),
         "mixed_precision": ALIASES["mixed_precision"],
         "num_processes": _processes,
-        "fsdp_config": Section({**_FSDP, **{f"fsdp_{name}": row for name, row in _FSDP.items()}}),
+        "fsdp_config": Section(_FSDP_OPTIONS),
         "deepspeed_config": Section(_DEEPSPEED_PLUGIN),
         "dynamo_config": Section(_DYNAMO),
         "dynamo_backend": _DYNAMO["dynamo_backend"],

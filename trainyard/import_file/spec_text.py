@@ -20,7 +20,7 @@ from trainyard.import_file.config_file import read_names
 from trainyard.import_file.hugging_face import TRANSFORMERS, TRL
 from trainyard.import_file.import_options import ImportOptions
 from trainyard.import_file.llama_factory import LLAMA_FACTORY, LLAMA_FACTORY_V1
-from trainyard.import_file.parallelism import ACCELERATE, DEEPSPEED, settle_deepspeed, settle_strategy
+from trainyard.import_file.parallelism import ACCELERATE, DEEPSPEED, keep_deepspeed, settle_deepspeed, settle_strategy
 from trainyard.import_file.translation import Tool, Translation
 
 TOOLS = {
@@ -98,7 +98,7 @@ def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> I
                 "deepspeed",
                 [f"{printable(file.name)} is a file of DeepSpeed"],
             )
-            found.deepspeed = names, ""
+            keep_deepspeed(found, names, "")
         else:
             found.read(names, chosen.rows)
             chosen.finish(found)
