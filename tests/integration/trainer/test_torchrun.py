@@ -237,7 +237,7 @@ def test_a_command_line_of_another_tool_under_torchrun(model_folder: Path, datas
     )
     assert done.returncode == 0, done.stderr
     assert "gradient_accumulation_steps=2 is understood as gradient_accumulation=4" in done.stderr
-    assert "logging_steps is ignored: metrics.jsonl has every step" in done.stderr
+    assert "logging_steps is ignored: it has no effect on a run" in done.stderr
     spec = read_spec(tmp_path / "runs" / "mine" / "spec.yml", {}, "")
     assert (spec.rows_per_step, spec.lr, spec.lora_r, spec.loggers) == (4, 1e-2, 4, ("none",))
     assert len(losses(tmp_path / "runs" / "mine")) == 2
