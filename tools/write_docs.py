@@ -156,7 +156,7 @@ def names_of_other_tools() -> str:
     return f"""## Names of other tools
 
 Files, flags and `-e` also accept names of Hugging Face (transformers, TRL, peft, accelerate) and of OpenDiLoCo, with dashes or
-underscores. Two names of one field with different values are an error.
+underscores. Two names of one field with different values are an error. [`trainyard import`](import.md) converts files of other tools.
 
 YAML reads 0123 as 83 and 1:30 as 90: such numbers are refused, and so is a fraction where a text is expected (`run: 1.10` would be 1.1):
 write a text in quotes.
@@ -315,10 +315,11 @@ def command_line(text: str) -> str:
     rows = ["| command | playbook | what it does |", "| --- | --- | --- |"]
     for name, command in COMMANDS.items():
         word = f" [{command.positional.upper()}]" if command.positional else ""
-        rows.append(f"| `{name}{word}` | `{command.playbook}` | {command.summary} |")
+        playbook = f"`{command.playbook}` " if command.playbook else ""
+        rows.append(f"| `{name}{word}` | {playbook}| {command.summary} |")
     rows.append("| `completion [SHELL]` | | print the script that completes commands and flags in bash or zsh |")
     short = "\n".join(f"| `-{letter}` | `--{name.replace('_', '-')}` |" for letter, name in SHORT.items())
-    single = ("status", "data", "stop", "logs", "preflight")
+    single = ("status", "data", "import", "stop", "logs", "preflight")
     tables = [f"`trainyard {name}`:\n\n{option_table(COMMANDS[name].groups[0].fields)}" for name in single]
     verbs = "`trainyard queue list`, `history`, `cancel`, `hold`, `release` and `priority`"
     tables.append(f"{verbs}:\n\n{option_table(CHANGE_OPTIONS)}")

@@ -95,7 +95,10 @@ def read_run_spec(
     given, further = resolve_aliases(read_tool_files(extra_vars), base, source=source)
     check_names(given, top, more)
     if file:
-        make_spec(base, file)
+        hint = (
+            "" if base.keys() <= FIELDS.keys() else "; `trainyard import` turns a file of another tool into a run spec"
+        )
+        make_spec(base, f"{file}{hint}")
     for note in notes + further:
         report(note)
     return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, source)

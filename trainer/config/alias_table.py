@@ -147,8 +147,6 @@ _DTYPE = Alias(
     ),
     note=_FP32,
 )
-_LORA = Alias("lora_r", {"true": {}, "false": {"lora_r": 0}})
-_FOUR_BIT = Alias("quantize", _switch("quantize", "nf4", "none"))
 _EVAL_STRATEGY = Alias(
     "eval_interval",
     {"no": {"eval_split": 0}, "steps": {}, "epoch": {}},
@@ -185,11 +183,9 @@ _CONVERTED: dict[str, Alias] = {
     "mixed_precision": _DTYPE,
     "dtype": _DTYPE,
     "torch_dtype": _DTYPE,
-    "load_in_4bit": _FOUR_BIT,
-    "use_4bit": _FOUR_BIT,
+    "load_in_4bit": Alias("quantize", _switch("quantize", "nf4", "none")),
     "bnb_4bit_quant_type": Alias("quantize", {"nf4": {}}),
-    "use_peft": _LORA,
-    "use_lora": _LORA,
+    "use_peft": Alias("lora_r", {"true": {}, "false": {"lora_r": 0}}),
     "optim": Alias(
         "optimizer",
         _words(
@@ -246,23 +242,21 @@ _CONVERTED: dict[str, Alias] = {
 # Field -> names with the same values.
 _SAME = {
     "run": "run_name run_id",
-    "model": "model_name model_name_or_path path_model base_model model_id pretrained_model_name_or_path",
-    "dataset": "data dataset_name dataset_path dataset_name_or_path data_path train_file datasets",
-    "dataset_split": "split dataset_train_split",
-    "dataset_config": "subset dataset_subset dataset_config_name",
-    "columns": "column_mapping dataset_columns",
+    "model": "model_name model_name_or_path path_model pretrained_model_name_or_path",
+    "dataset": "dataset_name dataset_name_or_path train_file",
+    "dataset_split": "dataset_train_split",
+    "dataset_config": "dataset_config_name",
     "seq_length": "max_seq_length max_length block_size",
-    "epochs": "num_epochs num_train_epochs",
-    "max_steps": "steps total_steps max_train_steps",
-    "batch_size": "per_device_train_batch_size per_device_batch_size",
+    "epochs": "num_train_epochs",
+    "max_steps": "total_steps max_train_steps",
+    "batch_size": "per_device_train_batch_size",
     "gradient_accumulation": "gradient_accumulation_steps",
-    "total_batch_size": "global_batch_size",
     "lr": "learning_rate",
     "warmup": "warmup_steps warmup_ratio num_warmup_steps",
     "max_grad_norm": "gradient_clipping",
     "teacher": "teacher_model_name_or_path",
     "gkd_lambda": "lmbda",
-    "lora_r": "lora_rank peft_lora_r",
+    "lora_r": "peft_lora_r",
     "lora_alpha": "peft_lora_alpha",
     "lora_targets": "target_modules lora_target_modules",
     "gradient_checkpointing": "activation_checkpointing",
@@ -270,7 +264,6 @@ _SAME = {
     "deepspeed_stage": "zero_stage",
     "local_steps": "hv.local_steps",
     "outer_lr": "hv.outer_lr",
-    "seed": "random_seed",
     "eval_interval": "eval_steps",
     "checkpoint_interval": "save_steps ckpt.interval",
     "checkpoint_keep": "ckpt.topk",

@@ -14,7 +14,6 @@ MUTABLE = frozenset(name for name, field in FIELDS.items() if metadata(field)["m
 SUGGESTED = names_in(FIELDS, "suggested_names")
 DEPRECATED = names_in(FIELDS, "deprecated_names")
 MAX_ROWS = 1_048_576  # of a step
-GROUPS = ("hv", "ckpt")  # `hv: {local_steps: 5}` in a file is hv.local_steps
 
 
 @dataclass
@@ -68,7 +67,7 @@ def resolve_aliases(
     source: str = "",
     ranks: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Replace other names (``learning_rate``, ``hv.local_steps``, a mapping ``hv``) by field names, and convert their values.
+    """Replace other names (``learning_rate``, ``hv.local_steps``) by field names, and convert their values.
 
     Any of OpenDiLoCo's names ``hv.*`` implies ``strategy: diloco`` unless a strategy is set.
 
@@ -87,12 +86,11 @@ def resolve_aliases(
     """
     if values.keys() <= FIELDS.keys():
         return dict(values), []
-    flat = _flatten(values)
-    plain = {plain_name(name): value for name, value in flat.items()}
+    plain = {plain_name(name): value for name, value in values.items()}
     opendiloco = any(name.startswith("hv.") for name in plain)
     found = Resolved(f" in {source}" if source else "")
-    for name in sorted(flat, key=lambda name: plain_name(name) not in FIELDS):  # fields first
-        _resolve(found, name, flat[name], ranks, opendiloco)
+    for name in sorted(values, key=lambda name: plain_name(name) not in FIELDS):  # fields first
+        _resolve(found, name, values[name], ranks, opendiloco)
     for target, (name, value, notes) in found.weak.items():
         if target not in found.values:
             found.set(name, target, value)
@@ -105,14 +103,6 @@ def resolve_aliases(
     if opendiloco:
         _opendiloco(found, plain, defaults or {})
     return found.values, found.notes
-
-
-def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        nested = value.items() if name in GROUPS and isinstance(value, Mapping) else [(None, value)]
-        flat |= {name if key is None else f"{name}.{key}": item for key, item in nested}
-    return flat
 
 
 def _resolve(found: Resolved, name: str, value: Any, ranks: int | None, opendiloco: bool) -> None:

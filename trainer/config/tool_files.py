@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
 from trainer.config.alias_table import is_off
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.formats import printable
 from trainer.inputs import read_regular, user_path
 
@@ -28,6 +29,26 @@ def as_options(value: Any) -> Any:
         except RecursionError:
             raise ValueError("nested too deeply") from None
     return value
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Return the names and values of a JSON file, which error messages call `what`. Raises UserError."""
+    try:
+        options = json.loads(read_regular(path, _MAX_FILE), object_pairs_hook=_once)
+    except OSError as error:
+        raise UserError(f"{what}: cannot read {printable(path)}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{what}: {printable(path)} is not JSON: {first_line(error)}") from None
+    if not isinstance(options, dict):
+        raise UserError(f"{what}: {printable(path)}: expected an object with names and values")
+    return options
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        raise ValueError("a name is given twice")
+    return names
 
 
 DeepSpeedOptions = Annotated[dict[str, Any], BeforeValidator(as_options)]
@@ -47,15 +68,7 @@ def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
         value = found.get(name)
         if not isinstance(value, str) or value.strip().startswith("{") or is_off(value):
             continue
-        path = user_path(value, name)
-        try:
-            options = json.loads(read_regular(path, _MAX_FILE))
-        except OSError as error:
-            raise UserError(f"{name}: cannot read {printable(path)}: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"{name}: {printable(path)} is not JSON") from None
-        if not isinstance(options, dict):
-            raise UserError(f"{name}: {printable(path)}: expected an object with the options of DeepSpeed")
+        options = read_object(user_path(value, name), name)
         if name == "deepspeed" and "deepspeed_config" not in found:
             del found[name]
             found["deepspeed_config"] = options

@@ -19,7 +19,7 @@ _MAX_NUMBER = 10**12
 AUTO = "auto"  # transformers and accelerate fill such a value from their own arguments
 _ACCUMULATION = "gradient_accumulation_steps"
 # Options that change neither the result nor the files of a run, and their types.
-_FREE: dict[str, type[bool] | type[int]] = {
+FREE: dict[str, type[bool] | type[int]] = {
     "zero_optimization.overlap_comm": bool,
     "zero_optimization.contiguous_gradients": bool,
     "zero_optimization.reduce_scatter": bool,
@@ -40,7 +40,7 @@ _FREE: dict[str, type[bool] | type[int]] = {
     "steps_per_print": int,
 }
 # Of the loss scale. They have no effect, because strategy=deepspeed computes in float32 or bfloat16.
-_LOSS_SCALE = {
+LOSS_SCALE = {
     f"fp16.{name}"
     for name in (
         "auto_cast", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "consecutive_hysteresis",
@@ -74,8 +74,7 @@ def derived_fields(config: Any, values: Mapping[str, Any], ranks: int | None) ->
     Raises:
         ValueError: the options are nested too deeply, or need the number of ranks.
     """
-    leaves = _leaves(config) if isinstance(config, Mapping) else ()
-    options = {name: value for name, value in leaves if value != AUTO}
+    options = {name: value for name, value in leaves(config) if value != AUTO} if isinstance(config, Mapping) else {}
     found: dict[str, tuple[Any, str]] = {}
     for name, field in _FIELDS.items():
         if name in options:
@@ -111,7 +110,7 @@ def _of_all_ranks(count: Any, ranks: int | None) -> Any:
     return count * ranks
 
 
-def _owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
+def owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
     """Return {option: (value that the spec gives it, or a tuple of equivalent values; field of the spec)}."""
     device = "none" if spec.deepspeed_offload == "none" else "cpu"
     return {
@@ -148,14 +147,14 @@ def _owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of nested mappings. Raises ValueError if they are nested too deeply."""
     for name, value in config.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
             if depth == _MAX_DEPTH:
                 raise ValueError(f"deepspeed_config: {printable(path, 80)}: the mappings are too deep")
-            yield from _leaves(value, f"{path}.", depth + 1)
+            yield from leaves(value, f"{path}.", depth + 1)
         else:
             yield path, value
 
@@ -166,18 +165,18 @@ def check_file(spec: RunSpec) -> None:
     Raises:
         ValueError: an option that a run does not take, or whose value differs from that of a field.
     """
-    owned = _owned(spec)
-    for number, (name, value) in enumerate(_leaves(spec.deepspeed_config)):
+    fields = owned(spec)
+    for number, (name, value) in enumerate(leaves(spec.deepspeed_config)):
         shown = printable(name, 80)
         if number == _MAX_OPTIONS:
             raise ValueError(f"deepspeed_config: more than {_MAX_OPTIONS} options")
-        if value == AUTO or name in _LOSS_SCALE:
+        if value == AUTO or name in LOSS_SCALE:
             continue
-        if name in owned:
-            _check_owned(shown, value, *owned[name])
-        elif name in _FREE:
-            if not (isinstance(value, bool) if _FREE[name] is bool else _is_whole(value)):
-                kind = "true or false" if _FREE[name] is bool else "an integer >= 0"
+        if name in fields:
+            _check_owned(shown, value, *fields[name])
+        elif name in FREE:
+            if not (isinstance(value, bool) if FREE[name] is bool else _is_whole(value)):
+                kind = "true or false" if FREE[name] is bool else "an integer >= 0"
                 raise ValueError(f"deepspeed_config: {shown}: expected {kind}, got {quoted(value)}")
         elif name == _ACCUMULATION:
             if not _is_whole(value) or not value:
@@ -217,8 +216,8 @@ def check_accumulation(spec: RunSpec, count: int, world: int) -> None:
 
 def free_options(spec: RunSpec) -> dict[str, Any]:
     """Return the options of `deepspeed_config` that no field of the spec has, by dotted name."""
-    found = [(name, value) for name, value in _leaves(spec.deepspeed_config) if name in _FREE and value != AUTO]
-    return {name: _FREE[name](value) for name, value in found}
+    found = [(name, value) for name, value in leaves(spec.deepspeed_config) if name in FREE and value != AUTO]
+    return {name: FREE[name](value) for name, value in found}
 
 
 def merge(config: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
 from trainyard.cli.flags import Arguments
 from trainyard.cli.output import Output
 from trainyard.cli.playbooks import run_playbook
+from trainyard.cluster import Cluster
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.groups import LAUNCH
 from trainyard.commands.table import Command
+from trainyard.connection import Host, HostConnection
 from trainyard.run.options import ALIASES, make_options
 
 
@@ -39,8 +42,14 @@ def run_command(command: Command, arguments: Arguments, top: Path, output: Outpu
 def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: Path, output: Output) -> Call:
     from trainyard.ansible_adapter import Inventory
 
-    inventory = Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
-    extra_vars, given, flags = inventory.extra_vars, dict[str, Any](), dict[str, Any]()
+    if command.on_hosts:
+        inventory = Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
+        cluster, extra_vars = inventory.cluster(launch), inventory.extra_vars
+    elif arguments.inventory or arguments.extra_vars:
+        raise UserError(f"{command.name}: it concerns no hosts: omit --inventory and --extra-vars")
+    else:
+        cluster, extra_vars = Cluster([], {}, {}, _no_host, make_options), {}
+    given, flags = dict[str, Any](), dict[str, Any]()
     for group in own_groups(command.groups):
         known = {name: value for name, value in extra_vars.items() if group.knows(name)} | arguments.of(group)
         given |= {group.field_name(name): value for name, value in known.items()}
@@ -52,10 +61,14 @@ def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: P
         given=given,
         extra_vars=extra_vars,
         values=extra_vars | flags,
-        cluster=inventory.cluster(launch),
+        cluster=cluster,
         top=top,
         report=output.report,
         check=arguments.switch("check"),
         as_json=output.as_json,
         play=lambda values: run_playbook(command, arguments, launch, top, output, values),
     )
+
+
+def _no_host(host: Host | str) -> HostConnection:
+    raise AssertionError(f"{host}: the command concerns no hosts")

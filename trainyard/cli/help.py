@@ -51,7 +51,8 @@ def _queue() -> Any:
 def _subcommand(name: str, command: Command) -> Any:
     flags = dataclasses.make_dataclass(re.sub("[- ]", "_", name), _group_fields(command.all_groups))
     usage = f"{PROGRAM} {name} [{command.positional.upper()}]: " if command.positional else ""
-    text = f"{usage}{command.summary}. The same as {command.playbook}."
+    same = f" The same as {command.playbook}." if command.playbook else ""
+    text = f"{usage}{command.summary}.{same}"
     return Annotated[flags, tyro.conf.subcommand(name.split(" ")[-1], description=text, prefix_name=False)]
 
 

@@ -23,6 +23,7 @@ from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboar
 from trainyard.dashboard.project import Project
 from trainyard.evaluate.evaluate import EvaluateOptions
 from trainyard.evaluate.evaluate import evaluate as run_evaluate
+from trainyard.import_file.import_options import ImportOptions
 from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.options import make_deploy_options
@@ -75,6 +76,13 @@ def data(call: Call) -> None:
     from trainyard.run.data import show_data  # imports numpy, which other commands do not need
 
     show_data(call.spec(), call.options(DataOptions).samples, call.as_json, call.work, call.report)
+
+
+def import_config(call: Call) -> dict[str, Any]:
+    """Turn configuration files of other tools into a run spec."""
+    from trainyard.import_file.spec_text import write_spec  # the names of these tools, which other commands do not need
+
+    return write_spec(call.options(ImportOptions), call.check)
 
 
 def status(call: Call) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from trainyard.commands.options import (
 from trainyard.dashboard.options import DashboardOptions
 from trainyard.evaluate.evaluate import OPTIONS as EVALUATE_OPTIONS
 from trainyard.front_end import playbook_of
+from trainyard.import_file.import_options import ImportOptions
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.ollama.options import DeployOptions
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
@@ -44,6 +45,7 @@ class Command:
         same_as: what does the same, if that is not the playbook of the command's name.
         by_playbook: whether the program runs the playbook, because roles do a part.
         keeps_connections: whether it needs connections that stay open, which Ansible's plugins cannot do.
+        on_hosts: whether it concerns the hosts of an inventory. No playbook does what other commands do.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Command:
     same_as: str = ""
     by_playbook: bool = False
     keeps_connections: bool = False
+    on_hosts: bool = True
 
     @property
     def all_groups(self) -> tuple[Group, ...]:
@@ -62,8 +65,8 @@ class Command:
 
     @property
     def playbook(self) -> str:
-        """The playbook, or the command of the trainer, that does the same."""
-        return self.same_as or playbook_of(self.name)
+        """The playbook, or the command of the trainer, that does the same; empty if none does."""
+        return (self.same_as or playbook_of(self.name)) if self.on_hosts else ""
 
 
 def _launch(*names: str) -> Group:
@@ -107,6 +110,12 @@ _TABLE = (
         "data",
         "show the text that a run trains on, with the trained parts marked, and what it drops",
         *(functions.data, (_own(DataOptions), SPEC, _launch("spec")), "spec", "python -m trainer data"),
+    ),
+    Command(
+        "import",
+        "turn configuration files of axolotl, LLaMA-Factory, TRL, transformers, accelerate or DeepSpeed into a run spec",
+        *(functions.import_config, (_own(ImportOptions),), "files"),
+        on_hosts=False,
     ),
     Command(
         "status",

@@ -72,7 +72,9 @@ def test_a_due_action_runs_at_the_next_sync(interval: int, stride: int) -> None:
 
 def test_names_of_opendiloco(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
-    file.write_text("hv: {local_steps: 50, outer_lr: 0.5, galaxy_size: 2, world_rank: 0, initial_peers: [x]}\n")
+    file.write_text(
+        "hv.local_steps: 50\nhv.outer_lr: 0.5\nhv.galaxy_size: 2\nhv.world_rank: 0\nhv.initial_peers: [x]\n"
+    )
     spec = read_spec(file, {}, "")
     assert (spec.strategy, spec.local_steps, spec.outer_lr) == ("diloco", 50, 0.5)
     assert read_spec(file, {"local_steps": 7}, "").local_steps == 7
@@ -83,7 +85,7 @@ def test_names_of_opendiloco(tmp_path: Path) -> None:
     assert notes[0].startswith("hv.world_rank is ignored: ")
     assert notes[1] == "options of OpenDiLoCo imply strategy=diloco"
     with pytest.raises(UserError, match=r"unknown name 'hv.galaxy'"):
-        make_spec({"hv": {"galaxy": 3}}, "here")
+        make_spec({"hv.galaxy": 3}, "here")
 
 
 # One process -------------------------------------------------------------------------------------------------------------

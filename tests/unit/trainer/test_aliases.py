@@ -150,8 +150,20 @@ def test_a_file_of_a_trainer(tmp_path: Path) -> None:
 # Extra variables ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_file_of_another_tool_is_for_the_import(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text("base_model: m\n")
+    with pytest.raises(
+        UserError, match=r"unknown name 'base_model' in .*; `trainyard import` turns a file of another tool"
+    ):
+        read_run_spec(str(file), {}, TOP)
+    file.write_text("lr: -1\n")
+    with pytest.raises(UserError, match=r"lr: expected a number > 0 .*, got -1 \(.*\)$"):
+        read_run_spec(str(file), {}, TOP)
+
+
 def test_names_of_other_tools_as_extra_variables() -> None:
-    given = {"per-device-train-batch-size": "2", "learning_rate": "1e-3", "hv": {"local-steps": 7}, "max-steps": 5}
+    given = {"per-device-train-batch-size": "2", "learning_rate": "1e-3", "hv.local-steps": 7, "max-steps": 5}
     notes: list[str] = []
     spec = read_run_spec("", given | {"min_nodes": 2}, TOP, notes.append)
     assert (spec.batch_size, spec.lr, spec.local_steps, spec.max_steps) == (2, 1e-3, 7, 5)
@@ -212,7 +224,7 @@ def test_what_contributes_to_the_loss_in_trl(given: dict[str, Any], train_on: st
         ),
         ({"assistant-only-loss": "no"}, "set train_on=all or train_on=answer in f.yml instead"),
         ({"assistant_only_loss": True, "completion_only_loss": False}, "set only train_on"),
-        ({"quantize": "nf4", "use_4bit": False}, "set only quantize"),
+        ({"quantize": "nf4", "load_in_4bit": False}, "set only quantize"),
         ({"use_peft": False, "lora_r": 16}, "set only lora_r"),
     ],
 )
@@ -313,7 +325,7 @@ def test_every_option_with_a_word_for_no_takes_all_of_them(name: str, field: str
 @pytest.mark.parametrize(
     ("names", "field", "all_of_them"),
     [
-        (("max_steps", "steps", "total_steps", "max_train_steps"), "max_steps", 0),
+        (("max_steps", "total_steps", "max_train_steps"), "max_steps", 0),
         (("checkpoint_keep", "save_total_limit", "ckpt.topk"), "checkpoint_keep", 10**9),
         (("max_grad_norm", "gradient_clipping"), "max_grad_norm", 0),
     ],

@@ -1,0 +1,301 @@
+"""Configuration files of other tools become run specs, and no name of theirs is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainer.config import parse_mapping
+from trainer.errors import UserError
+from trainer.spec import make_spec
+from trainyard.cli import __main__ as program
+from trainyard.import_file.hugging_face import TRANSFORMERS_ROWS
+from trainyard.import_file.import_options import ImportOptions
+from trainyard.import_file.spec_text import TOOLS, import_files, tool_of
+from trainyard.import_file.translation import Impossible, Section, Unused
+
+BASE = {"base_model": "org/m", "datasets": [{"path": "d.jsonl", "type": "chat_template"}], "sequence_len": 512}
+FACTORY = {"model_name_or_path": "org/m", "dataset": "mine", "stage": "sft", "template": "qwen3", "cutoff_len": 1024}
+TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d", "max_length": 512, "use_peft": True}
+MINIMAL = {
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "accelerate": {"distributed_type": "MULTI_GPU", "num_processes": 2},
+    "transformers": {"per_device_train_batch_size": 2, "output_dir": "out"},
+    "trl": TRL,
+    "axolotl": BASE,
+    "llama-factory": FACTORY,
+    "llama-factory-v1": {"model": "org/m", "train_dataset": "d.jsonl", "micro_batch_size": 1, "dist_config": None},
+}
+
+
+def written(folder: Path, *files: dict[str, Any]) -> list[Path]:
+    """Write files in JSON, which is YAML, too."""
+    paths = []
+    for number, names in enumerate(files):
+        paths.append(folder / f"c{number}.json")
+        paths[-1].write_text(json.dumps(names), encoding="utf-8")
+    return paths
+
+
+def imported(folder: Path, *files: dict[str, Any], **how: Any) -> tuple[dict[str, Any], str]:
+    """Return the fields that a spec sets, and its text."""
+    text = "\n".join(import_files(written(folder, *files), **how).lines)
+    values = parse_mapping(text, "the spec")
+    make_spec(values, "the spec")
+    return values, text
+
+
+# Tables ------------------------------------------------------------------------------------------------------------------
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # axolotl
+    (BASE, {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8}, {"lora_r": 8, "quantize": "nf4"}),
+    (BASE, {"adapter": None, "lora_r": 8}, {"lora_r": 0}),
+    (BASE, {"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, {"lora_targets": ["all-linear"]}),
+    (BASE, {"adapter": "lora", "lora_target_modules": ["q_proj", "v_proj"]}, {"lora_targets": ["q_proj", "v_proj"]}),
+    (BASE, {"bf16": "auto", "fp16": None, "learning_rate": "2e-5"}, {"precision": "bf16-mixed", "lr": 2e-5}),
+    (BASE, {"bf16": False, "fp16": True}, {"precision": "fp16-mixed"}),
+    (BASE, {"bf16": False, "fp16": False}, {"precision": "32-true"}),
+    (BASE, {"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"batch_size": 2, "gradient_accumulation": 4}),
+    (BASE, {"micro_batch_size": 2, "batch_size": 8}, {"batch_size": 2, "gradient_accumulation": 4}),
+    (BASE, {"gradient_checkpointing": "offload", "optimizer": "adamw_bnb_8bit"}, {"gradient_checkpointing": True, "optimizer": "adamw8bit"}),
+    (BASE, {"train_on_inputs": True, "val_set_size": 0.1}, {"train_on": "all", "eval_split": 0.1}),
+    (BASE, {"fsdp": ["full_shard", "auto_wrap", "offload"]}, {"strategy": "fsdp", "fsdp_shard": "all", "fsdp_offload": True}),
+    (BASE, {"fsdp_version": 2, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}, {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),
+    (BASE, {"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}}, {"gradient_checkpointing": True}),
+    (BASE, {"wandb_project": "p", "output_dir": "./out/x y/"}, {"loggers": ["wandb"], "wandb_project": "p", "run": "out-x-y"}),
+    (BASE, {"datasets": [{"path": "a", "type": "alpaca"}, {"path": "b", "name": "en", "split": "train[:5%]"}]}, {"dataset": [{"path": "a"}, {"path": "b", "config": "en", "split": "train[:5%]"}]}),
+    (BASE, {"datasets": [{"path": "b", "field_messages": "chat", "message_property_mappings": {"role": "who", "content": "value"}}]}, {"dataset": [{"path": "b", "columns": {"messages": "chat", "role": "who"}}]}),
+    (BASE, {"datasets": [{"path": "b", "field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}]}, {"dataset": "b"}),
+    (BASE, {"datasets": [{"path": "b", "type": {"field_instruction": "q", "field_output": "a"}}]}, {"dataset": [{"path": "b", "columns": {"instruction": "q", "output": "a"}}]}),
+    (BASE, {"datasets": None, "pretraining_dataset": {"path": "c", "text_column": "body"}}, {"dataset": [{"path": "c", "columns": {"text": "body"}}], "train_on": "all"}),
+    # LLaMA-Factory
+    (FACTORY, {"finetuning_type": "lora"}, {"lora_r": 8, "lora_alpha": 16.0, "lr": 5e-5, "seq_length": 1024, "epochs": 3}),
+    (FACTORY, {"finetuning_type": "full", "lora_rank": 8}, {"lora_r": 0}),
+    (FACTORY, {"lora_rank": 4, "lora_target": "q_proj, v_proj"}, {"lora_r": 4, "lora_alpha": 8.0, "lora_targets": ["q_proj", "v_proj"]}),
+    (FACTORY, {"quantization_bit": 4, "quantization_method": "bnb"}, {"quantize": "nf4"}),
+    (FACTORY, {"stage": "pt"}, {"train_on": "all", "packing": True}),
+    (FACTORY, {"ddp_timeout": 180000000, "val_size": 0.1}, {"collective_timeout": 2592000.0, "eval_split": 0.1}),
+    (FACTORY, {"disable_gradient_checkpointing": True, "pure_bf16": True}, {"gradient_checkpointing": False, "precision": "bf16-mixed"}),
+    (MINIMAL["llama-factory-v1"], {"peft_config": {"name": "lora", "r": 4, "target_modules": "all"}}, {"lora_r": 4, "lora_targets": ["all-linear"]}),
+    (MINIMAL["llama-factory-v1"], {"dist_config": {"name": "fsdp2"}, "global_batch_size": 8}, {"strategy": "fsdp", "lora_r": 0, "total_batch_size": 8}),
+    # TRL and transformers
+    (TRL, {"lora_r": 4, "lora_target_modules": ["q_proj"]}, {"lora_r": 4, "lora_dropout": 0.05, "precision": "bf16-mixed", "lr": 2e-5, "train_on": "all"}),
+    (TRL, {"use_peft": False, "lora_r": 4, "assistant_only_loss": True}, {"lora_r": 0, "train_on": "answer"}),
+    (TRL, {"warmup_ratio": 0.1, "warmup_steps": 0, "lr_scheduler_type": "constant_with_warmup"}, {"warmup": 0.1, "schedule": "constant"}),
+    (TRL, {"datasets": [{"path": "a", "fraction": 0.5}], "dataset_name": None}, {"dataset": [{"path": "a", "weight": 0.5}]}),
+    (MINIMAL["transformers"], {"num_train_epochs": 2, "optim": "adamw_torch"}, {"batch_size": 2, "epochs": 2, "lr": 5e-5, "schedule": "linear", "optimizer": "adamw"}),
+    (MINIMAL["transformers"], {"deepspeed": {"zero_optimization": {"stage": 3}}}, {"strategy": "deepspeed", "deepspeed_stage": 3}),
+    # accelerate and DeepSpeed
+    (MINIMAL["accelerate"], {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, {"strategy": "fsdp", "fsdp_shard": "host"}),
+    (MINIMAL["accelerate"], {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"}}, {"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_offload": "all"}),
+    (MINIMAL["accelerate"], {"mixed_precision": "bf16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {"precision": "bf16-mixed", "torch_compile": True}),
+    (MINIMAL["deepspeed"], {"train_batch_size": 16, "bf16": {"enabled": True}}, {"strategy": "deepspeed", "deepspeed_stage": 2, "total_batch_size": 16, "precision": "bf16-mixed"}),
+    (MINIMAL["deepspeed"], {"zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}}, {"deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 200000000}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("base", "names", "fields"), CASES, ids=lambda value: ",".join(value) if isinstance(value, dict) else ""
+)
+def test_names_become_fields(
+    base: dict[str, Any], names: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    values, _ = imported(tmp_path, base | names)
+    assert {name: values.get(name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("base", "names", "comment"),
+    [
+        (BASE, {"tf32": True}, "#   tf32: true: kernels=auto"),
+        (BASE, {"saves_per_epoch": 2}, "Cannot be done:\n#   saves_per_epoch: 2: checkpoint_interval is a number of steps"),
+        (BASE, {"lora_modules_to_save": ["lm_head"]}, "Cannot be done:\n#   lora_modules_to_save: [lm_head]: adapters are"),
+        (BASE, {"optimizer": "muon"}, "optimizer: muon: expected one of adamw"),
+        (BASE, {"lora_target_modules": "layers.[0-9]+.q", "adapter": "lora"}, "no regular expressions"),
+        (BASE, {"wandb_entity": None, "val_set_size": ""}, "Not set in the file:\n#   wandb_entity, val_set_size"),
+        (BASE, {"test_value": 7}, "Unknown names:\n#   test_value: 7"),
+        (BASE, {"datasets": [{"path": "b", "typ": "x"}]}, "Unknown names:\n#   datasets[0].typ: x"),
+        (BASE, {"num_epochs": 0.5}, "num_epochs: 0.5: epochs: expected an integer"),
+        (BASE, {"adapter": "qlora", "load_in_4bit": True, "fsdp_config": {"offload_params": True}}, "every rank holds them (strategy=ddp)"),
+        (BASE, {"optimizer": "adamw_8bit", "fsdp": "full_shard"}, "optimizer: adamw_8bit: strategy=fsdp does not have it"),
+        (BASE, {"special_tokens": {"pad_token": "<p>", "eos_token": "<e>"}}, "special_tokens.eos_token: <e>: the tokenizer of the"),
+        (BASE, {"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json: the file is not here"),
+        (FACTORY, {}, "dataset: mine: no file describes it here"),
+        (FACTORY, {"max_samples": 5}, "max_samples: 5: all samples of a dataset are trained"),
+        (TRL, {"use_dora": True, "trust_remote_code": False}, "use_dora: true: DoRA is not supported"),
+        (MINIMAL["deepspeed"], {"zero_optimization": {"offload_param": {"device": "nvme"}}}, "zero_optimization.offload_param.device: nvme: strategy=deepspeed does"),
+        (MINIMAL["deepspeed"], {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": "auto"}}, "optimizer.type: AdamW: a run has this value"),
+    ],
+)  # fmt: skip
+def test_what_sets_no_field_is_a_comment(
+    base: dict[str, Any], names: dict[str, Any], comment: str, tmp_path: Path
+) -> None:
+    text = imported(tmp_path, base | names)[1]
+    assert comment in text or comment in text.replace("\n#     ", " "), text
+
+
+@pytest.mark.parametrize(
+    ("base", "names", "said"),
+    [
+        (BASE, {"rl": "dpo"}, "asks for what trainyard lacks: reinforcement learning or training on preferences (rl: dpo)"),
+        (BASE, {"processor_type": "AutoProcessor"}, "images, video or sound (processor_type: AutoProcessor)"),
+        (BASE, {"adapter": "llama-adapter"}, "the adapter llama-adapter (adapter: llama-adapter)"),
+        (BASE, {"datasets": [{"path": "a", "type": "bradley_terry.x"}]}, "preferences (datasets[0].type: bradley_terry.x)"),
+        (FACTORY, {"stage": "dpo"}, "training on preferences or rewards (stage: dpo)"),
+        (FACTORY, {"finetuning_type": "oft"}, "finetuning_type oft"),
+        (FACTORY, {"packing": True, "neat_packing": False}, "packing: true and neat_packing: false set packing to different values: rem"),
+        ({"x": 1}, {}, "has no name of DeepSpeed, accelerate, transformers, TRL, axolotl"),
+        (MINIMAL["deepspeed"], {"fp16": {"enabled": True}}, "strategy=deepspeed computes in float32 or bfloat16"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_is_one_line(
+    base: dict[str, Any], names: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        import_files(written(tmp_path, base | names))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_several_files_describe_one_run(tmp_path: Path) -> None:
+    accelerate = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": {"zero_stage": 2}}
+    deepspeed = {"zero_optimization": {"overlap_comm": True}, "gradient_clipping": 0.5}
+    values, text = imported(tmp_path, TRL | {"gradient_accumulation_steps": 2}, accelerate, deepspeed)
+    assert values["gradient_accumulation"] == 8 and "of each of 4 ranks" in text
+    assert values["max_grad_norm"] == 0.5 and values["deepspeed_config"] == {
+        "zero_optimization": {"overlap_comm": True}
+    }
+    assert imported(tmp_path, TRL, ranks=3)[0]["gradient_accumulation"] == 3
+    assert imported(tmp_path, TRL | {"deepspeed": deepspeed}, deepspeed)[0]["max_grad_norm"] == 0.5
+    with pytest.raises(UserError, match="the options of DeepSpeed are given twice: keep one file"):
+        imported(tmp_path, TRL | {"deepspeed": {"gradient_clipping": 1.0}}, deepspeed)
+    with pytest.raises(UserError, match="max_grad_norm"):
+        imported(tmp_path, TRL | {"max_grad_norm": 2.0}, deepspeed)
+
+
+def test_files_that_a_file_names(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    info = {
+        "mine": {"file_name": "a.json", "columns": {"prompt": "q", "response": "a"}},
+        "theirs": {
+            "hf_hub_url": "org/x",
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations"},
+            "split": "test",
+        },
+        "pairs": {"file_name": "p.json", "ranking": True},
+    }
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    values, text = imported(folder, FACTORY | {"dataset": "mine,theirs", "deepspeed": "ds.json"})
+    assert values["dataset"] == [
+        {"path": str(tmp_path / "data/a.json"), "columns": {"instruction": "q", "output": "a"}},
+        {"path": "org/x", "split": "test"},
+    ]
+    assert values["deepspeed_stage"] == 1 and "dataset theirs.formatting: sharegpt" in text
+    with pytest.raises(UserError, match="preferences"):
+        imported(folder, FACTORY | {"dataset": "pairs"})
+
+
+# Nothing is lost ---------------------------------------------------------------------------------------------------------
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8),
+    st.sampled_from(["lora", "auto", "1e-4", "q_proj,v_proj", "steps", "none", "4", "bf16"]),
+    st.lists(st.sampled_from(["a", "q_proj", 1, None]), max_size=3),
+    st.dictionaries(st.sampled_from(["name", "path", "enabled", "stage", "x\ny"]), st.sampled_from([1, True, "a", None]), max_size=3),
+)  # fmt: skip
+
+
+def check_nothing_is_lost(folder: Path, names: dict[str, Any], tool: str) -> None:
+    """Check that every name is in the spec, or that an error has one line."""
+    try:
+        text = "\n".join(import_files(written(folder, names), tool=tool).lines)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return
+    make_spec(parse_mapping(text, "the spec"), "the spec")
+    lost = [name for name in names if not re.search(rf"(?<![\w]){re.escape(name)}(?![\w])", text)]
+    assert not lost, (lost, text)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("value", [True, "word", {"name": "a", "b": {"c": 1}}], ids=["switch", "word", "mapping"])
+def test_every_name_of_a_tool_is_accounted_for(tool: str, value: Any, tmp_path: Path) -> None:
+    own = {name: row for name, row in TOOLS[tool].rows.items() if TRANSFORMERS_ROWS.get(name) != row or tool == "trl"}
+    together = [name for name, row in own.items() if isinstance(row, Unused | Impossible) and name not in MINIMAL[tool]]
+    check_nothing_is_lost(tmp_path, MINIMAL[tool] | dict.fromkeys(together, value), tool)
+    for name, row in own.items():
+        if name not in together:
+            check_nothing_is_lost(tmp_path, MINIMAL[tool] | {name: value}, tool)
+        if isinstance(row, Section):
+            check_nothing_is_lost(tmp_path, MINIMAL[tool] | {name: dict.fromkeys(row.rows, value)}, tool)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_name_of_a_file_is_lost(tool: str, tmp_path: Path, data: st.DataObject) -> None:
+    known = st.sampled_from(sorted(TOOLS[tool].rows))
+    unknown = st.text(st.characters(categories=["Ll", "Nd"]), min_size=1, max_size=8)
+    check_nothing_is_lost(tmp_path, data.draw(st.dictionaries(known | unknown, VALUES, max_size=8)), tool)
+
+
+def test_text_of_a_file_stays_in_comments(tmp_path: Path) -> None:
+    names = BASE | {
+        "x\nlr: 1": "a\nmodel: evil",
+        "y\u2028lr: 2": None,
+        "tf32": "#\r\nseed: 5",
+        "output_dir": "a\nseed: 9",
+    }
+    values, text = imported(tmp_path, names)
+    assert values["model"] == "org/m" and "lr" not in values and values["seed"] == 42
+    assert all(line.isprintable() for line in text.splitlines())
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    assert "tf32" in imported(tmp_path, BASE | {"tf32": deep, "weight_decay": 10**4200, "debug": 10**4200})[1]
+
+
+def test_the_tool_of_a_file() -> None:
+    assert {name: tool_of(names) for name, names in MINIMAL.items()} == TOOLS
+
+
+def test_every_tool_is_an_option() -> None:
+    assert list(get_args(ImportOptions.model_fields["tool"].annotation)) == ["auto", *TOOLS]
+
+
+def test_other_commands_do_not_read_the_tables() -> None:
+    program = "import sys, trainyard.commands.table; print([name for name in sys.modules if 'import_file' in name])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["['trainyard.import_file',", "'trainyard.import_file.import_options']"]
+
+
+# The command -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = written(tmp_path, BASE | {"test_value": 7})
+    assert program.main(["import", str(file)]) == 0
+    printed = capsys.readouterr().out
+    output = tmp_path / "run.yml"
+    assert program.main(["import", str(file), "--output", str(output), "--check"]) == 0 and not output.exists()
+    assert program.main(["import", str(file), "--output", str(output)]) == 0
+    assert "unknown name: test_value: 7" in capsys.readouterr().out and output.read_text(encoding="utf-8") == printed
+    assert yaml.safe_load(printed)["seq_length"] == 512
+    assert program.main(["import", str(file), "--output", str(output)]) == 2
+    assert program.main(["import", str(file), "-i", "hosts.yml"]) == 2
+    assert program.main(["import"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.split(": ")[1] for error in errors] == ["output", "import", "import"] and "File exists" in errors[0]

@@ -1,0 +1,266 @@
+"""How ranks share the work in the files of other tools: accelerate, FSDP and DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.config import RunSpec
+from trainer.config.alias_table import ALIASES, Alias, as_text
+from trainer.errors import UserError
+from trainer.formats import printable
+from trainer.strategy.deepspeed_file import AUTO, FREE, LOSS_SCALE, derived_fields, leaves, owned
+from trainer.strategy.plan import UNSHARDABLE
+from trainyard.import_file.config_file import find_file, read_names
+from trainyard.import_file.translation import (
+    Impossible,
+    Rows,
+    Section,
+    Tool,
+    Translation,
+    Unused,
+    accumulation,
+    rows_of,
+    whole_number,
+)
+
+HOSTS = Unused("the inventory and the launch options say which hosts and devices take part")
+_LAYERS = Unused("every decoder layer is a unit; weights are loaded and saved in shards")
+_PARALLEL = Impossible("a model is divided by strategy=fsdp, deepspeed or pipeline alone", harmless=("1",))
+
+
+def _fsdp_words(found: Translation, key: str, value: Any) -> None:
+    """Handle the words of `fsdp`, such as ``full_shard auto_wrap offload``."""
+    words = " ".join(map(str, value)).split() if isinstance(value, list) else str(value).split()
+    if "offload" in words:
+        found.set("fsdp_offload", True, key, value)
+    found.convert(ALIASES["fsdp"], key, value, converted=" ".join(word for word in words if word != "offload"))
+
+
+def _fsdp_config(found: Translation, key: str, value: Any) -> None:
+    """Handle the options of FSDP, or the path of a file with them. They imply strategy=fsdp."""
+    options = _named_file(found, key, value) if isinstance(value, str) else value
+    if not isinstance(options, Mapping):
+        if not isinstance(value, str):
+            found.refuse(key, value, "expected names and values")
+        return
+    found.read(options, _FSDP_OPTIONS, f"{key}.")
+    if "strategy" not in found.values:
+        found.set("strategy", "fsdp", key, "fsdp")
+
+
+def _reshard(found: Translation, key: str, value: Any) -> None:
+    """Handle what happens to the gathered weights after the forward pass: a switch, or a word of FSDP 1."""
+    words = {"true": "full_shard", "false": "shard_grad_op"}
+    found.convert(ALIASES["sharding_strategy"], key, value, converted=words.get(as_text(value), value))
+
+
+def _named_file(found: Translation, key: str, text: str) -> Mapping[str, Any] | None:
+    """Return the names in a file that another file names. None if it cannot be read, which is a refusal."""
+    file = find_file(found, text)
+    if file is None:
+        found.refuse(key, text, "the file is not here: import it, too, as a further argument")
+        return None
+    try:
+        return read_names(file)
+    except UserError as error:
+        found.refuse(key, text, str(error))
+        return None
+
+
+def deepspeed(found: Translation, key: str, value: Any) -> None:
+    """Handle the options of DeepSpeed, or the path of a file with them."""
+    options = (
+        value if isinstance(value, Mapping) else _named_file(found, key, value) if isinstance(value, str) else None
+    )
+    if options is not None:
+        if isinstance(value, str):
+            found.set("strategy", "deepspeed", key, value)
+        else:
+            found.weak.append(("strategy", key, "deepspeed", "deepspeed"))
+        keep_deepspeed(found, options, key)
+    elif not isinstance(value, str):
+        found.refuse(key, value, "expected options of DeepSpeed, or the path of a file with them")
+
+
+def keep_deepspeed(found: Translation, options: Mapping[str, Any], key: str) -> None:
+    """Keep the options of DeepSpeed until all fields are known. Raises UserError if there are others already."""
+    if found.deepspeed[0] and found.deepspeed[0] != options:
+        raise UserError(
+            f"import: {printable(found.where)}: the options of DeepSpeed are given twice: keep one file of them"
+        )
+    found.deepspeed = options, key
+
+
+def settle_deepspeed(found: Translation) -> None:
+    """Turn the options of DeepSpeed into fields, and those that no field has into `deepspeed_config`."""
+    options, key = found.deepspeed
+    if not options:
+        return
+    try:
+        derived = derived_fields(options, {}, found.ranks or 1)
+        named = list(leaves(_marked(options)))
+    except ValueError as error:
+        raise UserError(f"import: {printable(found.where)}: {error}") from None
+    fields = {option: (field, value) for field, (value, option) in derived.items() if field != "gradient_accumulation"}
+    kept: dict[str, Any] = {}
+    rest = []
+    for name, value in named:
+        shown = f"{key}.{name}" if key else name
+        if value is None:
+            found.unset.append(printable(shown))
+        elif value == AUTO:
+            found.ignore(shown, value, "it follows the other names")
+        elif name == "gradient_accumulation_steps":
+            accumulation(found, shown, value)
+        elif name in fields:
+            found.set(fields[name][0], fields[name][1], shown, value)
+        elif name in FREE:
+            _place(kept, name, value)
+            found.note("deepspeed_config", shown, value)
+        elif name in LOSS_SCALE:
+            found.ignore(shown, value, "DeepSpeed computes in float32 or bfloat16 here")
+        else:
+            rest.append((name, shown, value))
+    if kept:
+        found.values["deepspeed_config"] = kept
+    _compare(found, rest)
+
+
+def _marked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested options with None for an empty mapping, in which no option would name it."""
+    return {name: (_marked(value) or None) if isinstance(value, Mapping) else value for name, value in options.items()}
+
+
+def _place(config: dict[str, Any], name: str, value: Any) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    config[last] = int(value) if isinstance(value, float) and value == int(value) else value
+
+
+def _compare(found: Translation, options: list[tuple[str, str, Any]]) -> None:
+    """Handle options that no field takes: those whose value is the one of the run have no effect."""
+    try:
+        run = owned(RunSpec.model_validate(found.values))
+    except ValidationError:
+        run = {}
+    for name, shown, value in options:
+        if name in run and value in (run[name][0] if isinstance(run[name][0], tuple) else (run[name][0],)):
+            found.ignore(shown, value, "a run has this value")
+        else:
+            found.refuse(shown, value, "strategy=deepspeed does not take it")
+
+
+def settle_strategy(found: Translation) -> None:
+    """Take back what cannot be combined: 4-bit weights are not divided, and full weights are not in 4 bits."""
+    values = found.values
+    if values.get("quantize") == "nf4" and values.get("lora_r") == 0:
+        found.drop("quantize", "weights in 4 bits cannot be trained: set lora_r")
+    if values.get("strategy") not in ("fsdp", "deepspeed"):
+        return
+    if values.get("quantize") == "nf4":
+        reason = "weights in 4 bits are not divided: every rank holds them (strategy=ddp)"
+        for name in (
+            "strategy",
+            "fsdp_shard",
+            "fsdp_offload",
+            "deepspeed_config",
+            "deepspeed_stage",
+            "deepspeed_offload",
+        ):
+            found.drop(name, reason)
+        return
+    possible = ("precision", "torch_compile") if values["strategy"] == "fsdp" else ("precision",)
+    for name in ("optimizer", "torch_compile"):
+        if name not in possible and values.get(name) == UNSHARDABLE[name]:
+            found.drop(name, f"strategy={values['strategy']} does not have it")
+
+
+_FSDP: Rows = {
+    "sharding_strategy": ALIASES["sharding_strategy"],
+    "reshard_after_forward": _reshard,
+    "offload_params": "fsdp_offload",
+    "cpu_offload": "fsdp_offload",
+    "cpu_offload_params": "fsdp_offload",
+    "activation_checkpointing": "gradient_checkpointing",
+    **rows_of(
+        _LAYERS,
+        "version auto_wrap_policy transformer_layer_cls_to_wrap transformer_cls_names_to_wrap min_num_params state_dict_type "
+        "final_state_dict_type cpu_ram_efficient_loading sync_module_states use_orig_params limit_all_gathers backward_prefetch "
+        "forward_prefetch mixed_precision_policy",
+    ),
+}
+_FSDP_OPTIONS: Rows = {**_FSDP, **{f"fsdp_{name}": row for name, row in _FSDP.items()}}
+FSDP_NAMES: Rows = {
+    "fsdp": _fsdp_words,
+    "fsdp_config": _fsdp_config,
+    "deepspeed": deepspeed,
+    "sharding_strategy": ALIASES["sharding_strategy"],
+    **rows_of(
+        _LAYERS,
+        "fsdp_version fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_final_state_dict_type",
+    ),
+    **rows_of(_PARALLEL, "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size"),
+}
+
+
+def _processes(found: Translation, key: str, value: Any) -> None:
+    found.ranks = found.ranks or whole_number(value)
+    found.ignore(key, value, HOSTS.reason)
+
+
+_DEEPSPEED_PLUGIN: Rows = {
+    "zero_stage": "deepspeed_stage",
+    "deepspeed_config_file": deepspeed,
+    "gradient_accumulation_steps": accumulation,
+    "gradient_clipping": "max_grad_norm",
+    "offload_optimizer_device": ALIASES["offload_optimizer_device"],
+    "offload_param_device": Alias("deepspeed_offload", {"cpu": {"deepspeed_offload": "all"}, "none": {}}),
+    **rows_of(
+        Unused("DeepSpeed's own defaults"),
+        "zero3_init_flag zero3_save_16bit_model deepspeed_multinode_launcher deepspeed_hostfile",
+    ),
+}
+_DISTRIBUTED = {
+    "fsdp": {"strategy": "fsdp"},
+    "deepspeed": {"strategy": "deepspeed"},
+    **{word: {} for word in ("no", "multi_gpu", "multi_cpu", "multi_npu", "multi_xpu", "mps")},
+}
+_DYNAMO: Rows = {
+    "dynamo_backend": Alias("torch_compile", {"inductor": {"torch_compile": True}, "no": {}}),
+    **rows_of(
+        Unused("torch.compile's defaults"),
+        "dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation",
+    ),
+}
+ACCELERATE = Tool(
+    "accelerate",
+    {
+        "distributed_type": Alias("strategy", _DISTRIBUTED, note="ranks share the rows of a step"),
+        "mixed_precision": ALIASES["mixed_precision"],
+        "num_processes": _processes,
+        "fsdp_config": Section(_FSDP_OPTIONS),
+        "deepspeed_config": Section(_DEEPSPEED_PLUGIN),
+        "dynamo_config": Section(_DYNAMO),
+        "dynamo_backend": _DYNAMO["dynamo_backend"],
+        "gradient_accumulation_steps": accumulation,
+        **rows_of(
+            HOSTS,
+            "num_machines machine_rank main_process_ip main_process_port compute_environment rdzv_backend same_network use_cpu gpu_ids "
+            "main_training_function debug enable_cpu_affinity downcast_bf16",
+        ),
+        **rows_of(Impossible("TPUs are not supported"), "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone"),
+        **rows_of(_PARALLEL, "megatron_lm_config parallelism_config"),
+        **rows_of(Impossible("another library"), "kt_config use_kt fp8_config mpirun_config"),
+    },
+    trains=False,
+)
+_DEEPSPEED_NAMES = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping zero_optimization bf16 fp16 optimizer "
+    "scheduler communication_data_type zero_allow_untested_optimizer wall_clock_breakdown steps_per_print"
+)
+DEEPSPEED = Tool("DeepSpeed", rows_of("deepspeed_config", _DEEPSPEED_NAMES), trains=False)
+"""Its rows only tell its files from others: `settle_deepspeed` handles the names."""

@@ -1,0 +1,261 @@
+"""The datasets of other tools: their entries, and which columns have which meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.formats import printable
+from trainyard.import_file.config_file import find_file, read_names
+from trainyard.import_file.translation import (
+    Impossible,
+    Missing,
+    Rows,
+    Translation,
+    Unused,
+    checked,
+    is_empty,
+    rows_of,
+    shown,
+)
+
+_CHATS = ("messages", "conversations")
+_SHAPES = Unused("the names of the columns say which shape the records have")
+_TEMPLATE = "the chat template of the model is used"
+# Columns and keys of messages by their names in dataset_info.json.
+_FACTORY_COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "system": "system",
+    "tools": "tools",
+    "messages": "messages",
+    "role_tag": "role",
+    "content_tag": "content",
+}
+_PREFERENCES = "training on preferences"
+_MEDIA = "training on images, video or sound"
+
+
+class _Entry:
+    """One dataset while its names are read."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.columns: dict[str, str] = {}
+
+    def as_source(self) -> dict[str, Any]:
+        """Return the entry of `dataset`. Columns that have the names of a shape need no mapping."""
+        if (column := self.columns.get("messages")) in _CHATS:
+            self.columns[column] = self.columns.pop("messages")
+        chat = next((name for name in _CHATS if name in self.columns), "")
+        usual = {"role": ("role", "from"), "content": ("content", "value")}
+        columns = {name: column for name, column in self.columns.items() if column not in (name, *usual.get(name, ()))}
+        if chat and columns.keys() & {"role", "content"}:
+            columns[chat] = self.columns[chat]
+        return self.fields | ({"columns": columns} if columns else {})
+
+
+def entries(found: Translation, key: str, value: Any) -> None:
+    """Handle `datasets` of axolotl and TRL: a list of mappings."""
+    listed = [value] if isinstance(value, Mapping | str) else value
+    if not isinstance(listed, list):
+        found.refuse(key, value, "expected a list of datasets")
+        return
+    sources = []
+    for number, given in enumerate(listed):
+        entry = _Entry()
+        names = given if isinstance(given, Mapping) else {"path": given}
+        for name, each in names.items():
+            _read_entry(found, entry, f"{key}[{number}].{name}", str(name), each)
+        if "path" in entry.fields:
+            sources.append(entry.as_source())
+    if sources:
+        set_sources(found, sources)
+
+
+def set_sources(found: Translation, sources: list[dict[str, Any]]) -> None:
+    """Set `dataset` to one path, or to a list of sources. Raises UserError if a path is none."""
+    plain = len(sources) == 1 and sources[0].keys() == {"path"}
+    found.values["dataset"], wrong = checked("dataset", sources[0]["path"] if plain else sources)
+    if wrong:
+        raise UserError(f"import: {printable(found.where)}: dataset: {wrong}")
+
+
+def _read_entry(found: Translation, entry: _Entry, key: str, name: str, value: Any) -> None:
+    """Account for one name of an entry."""
+    if is_empty(value):
+        found.unset.append(printable(key))
+    elif name in _ENTRY_FIELDS:
+        entry.fields[_ENTRY_FIELDS[name]] = str(value)
+        found.note("dataset", key, value)
+    elif name in _ENTRY_COLUMNS:
+        entry.columns[_ENTRY_COLUMNS[name]] = str(value)
+        found.note("dataset", key, value)
+    elif name in ("message_property_mappings", "columns") and isinstance(value, Mapping):
+        for part, column in value.items():
+            entry.columns[str(part)] = str(column)
+        found.note("dataset", key, value)
+    elif name == "type":
+        _read_type(found, entry, key, value)
+    elif row := _ENTRY.get(name):
+        found.apply(row, key, value)
+    else:
+        found.unknown.append(shown(key, value))
+
+
+def _read_type(found: Translation, entry: _Entry, key: str, value: Any) -> None:
+    """Handle the prompt strategy of an entry: a word, or columns and formats of a prompt."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            _read_entry(found, entry, f"{key}.{name}", str(name), each)
+        return
+    word = str(value)
+    base = word.split(".")[0].split(":")[0]
+    if base in ("bradley_terry", "stepwise_supervised", "orpo", "kto") or word.endswith(
+        (".ultra", ".argilla", ".intel")
+    ):
+        found.apply(Missing(_PREFERENCES), key, value)
+    elif base in ("completion", "pretrain", "chat_template", "sharegpt"):
+        if base in ("completion", "pretrain"):
+            entry.columns.setdefault("text", "text")
+        found.ignore(key, value, _SHAPES.reason)
+    elif base == "alpaca":
+        found.note(
+            "dataset", key, value, f"records have instruction and output; {_TEMPLATE} instead of the prompts of {base}"
+        )
+    else:
+        found.refuse(
+            key,
+            value,
+            f"the names of the columns say which shape the records have, and {_TEMPLATE}: check them with trainyard data",
+        )
+
+
+_ENTRY_FIELDS = {"path": "path", "split": "split", "name": "config", "subset": "config", "fraction": "weight"}
+_ENTRY_COLUMNS = {
+    "field": "text",
+    "text_column": "text",
+    "field_messages": "messages",
+    "message_field_role": "role",
+    "message_field_content": "content",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+    "field_tools": "tools",
+    "field_prompt": "prompt",
+    "field_completion": "completion",
+}
+_ENTRY: Rows = {
+    **rows_of(_SHAPES, "ds_type conversation field_human field_model"),
+    **rows_of(
+        Impossible("a dataset of the hub is taken whole: name the file itself in path"),
+        "data_files data_dir shards shards_idx revision",
+    ),
+    **rows_of(
+        Impossible("records are taken as they are: change the dataset"),
+        "drop_system_message skip roles message_field_training message_field_training_detail",
+    ),
+    **rows_of(
+        Impossible(_TEMPLATE),
+        """
+        chat_template chat_template_jinja format no_input_format system_prompt system_format field_thinking
+        template_thinking_key split_thinking
+        """,
+    ),
+    **rows_of(
+        Impossible("every answer of the assistant is trained, with the end of its turn", ("['assistant']", "turn")),
+        "roles_to_train train_on_eos train_on_eot",
+    ),
+    **rows_of(Unused("the trainer reads every dataset as a whole"), "preprocess_shards trust_remote_code"),
+    **rows_of(
+        Missing(_PREFERENCES),
+        "field_chosen field_rejected chosen_format rejected_format step_separator train_on_last_step_only",
+    ),
+}
+
+
+# LLaMA-Factory -------------------------------------------------------------------------------------------------------------
+
+
+def factory_datasets(found: Translation, key: str, value: Any) -> None:
+    """Handle `dataset` of LLaMA-Factory: names in dataset_info.json, which is looked for beside the file and above it."""
+    names = value if isinstance(value, list) else [word.strip() for word in str(value).split(",") if word.strip()]
+    folder = str(found.seen.get("dataset_dir") or "data")
+    found.note("dataset", key, value)
+    _factory_sources(found, key, names, find_file(found, f"{folder}/dataset_info.json"))
+
+
+def factory_file(found: Translation, key: str, value: Any) -> None:
+    """Handle `train_dataset` of LLaMA-Factory: a file that describes datasets, or one dataset."""
+    found.note("dataset", key, value)
+    file = find_file(found, str(value)) if str(value).endswith((".yaml", ".yml")) else None
+    _factory_sources(found, key, list(read_names(file)) if file else [str(value)], file)
+
+
+def _factory_sources(found: Translation, key: str, names: list[Any], file: Path | None) -> None:
+    """Set `dataset` to the datasets of these names, which a file describes."""
+    known = read_names(file) if file else {}
+    sources = []
+    for name in names:
+        info = known.get(str(name))
+        if file and isinstance(info, Mapping):
+            sources.append(_factory_source(found, f"{key} {name}", info, file))
+        else:
+            sources.append({"path": str(name)})
+            if not str(name).endswith((".json", ".jsonl")):
+                found.refuse(key, name, "no file describes it here: set dataset to its path or its name on the hub")
+    set_sources(found, sources)
+
+
+def _factory_source(found: Translation, key: str, info: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the source of a dataset that a file describes, beside which it lies."""
+    entry = _Entry()
+    for name, value in info.items():
+        part = f"{key}.{name}"
+        if is_empty(value):
+            found.unset.append(printable(part))
+        elif name == "file_name" and "hf_hub_url" not in info:
+            entry.fields["path"] = str(file.parent / str(value))
+            found.note("dataset", part, value)
+        elif name in ("hf_hub_url", "path"):
+            local = find_file(found, str(value)) if info.get("source") == "local" else None
+            entry.fields["path"] = str(local or value)
+            found.note("dataset", part, value)
+        elif name in ("split", "subset"):
+            entry.fields["config" if name == "subset" else name] = str(value)
+            found.note("dataset", part, value)
+        elif name in ("columns", "tags") and isinstance(value, Mapping):
+            _factory_columns(found, entry, part, value)
+        elif name == "ranking" or (name == "converter" and value == "pair"):
+            found.apply(Missing(_PREFERENCES), part, value)
+        else:
+            found.apply(_FACTORY.get(name, Impossible("a dataset has no such option")), part, value)
+    entry.fields.setdefault("path", key.rpartition(" ")[2])
+    return entry.as_source()
+
+
+def _factory_columns(found: Translation, entry: _Entry, key: str, names: Mapping[str, Any]) -> None:
+    for name, column in names.items():
+        if name in ("images", "videos", "audios"):
+            found.apply(Missing(_MEDIA), f"{key}.{name}", column)
+        elif name in ("chosen", "rejected", "kto_tag"):
+            found.apply(Missing(_PREFERENCES), f"{key}.{name}", column)
+        elif name in _FACTORY_COLUMNS:
+            entry.columns[_FACTORY_COLUMNS[name]] = str(column)
+            found.note("dataset", f"{key}.{name}", column)
+        else:
+            found.ignore(f"{key}.{name}", column, "the roles of ShareGPT and of messages are known")
+
+
+_FACTORY: Rows = {
+    **rows_of(_SHAPES, "formatting converter source file_name ms_hub_url om_hub_url"),
+    **rows_of(
+        Impossible("all samples of a dataset are trained: set a weight below 1, or max_steps"),
+        "size num_samples",
+    ),
+}
