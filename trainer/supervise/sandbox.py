@@ -82,7 +82,7 @@ def unit_properties(
         run_dir: the run folder, without links.
         data_dir: the data folder, without links.
         system: whether the system's service manager runs the unit, and not the user's own.
-        writable: paths of variables of the ranks; folders among them stay writable, see `Ground.opened`.
+        writable: paths of variables of the ranks; folders among them stay writable, see `ProtectedPaths.opened`.
         reads: paths that the spec names; those in folders that the unit hides are shown. Of another run, all but its variables is
             shown: its ranks can exchange what is in its folder for a link, until the service manager binds it, but not the folder.
 
@@ -106,8 +106,8 @@ def unit_properties(
     cleared += [Path("/tmp"), Path("/var/tmp")]
     hidden = [home / name for name in HIDDEN_IN_HOME]
     hidden += [Path("/var/lib/trainyard"), *(data_dir / name for name in HIDDEN_IN_DATA)]
-    ground = Ground.of(data_dir, home, hidden)
-    named = [path for text in reads if (path := ground.follow(Path(text)))]
+    protected = ProtectedPaths.of(data_dir, home, hidden)
+    named = [path for text in reads if (path := protected.follow(Path(text)))]
     shown = [data_dir, *map(Path, (sys.prefix, sys.base_prefix)), *(path for path in named if path not in cleared)]
     shown = [path for path in shown if path.exists() and any(path.is_relative_to(top) for top in cleared)]
     shown = [whole_run(path, run_dir.parent) for path in shown if not path.is_relative_to(run_dir)]
@@ -116,7 +116,7 @@ def unit_properties(
     hidden += [path / "env" for path in dict.fromkeys(shown) if path.parent == run_dir.parent]
     properties += [f"InaccessiblePaths={quote(path, missing_ok=True)}" for path in hidden]
     shared = [folder_of_ranks(data_dir, name) for name in SHARED]
-    outside = [*shared, MPS, data_dir / CHECKPOINTS, *ground.opened(writable)]
+    outside = [*shared, MPS, data_dir / CHECKPOINTS, *protected.opened(writable)]
     properties += [f"BindPaths={quote(path, missing_ok=True)}" for path in outside if not awaits_mount(path)]
     return [*properties, f"BindPaths={quote(run_dir)}"]
 
@@ -145,7 +145,7 @@ def whole_run(path: Path, runs: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Ground:
+class ProtectedPaths:
     """What no variable of any run makes writable: `kept` and every folder above these, and of the home itself only its entries.
 
     These are folders of the system, hidden ones, and those of `data_dir` that a role or trainyard writes. No path has a link.
@@ -157,7 +157,7 @@ class Ground:
     runs: Path
 
     @classmethod
-    def of(cls, data_dir: Path, home: Path, hidden: Iterable[Path]) -> Ground:
+    def of(cls, data_dir: Path, home: Path, hidden: Iterable[Path]) -> ProtectedPaths:
         """Return that of a host. A home, or an environment, may be a link, or below one."""
         kept = [*hidden, *map(Path, SYSTEM_FOLDERS), home, Path(sys.prefix)]
         kept += [data_dir / name for name in KEPT_IN_DATA]
