@@ -31,32 +31,40 @@ from trainyard.service_records import following, service_records
 
 
 def student_specs(
-    file: str, extra_vars: Mapping[str, Any], top: Path, report: Report, *, queued: bool = False
+    options: DistillOptions, file: str, extra_vars: Mapping[str, Any], top: Path, report: Report
 ) -> list[RunSpec]:
-    """Return one run spec per model of ``-e model=a,b``; the dataset is not known yet.
+    """Return the run specs of the students, `students` of each model of ``-e model=a,b``; the dataset is not known yet.
+
+    Each further student of a model has the next seed. All students have the same held-out samples.
 
     Args:
         file: YAML file of the run spec, or empty.
-        extra_vars: all variables given with ``-e``.
+        extra_vars: all variables given with ``-e``; those of the queue only with `queue`.
         top: the project's folder.
-        queued: whether the options of the queue may be among the variables.
 
     Raises:
         UserError: an unknown name, or a bad value.
     """
-    if not queued and (options := [name for name in extra_vars if name in QUEUE_OPTIONS]):
-        raise UserError(f"distill: {options[0]} is an option of the queue: set queue=true")
+    if not options.queue and (queued := [name for name in extra_vars if name in QUEUE_OPTIONS]):
+        raise UserError(f"distill: {queued[0]} is an option of the queue: set queue=true")
     rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS and name not in QUEUE_OPTIONS}
     if "dataset" in rest:
         raise UserError("distill: the dataset is made of the teacher's answers: set prompts instead of dataset")
-    models = split_words(rest.get("model", "")) or [""]
-    specs = []
+    models = (split_words(rest.get("model", "")) or [""]) * options.students
+    specs: list[RunSpec] = []
     for number, model in enumerate(models, 1):
         values = rest | ({"model": model} if model else {})
         if rest.get("run") and len(models) > 1:
             values["run"] = f"{rest['run']}-{number}"
         values.setdefault("eval_start", True)
-        specs.append(read_run_spec(file, values, top, report if number == 1 else lambda line: None))
+        spec = read_run_spec(file, values, top, report if number == 1 else lambda line: None)
+        change: dict[str, Any] = {}
+        if earlier := models[: number - 1].count(model):
+            change = {"seed": (spec.seed + earlier) % 2**32, "shared_seed": spec.common_seed}
+        if options.student_data != "all":
+            part = f":{number}/{len(models)}" if options.student_data == "shard" else ""
+            change["data_part"] = options.student_data + part
+        specs.append(spec.model_copy(update=change))
     return specs
 
 
@@ -117,7 +125,7 @@ class Distillation:
             then = f", and add {counted(len(self.specs), 'run')} to the queue" if self.queue else ""
             return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}{then}"}
         with AnswerFile(answers_path(work, options.teacher)) as answers:
-            questions = Questions(chats, options, first.seed, logprobs)
+            questions = Questions(chats, options, first.common_seed, logprobs)
             allowed = all(spec.allow_dropped for spec in self.specs)
             how = (questions, evaluation, nodes, answers, work / "distill", self.report)
             dataset, filtered = make_dataset(*how, allow_dropped=allowed)
@@ -209,7 +217,7 @@ def distill(
         InventoryError: a host is not described completely.
     """
     options, launch = make_distill_options(values), cluster.launch_of({})
-    specs = student_specs(launch.spec, values, top, report, queued=options.queue)
+    specs = student_specs(options, launch.spec, values, top, report)
     queue = None
     if options.queue:
         queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)

@@ -178,6 +178,7 @@ class FinalResult(OpenReply):
     samples: Count | Number
     tokens_per_second: Optional
     data: NotRequired[DataTotals]
+    train_samples: NotRequired[Count]
     loss_first: Optional
     loss_last: Optional
     eval_loss: NotRequired[Optional]
@@ -222,6 +223,9 @@ class Merged(OpenReply):
     model: NotRequired[Line]
     answers: NotRequired[Count]
     unanimous: NotRequired[Count]
+    equal: NotRequired[
+        Annotated[list[Annotated[list[Count], Field(max_length=RANKS_LIMIT)]], Field(max_length=RANKS_LIMIT)]
+    ]
     path: NotRequired[Line]
     first: NotRequired[Annotated[list[VotedAnswer], Field(max_length=RANKS_LIMIT)]]
 
