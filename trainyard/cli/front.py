@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainyard.cli.flags import Arguments
 from trainyard.cli.output import Output
@@ -12,6 +12,9 @@ from trainyard.commands.call import Call, own_groups
 from trainyard.commands.groups import LAUNCH
 from trainyard.commands.table import Command
 from trainyard.run.options import ALIASES, make_options
+
+if TYPE_CHECKING:
+    from trainyard.ansible_adapter import Inventory
 
 
 def run_command(command: Command, arguments: Arguments, top: Path, output: Output) -> dict[str, Any] | None:
@@ -26,27 +29,28 @@ def run_command(command: Command, arguments: Arguments, top: Path, output: Outpu
         RunError, RemoteError: the command failed.
         PlaybookError: a playbook failed.
     """
-    launch = {ALIASES.get(name, name): value for name, value in arguments.of(LAUNCH).items()}
-    make_options(arguments.of(LAUNCH), "the command line")
+    launch = _launch_options(arguments)
     if command.run is None or command.by_playbook:
         run_playbook(command, arguments, launch, top, output)
         return {"playbook": command.playbook, "lines": []}
-    call = _call(command, arguments, launch, top, output)
-    call.check_names()
-    return command.run(call)
+    return command.run(make_call(command, arguments, top, output))
 
 
-def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: Path, output: Output) -> Call:
+def make_call(
+    command: Command, arguments: Arguments, top: Path, output: Output, inventory: Inventory | None = None
+) -> Call:
+    """Return the call of a command with the inventory that the arguments name, unless it is given. Raises as `run_command`."""
     from trainyard.ansible_adapter import Inventory
 
-    inventory = Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
+    launch = _launch_options(arguments)
+    inventory = inventory or Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
     extra_vars, given, flags = inventory.extra_vars, dict[str, Any](), dict[str, Any]()
     for group in own_groups(command.groups):
         known = {name: value for name, value in extra_vars.items() if group.knows(name)} | arguments.of(group)
         given |= {group.field_name(name): value for name, value in known.items()}
     for group in command.groups:
         flags |= arguments.of(group)
-    return Call(
+    call = Call(
         command=command.name,
         groups=command.all_groups,
         given=given,
@@ -59,3 +63,11 @@ def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: P
         as_json=output.as_json,
         play=lambda values: run_playbook(command, arguments, launch, top, output, values),
     )
+    call.check_names()
+    return call
+
+
+def _launch_options(arguments: Arguments) -> dict[str, Any]:
+    """Return the launch options by their names. Raises UserError for a bad value."""
+    make_options(arguments.of(LAUNCH), "the command line")
+    return {ALIASES.get(name, name): value for name, value in arguments.of(LAUNCH).items()}

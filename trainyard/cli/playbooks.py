@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer.errors import TrainyardError
 from trainyard import front_end
 from trainyard.cli.flags import Arguments
 from trainyard.cli.output import Output
@@ -23,7 +24,7 @@ _INTERRUPTED, _OPTIONS_ERROR = 99, 5
 _INTERRUPT_LIMIT = 10.0  # s
 
 
-class PlaybookError(Exception):
+class PlaybookError(TrainyardError):
     """A playbook failed and has reported why. `code` is the exit code of the program."""
 
     def __init__(self, playbook: str, code: int) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
@@ -112,6 +115,16 @@ def logs(call: Call) -> dict[str, Any]:
     call.play({"run": run, "logs_to": str(folder), "logs_max_mib": options.logs_max_mib})
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     return {"run": run, "folder": str(folder), "files": files}
+
+
+def identity(call: Call) -> dict[str, Any]:
+    """Find entries of the inventory that are one machine, by the playbook."""
+    assert call.play
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "identity.json"
+        call.play({"identity_save": str(file)})
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found | {"lines": []}  # the playbook has printed them
 
 
 def distill(call: Call) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def student_specs(
     rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS and name not in QUEUE_OPTIONS}
     if "dataset" in rest:
         raise UserError("distill: the dataset is made of the teacher's answers: set prompts instead of dataset")
-    models = (split_words(rest.get("model", "")) or [""]) * options.students
+    models = (split_words(rest.get("model", "")) or [""]) * max(1, options.students)
     specs: list[RunSpec] = []
     for number, model in enumerate(models, 1):
         values = rest | ({"model": model} if model else {})
@@ -97,8 +97,8 @@ class Distillation:
         """Ask the teachers, filter the answers, and train the students or add them to the queue.
 
         Returns:
-            `changed`; `lines`, readable text; `students`, the result.json of each student that has finished, by run; `runs`,
-            those that wait or run in the queue.
+            `changed`; `lines`, readable text; `dataset`, its path; `answers`, the number of its samples; `students`, the
+            result.json of each student that has finished, by run; `runs`, those that wait or run in the queue.
 
         Raises:
             UserError: see `make_dataset`, `find_teachers` and StudentQueue.
@@ -130,6 +130,9 @@ class Distillation:
             how = (questions, evaluation, nodes, answers, work / "distill", self.report)
             dataset, filtered = make_dataset(*how, allow_dropped=allowed)
         self.report(f"dataset: {dataset}")
+        made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
+        if not options.students:
+            return made | {"lines": [*filtered.lines(), f"dataset: {dataset}"]}
         # The settings of the prompts are not those of the dataset.
         change = {
             "dataset": str(dataset),
@@ -144,7 +147,7 @@ class Distillation:
             added["lines"] = [*filtered.lines(), f"dataset: {dataset}", *added["lines"]]
             if failed := added["failed"]:
                 raise RunError(_failed_line(failed, len(specs)), **added)
-            return added
+            return made | added
         runs = train_students(
             specs,
             self.hosts,
@@ -158,7 +161,7 @@ class Distillation:
         lines = [*filtered.lines(), f"dataset: {dataset}", *student_table(runs)]
         if failed := {run.run: run.error for run in runs if run.error}:
             raise RunError(_failed_line(failed, len(runs)), lines=lines)
-        return {"changed": True, "lines": lines, "students": {run.run: run.result for run in runs}}
+        return made | {"lines": lines, "students": {run.run: run.result for run in runs}}
 
     def _model(self, spec: RunSpec) -> str:
         """Check the model of a student before the teachers work for hours; return its folder if it is on the controller."""
