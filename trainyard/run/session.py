@@ -138,8 +138,20 @@ class RunSession:
 
     def run(self) -> dict[str, Any]:
         """Do all steps; return the result of `collect`. Reports the lines of each step. A run that is prepared stays so."""
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Do the steps up to `launch`."""
+        self._do(self.plan, self.preflight, self.stage, self.launch)
+
+    def finish(self) -> dict[str, Any]:
+        """Do the steps after `launch`; return the result of `collect`."""
+        return self._do(self.follow, self.collect)
+
+    def _do(self, *steps: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for step in (self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
+        for step in steps:
             result = step()
             for line in result.get("lines", [result["msg"]] if "msg" in result else []):
                 self.report(line)
