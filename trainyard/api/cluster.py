@@ -97,14 +97,21 @@ class Cluster:
         set_locale()
         self._top = project_folder()
         os.environ.setdefault("ANSIBLE_CONFIG", str(self._top / "ansible.cfg"))
-        from trainyard.ansible_adapter import Inventory
-
         paths = [inventory] if isinstance(inventory, str | Path) else inventory
         self._sources, self._report = [str(path) for path in paths], report
         self._variables = [json.dumps(dict(variables))] if variables else []
-        self._inventory: Inventory = Inventory(self._sources, limit, self._variables, empty=True)
-        self._limit = {"limit": limit} if limit else {}
+        self._limit = limit
+        self._inventories: dict[str, Inventory] = {}
+        self._inventory = self._limited(limit)
+        self._scan: tempfile.TemporaryDirectory[str] | None = None  # which has the options of a scan
         self.queue = Queue(self)
+
+    def _limited(self, limit: str) -> Inventory:
+        from trainyard.ansible_adapter import Inventory
+
+        if limit not in self._inventories:
+            self._inventories[limit] = Inventory(self._sources, limit, self._variables, empty=True)
+        return self._inventories[limit]
 
     @classmethod
     def local(cls, **options: Any) -> Cluster:
@@ -126,12 +133,13 @@ class Cluster:
             networks: in CIDR notation; auto: all private networks of this machine.
             scan: further options of the scan, as in inventory/ollama.yml, such as `hosts` or `ports`.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "ollama.yml"
-            source.write_text(
-                json.dumps({"plugin": "ollama", "networks": list(networks), **(scan or {})}), encoding="utf-8"
-            )
-            return cls([*inventory, source], **options)
+        folder = tempfile.TemporaryDirectory()
+        source = Path(folder.name) / "ollama.yml"
+        options_of_scan = {"plugin": "ollama", "networks": list(networks), **(scan or {})}
+        source.write_text(json.dumps(options_of_scan), encoding="utf-8")
+        cluster = cls([*inventory, source], **options)
+        cluster._scan = folder
+        return cluster
 
     # The hosts ----------------------------------------------------------------------------------------------------------
 
@@ -263,20 +271,20 @@ class Cluster:
     def command(self, name: str, **options: Any) -> dict[str, Any]:
         """Run any command of the program and return its result, which `--json` prints, such as `command("evaluate", ...)`."""
         with front_end.serving_program():
-            arguments, output = self._arguments(name, options), _Lines(self._report)
-            return run_command(COMMANDS[name], arguments, self._top, output, self._inventory) or {}
+            arguments, inventory = self._arguments(name, options)
+            return run_command(COMMANDS[name], arguments, self._top, _Lines(self._report), inventory) or {}
 
     def call(self, name: str, options: Mapping[str, Any], report: Report | None = None) -> Call:
         """Return the call of a command, for what follows it step by step."""
         with front_end.serving_program():
-            output = _Lines(report or self._report)
-            return make_call(COMMANDS[name], self._arguments(name, options), self._top, output, self._inventory)
+            arguments, inventory = self._arguments(name, options)
+            return make_call(COMMANDS[name], arguments, self._top, _Lines(report or self._report), inventory)
 
-    def _arguments(self, name: str, options: Mapping[str, Any]) -> Arguments:
-        given = self._limit | guide_values(options)
+    def _arguments(self, name: str, options: Mapping[str, Any]) -> tuple[Arguments, Inventory]:
+        given = ({"limit": self._limit} if self._limit else {}) | guide_values(options)
         arguments = from_values(name, COMMANDS[name].all_groups, given)
         arguments.of(COMMON).update(inventory=self._sources, extra_vars=self._variables)
-        return arguments
+        return arguments, self._limited(str(given.get("limit", "")))
 
 
 def _name(run: Run | Merged | str) -> str:

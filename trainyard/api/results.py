@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def pick(kind: type[T], values: Mapping[str, Any], **more: Any) -> T:
+def pick(kind: type[T], values: Mapping[str, Any], /, **more: Any) -> T:
     """Return a dataclass from the values of its fields; other values are left out."""
     names = {each.name for each in fields(kind)} - set(more)  # type: ignore[arg-type]
     return kind(**{name: _frozen(values[name]) for name in names if name in values}, **more)
@@ -119,12 +119,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Metric:
-    """One step of a run. `loss`: training loss per token; `tokens`: those with loss in this step."""
+    """One step of a run. `loss`: training loss per token; `tokens`: those with loss in this step. A script may have none."""
 
     step: int
-    loss: float | None
-    tokens: float
-    tokens_per_second: float | None
+    loss: float | None = None
+    tokens: float | None = None
+    tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ class RunResult:
         train_samples: number of different samples that the run has trained on.
         adapter, model: folder of the weights on the host of rank 0; one of them is None.
         adapter_sha256, model_sha256: its digest.
+        values: all of result.json, with what a script has written.
     """
 
     run: str
@@ -157,6 +158,7 @@ class RunResult:
     model: str | None = None
     adapter_sha256: str | None = None
     model_sha256: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Run:
         def work() -> None:
             try:
                 with front_end.serving_program():
-                    self._result = pick(RunResult, follow(), run=self.name)
+                    self._result = _result(self.name, follow())
             except Exception as error:
                 self._error = error
             finally:
@@ -113,7 +113,7 @@ class Run:
         """The result; None while the run has none: it trains, or it has failed. The hosts are asked once it is known."""
         if self._result is None and self._thread is None:
             values = self._read("result.json", parse_result)
-            self._result = pick(RunResult, values, run=self.name) if values else None
+            self._result = _result(self.name, values) if values else None
         return self._result
 
     @property
@@ -149,10 +149,14 @@ class Run:
         return parse(part.host, answer["text"].get(file))
 
 
+def _result(name: str, values: Mapping[str, Any]) -> RunResult:
+    return pick(RunResult, values, run=name, values=values)
+
+
 def _records(host: str, text: str | None) -> list[dict[str, Any]]:
     try:
         lines = [untrusted_json(line) for line in (text or "").splitlines(keepends=True) if line.endswith("\n")]
-        found: list[dict[str, Any]] = checked_reply("metrics.jsonl", {"records": lines})["records"]
+        found: list[dict[str, Any]] = checked_reply("steps of metrics.jsonl", {"records": lines})["records"]
     except ReplyError as error:
         raise RunError(f"{host}: {error}") from None
     return found

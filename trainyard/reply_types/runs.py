@@ -271,6 +271,19 @@ class Metrics(OpenReply):
     records: Annotated[list[MetricsRecord], Field(max_length=FILES_LIMIT)]
 
 
+class Step(OpenReply):
+    step: Count
+    loss: NotRequired[Optional]
+    tokens: NotRequired[Count | Number]
+    tokens_per_second: NotRequired[Optional]
+
+
+class Steps(OpenReply):
+    """The records of `metrics.jsonl`, also of a script."""
+
+    records: Annotated[list[Step], Field(max_length=FILES_LIMIT)]
+
+
 class Shards(OpenReply):
     elsewhere: Annotated[list[Line], Field(max_length=RANKS_LIMIT)]
     digest: Digest
@@ -295,4 +308,5 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "merge": Merged,
     "evaluate": Evaluated,
     "metrics.jsonl": Metrics,
+    "steps of metrics.jsonl": Steps,
 }
