@@ -68,7 +68,7 @@ class Cluster:
     """The hosts of an inventory.
 
     Every method that names options takes those of its command as keywords: fields of the run spec, launch options, and the
-    command's own, see docs/api.md. `check=True` changes nothing. A mistake, and a failure, is a TrainyardError.
+    command's own, see docs/api.md. A mistake, and a failure, is a TrainyardError.
 
     Attributes:
         queue: the queue of the cluster.
@@ -197,7 +197,8 @@ class Cluster:
             values.get("ansible_host"),
             values.get("cluster_address"),
         ]
-        return [str(address) for address in dict.fromkeys(listed) if address]
+        # A host without an address is reached by its name.
+        return [str(address) for address in dict.fromkeys(listed) if address and address != name] or [name]
 
     # Runs ---------------------------------------------------------------------------------------------------------------
 
