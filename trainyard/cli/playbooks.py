@@ -56,7 +56,7 @@ def run_playbook(
     words += ["--limit", str(launch["limit"])] if "limit" in launch else []
     words += ["--check"] if arguments.switch("check") else []
     words += ["-e", json.dumps(values)] if values else []
-    stdout = sys.stderr if output.as_json else None
+    stdout = 2 if output.as_json else None  # sys.stderr of a notebook has no file descriptor
     code, interrupted = _wait(subprocess.Popen([*words, *arguments.rest], stdout=stdout))
     if code:
         # ansible-core 2.19 ends with another code and a traceback if the signal comes while it starts a worker.
