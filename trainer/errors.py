@@ -21,7 +21,11 @@ _PACKAGES = re.compile(r"/(trainer|trainyard)/")
 _MAX_NAME = 100  # characters; no name in a schema is longer
 
 
-class UserError(Exception):
+class TrainyardError(Exception):
+    """An error whose message is one line: what is wrong, where, and what to do."""
+
+
+class UserError(TrainyardError):
     """One line that says what is wrong, where, and what to do. Shown without a traceback.
 
     The message may quote data: its control characters are escaped, so that it stays one line on any terminal.

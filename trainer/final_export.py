@@ -98,6 +98,7 @@ def _result(
         "eval_loss": eval_loss,
         "packing": spec.packing,
         "data": inputs.corpus.report.as_dict(),
+        "train_samples": inputs.train_samples,
         "adapter": None,
         "tensorboard": str(run_dir / "tensorboard") if "tensorboard" in spec.loggers else None,
         "trainer": __version__,

@@ -20,12 +20,12 @@ from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, sa
 from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec
 from trainer.connection import end_with_connection
-from trainer.data.corpus import Corpus, split
+from trainer.data.corpus import Corpus, select
 from trainer.data.encode import encoded_dataset
 from trainer.data.order import held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line
-from trainer.files import atomic_folder, sha256_tree, to_json, write_atomic
+from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
 from trainer.model import ModelWithLoss, load_tokenizer, read_causal_model
 from trainer.spec import read_spec
@@ -225,6 +225,15 @@ def _finish(
     return result
 
 
+def equal_parts(parts: Sequence[Part]) -> list[list[int]]:
+    """Return the numbers of the parts with the same weights, from 0, together: a merge of these changes nothing."""
+    same: dict[tuple[str, ...], list[int]] = {}
+    for number, part in enumerate(parts):
+        files = sorted(part.weights.glob("*.safetensors"))
+        same.setdefault(tuple(f"{file.name} {sha256_file(file)}" for file in files), []).append(number)
+    return [numbers for numbers in same.values() if len(numbers) > 1]
+
+
 # Models -----------------------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +265,7 @@ def _held_out(request: MergeRequest) -> Corpus:
     """Return the held-out samples of the first run."""
     spec = request.parts[0].spec
     corpus = encoded_dataset(spec, load_tokenizer(str(request.parts[0].weights)), request.store)
-    return split(corpus, held_out(spec, len(corpus), corpus.sources))[1]
+    return select(corpus, sorted(held_out(spec, len(corpus), corpus.sources)))
 
 
 def _loss_of(model: Any, request: MergeRequest) -> ModelWithLoss:
@@ -362,6 +371,7 @@ def main() -> int:
     try:
         request = read_request(json.load(sys.stdin))
         result = vote(request) if request.method == "vote" else merge(request)
+        result["equal"] = equal_parts(request.parts)
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return 1

@@ -13,10 +13,10 @@ from trainer.adapter_folder import refuse_adapter
 from trainer.base_digest import base_digest
 from trainer.base_weights import embedding_rows
 from trainer.config import RunSpec
-from trainer.data.corpus import Corpus, split
+from trainer.data.corpus import Corpus, select
 from trainer.data.encode import encoded_dataset
 from trainer.data.mixture import describe_mixture
-from trainer.data.order import Order, held_out
+from trainer.data.order import Order, held_out, training_samples
 from trainer.data.tiny import with_tiny_model
 from trainer.data.token_ids import check_token_ids, usable_tokens
 from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
@@ -36,7 +36,7 @@ from trainer.template_date import prints_date, run_date
 class TrainingInputs:
     """What a run trains and on which data, loaded on this rank.
 
-    `data`: the digest of the encoded dataset; `teacher`: the model that teaches, if the spec names one; `template_date`: the
+    `data`: the digest of the encoded dataset; `train_samples`: the number of different training samples; `teacher`: the model that teaches, if the spec names one; `template_date`: the
     date that the chat template prints, empty if it prints none; `base`: the digest of the base model's files, empty if no host
     has all of them.
     """
@@ -48,6 +48,7 @@ class TrainingInputs:
     train_set: Corpus
     eval_set: Corpus
     data: str
+    train_samples: int
     teacher: TeacherModel | RemoteTeacher | None = None
     template_date: str = ""
     base: str = ""
@@ -109,13 +110,17 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
     corpus.report.loss.check(spec.allow_dropped)
     data = common_digest(corpus, world)
     check_token_ids(spec.model, tokenizer, corpus, rows)
-    train_set, eval_set = split(corpus, held_out(spec, len(corpus), corpus.sources))
+    out = held_out(spec, len(corpus), corpus.sources)
+    chosen = training_samples(spec, len(corpus), out)
+    train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
     module = plan_of(spec).load_module(spec, world, run_dir, lambda: heartbeat("starting", note="loading the model"))
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     # A host of a pipeline may lack files: the first host that has all of them decides.
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
-    return TrainingInputs(spec, tokenizer, module, corpus, train_set, eval_set, data, teacher, shown_date, base)
+    return TrainingInputs(
+        spec, tokenizer, module, corpus, train_set, eval_set, data, len(set(chosen)), teacher, shown_date, base
+    )
 
 
 def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World, store: Path) -> TrainingInputs:

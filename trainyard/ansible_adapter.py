@@ -294,13 +294,16 @@ class Inventory:
         extra_vars: the values of `-e`.
     """
 
-    def __init__(self, sources: Sequence[str] = (), limit: str = "", extra_vars: Sequence[str] = ()) -> None:
+    def __init__(
+        self, sources: Sequence[str] = (), limit: str = "", extra_vars: Sequence[str] = (), *, empty: bool = False
+    ) -> None:
         """Read the inventory.
 
         Args:
             sources: as `ansible-playbook -i` takes them; empty for those of ansible.cfg.
             limit: as `--limit` takes it; empty for the launch option `limit` of `extra_vars`, or every host of the cluster.
             extra_vars: as `-e` takes them: `NAME=VALUE`, JSON or YAML, `@FILE`.
+            empty: whether the cluster may have no host; then only `cluster` needs one.
 
         Raises:
             InventoryError: a source or a value of `-e` cannot be read, a host is not described completely, or no host
@@ -326,22 +329,25 @@ class Inventory:
             names = [host.name for host in inventory.get_hosts("cluster")] if "cluster" in self.groups else []
         except AnsibleError as error:
             raise InventoryError(last_line(str(error))) from error
-        if not names:
-            raise InventoryError(self._no_host(limit))
+        self._limit, self._lock = limit, threading.RLock()
+        if not names and not empty:
+            raise InventoryError(self._no_host())
         self.hosts = [make_host(name, self.variables[name]) for name in names]
         self._logins: dict[str, Login | None] = {}  # None: Ansible's plugin connects
 
-    def _no_host(self, limit: str) -> str:
+    def _no_host(self) -> str:
         known = ", ".join(self.groups["all"]) or "(none)"
         if "cluster" in self.groups:
-            return f"no host matches {limit or 'cluster'}: the hosts of the inventory are {known}"
+            return f"no host matches {self._limit or 'cluster'}: the hosts of the inventory are {known}"
         return (
             f"the inventory has no group cluster: add its hosts ({known}) to one, as in inventory/hosts.example.yml, or name "
             "another inventory with -i"
         )
 
     def cluster(self, launch: Mapping[str, Any]) -> Cluster:
-        """Return the cluster, with these launch options on top of the inventory's."""
+        """Return the cluster, with these launch options on top of the inventory's. Raises InventoryError without hosts."""
+        if not self.hosts:
+            raise InventoryError(self._no_host())
         first = self.variables[self.hosts[0].name]
         launch_of = lambda values: options_from_variables(first, lambda value: value, {**launch, **values})  # noqa: E731
         return Cluster(self.hosts, self.groups, self.variables, self.connect, launch_of)
@@ -349,8 +355,12 @@ class Inventory:
     def connect(self, host: Host | str) -> HostConnection:
         """Make the connection to a host: a local process, OpenSSH, or Ansible's plugin where its features are needed.
 
-        Its name finds any host of the inventory, regardless of the limit. Call it in the main thread only (it resolves templates); use a connection in one thread at a time.
+        Its name finds any host of the inventory, regardless of the limit. Use a connection in one thread at a time.
         """
+        with self._lock:  # it resolves templates
+            return self._connect(host)
+
+    def _connect(self, host: Host | str) -> HostConnection:
         from ansible.playbook.play_context import PlayContext
 
         if isinstance(host, str):
@@ -366,7 +376,7 @@ class Inventory:
             raise InventoryError(f"{host.name}: {last_line(str(error))}") from error
         if host.name not in self._logins:
             self._logins[host.name] = _plain_login(transport.connection)
-            return self.connect(host)
+            return self._connect(host)
         return HostConnection(host, transport)
 
 

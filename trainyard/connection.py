@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from trainer.errors import MAX_MESSAGE
+from trainer.errors import MAX_MESSAGE, TrainyardError
 from trainer.formats import printable, quoted
 from trainyard.remote_archive import remote_command, remote_input
 from trainyard.replies import ReplyError, checked_reply, last_object
@@ -26,7 +26,7 @@ FILES_BESIDE = 256  # that the process has open besides
 TOO_MUCH = f"sent more than {OUTPUT_LIMIT >> 20} MiB; the connection was closed"
 
 
-class RemoteError(Exception):
+class RemoteError(TrainyardError):
     """A host did not answer, or it answered with an error; the message is one line, whatever the host sent."""
 
     def __init__(self, message: object) -> None:
@@ -37,7 +37,7 @@ class InvalidReplyError(RemoteError):
     """A host answered, but not as the verb does."""
 
 
-class InventoryError(Exception):
+class InventoryError(TrainyardError):
     """The inventory does not describe a host completely; the message is one line."""
 
     def __init__(self, message: object) -> None:

@@ -16,11 +16,11 @@ _AT_THE_TOP = ("site", "train")  # playbooks that are not in the folder `playboo
 def serving_program() -> Iterator[None]:
     """Name commands and options as the program `trainyard` takes them, in all threads."""
     global _serves_program
-    _serves_program = True
+    before, _serves_program = _serves_program, True
     try:
         yield
     finally:
-        _serves_program = False
+        _serves_program = before
 
 
 def playbook_of(command: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,12 @@ FIELDS = {
 }
 model_folder = trainer_fixtures.model_folder
 tokenizer = trainer_fixtures.tokenizer
-STUDENTS = ("one", "two")
 MODEL = f"test{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with an inventory, prompts and two student models; one of two teachers answers at a time."""
+    """A folder with an inventory, prompts; one of two teachers answers at a time."""
     folder = tmp_path_factory.mktemp("distill")
     teachers = [
         Teacher(f"127.0.0.{n + 2}", free_port(), log=str(folder / f"asked{n}"), model=f"{MODEL}:latest")
@@ -66,12 +64,6 @@ def remove_answers(teacher: str) -> None:
         file.unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def student_models(bed: Path, model_folder: Path) -> None:
-    for name in STUDENTS:
-        shutil.copytree(model_folder, bed / name)
-
-
 def play(bed: Path, playbook: str, **variables: Any) -> Played:
     return run_playbook(f"playbooks/{playbook}.yml", bed / "inventory.yml", variables)
 
@@ -81,17 +73,23 @@ def answered(bed: Path) -> int:
 
 
 @pytest.mark.slow
-def test_the_circle_of_students(bed: Path) -> None:
-    """Two students train at once on two hosts, are merged, and vote; a second call sends no prompts and trains
-    nothing."""
-    given = {"teacher": MODEL, "prompts": str(bed / "prompts.jsonl"), "model": ",".join(str(bed / s) for s in STUDENTS)}
+def test_the_circle_of_students(bed: Path, model_folder: Path) -> None:
+    """Two students of one model train at once on two hosts, each on its half of the answers, are merged, and vote; a
+    second call sends no prompts and trains nothing."""
+    given = {"teacher": MODEL, "prompts": str(bed / "prompts.jsonl"), "model": str(model_folder)}
+    given |= {"students": "2", "student_data": "shard"}
     first = play(bed, "distill", **given, **FIELDS)
     assert first.rc == 0, first.stdout
     assert answered(bed) == 120
     assert "120 answers to train on" in first.stdout
     rows = [line.split() for line in first.stdout.splitlines() if re.search(r"-\d+ %", line) and "adapter" in line]
-    losses = {row[2]: (float(row[3]), float(row[4])) for row in rows if row[2] in ("node1", "node2")}
-    assert set(losses) == {"node1", "node2"}, first.stdout
+    rows = [row for row in rows if row[2].isdecimal()]
+    assert [row[2:7] for row in rows] == [
+        ["1", "shard:1/2:", "57", "samples", "node1"],
+        ["2", "shard:2/2:", "57", "samples", "node2"],
+    ], first.stdout
+    losses = {row[6]: (float(row[7]), float(row[8])) for row in rows}
+    runs = [row[1] for row in rows]
     received = bed / "node1/dashboard/.trainyard/received"
     [record] = [json.loads(path.read_text()) for path in received.glob("answers/*")]
     assert (record["state"], record["answers"], record["total"]) == ("done", 120, 120)
@@ -99,7 +97,6 @@ def test_the_circle_of_students(bed: Path) -> None:
     assert sorted(host for start in starts for host in start["env"]) == ["node1", "node2"]
     for untrained, trained in losses.values():
         assert trained < 0.6 * untrained
-    runs = [row[1] for row in rows if row[2] in losses]
 
     second = play(bed, "distill", **given, **FIELDS)
     assert second.rc == 0, second.stdout
@@ -110,10 +107,11 @@ def test_the_circle_of_students(bed: Path) -> None:
     merged = play(bed, "merge", runs=",".join(runs), run="both")
     assert merged.rc == 0, merged.stdout
     result = json.loads((bed / "node1/runs/both/result.json").read_text())
-    # Equal students: the exact mean of their updates is the update of each.
-    assert result["eval_loss"] == pytest.approx(result["parts"][0]["eval_loss"], rel=1e-5)
-    assert result["eval_loss"] == pytest.approx(losses["node1"][1], rel=1e-2)
-    assert result["base_loss"] == pytest.approx(losses["node1"][0], rel=1e-2)
+    # Different students, and the same held-out answers.
+    evaluated = [part["eval_loss"] for part in result["parts"]]
+    assert evaluated == pytest.approx([losses["node1"][1], losses["node2"][1]], rel=1e-2)
+    assert evaluated[0] != evaluated[1] and result["base_loss"] == pytest.approx(losses["node1"][0], rel=1e-2)
+    assert result["eval_loss"] < 0.7 * result["base_loss"] and "WARNING" not in merged.stdout, result
     assert "merged 2 runs by cat" in merged.stdout and "adapter of rank 32" in merged.stdout
 
     # The students, their base, the merged run and the servers side by side, on both hosts at once.
@@ -129,14 +127,14 @@ def test_the_circle_of_students(bed: Path) -> None:
     assert scored.rc == 0, scored.stdout
     scores = {row["subject"]: row for row in json.loads((bed / "scores.json").read_text())["scores"]["questions"]}
     assert list(scores) == subjects and all(f"\n  {name} " in scored.stdout for name in subjects)
-    assert scores["both"]["loss"] == pytest.approx(scores[runs[0]]["loss"], rel=1e-4) != scores["base"]["loss"]
+    assert len({scores[name]["loss"] for name in ("base", *runs, "both")}) == 4
     assert scores[subjects[-1]]["loss"] is None and scores[subjects[-1]]["questions"] == 6
     assert play(bed, "evaluate", subjects="base,none").rc != 0
 
     (bed / "few.jsonl").write_text('{"prompt": "What follows 5?"}\n')
     voted = play(bed, "merge", runs=",".join(runs), run="jury", method="vote", prompts=str(bed / "few.jsonl"))
     assert voted.rc == 0, voted.stdout
-    assert "1 prompts answered by 2 runs, 1 unanimously" in voted.stdout
+    assert re.search(r"1 prompts answered by 2 runs, [01] unanimously", voted.stdout)
 
 
 @pytest.mark.slow

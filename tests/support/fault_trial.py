@@ -24,8 +24,8 @@ from lab_hosts import REPO, Host, Lab
 from testbed import faults
 
 from trainer.config import RunSpec
-from trainer.data.corpus import load_corpus, split
-from trainer.data.order import Order, held_out
+from trainer.data.corpus import load_corpus, select
+from trainer.data.order import Order, held_out, training_samples
 from trainer.run_state import RunHistory
 
 DATA = "/home/tester/trainyard"
@@ -200,7 +200,7 @@ class Trial:
                 one = load_corpus(Path(file.name))
                 corpus = one if one is not None and one.digest() == state["data"] else corpus
         assert corpus is not None, "the corpus of the run is not in the cache"
-        train_set, _ = split(corpus, held_out(spec, len(corpus)))
+        train_set = select(corpus, training_samples(spec, len(corpus), held_out(spec, len(corpus))))
         order = Order(
             train_set.lengths, seed=spec.seed, capacity=spec.seq_length, packing=spec.packing, epochs=spec.epochs,
             rows=spec.rows_per_step,

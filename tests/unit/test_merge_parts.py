@@ -20,6 +20,7 @@ LOSSES = {
     "eval_loss": 1.0,
     "base_loss": 2.0,
     "parts": [{"run": "one", "eval_loss": 1.0}, {"run": "two", "eval_loss": 1.0}],
+    "equal": [[0, 1, 7]],
 }
 
 
@@ -56,10 +57,10 @@ class Site:
         connection.asked = self.asked
         return connection
 
-    def merge(self) -> None:
+    def merge(self) -> dict[str, Any]:
         options = make_merge_options({"runs": "one,two", "run": "both"})
         home = self.folder / "controller"
-        merge_runs(options, self.hosts, self.connect, LaunchOptions(), home=home, report=lambda line: None)
+        return merge_runs(options, self.hosts, self.connect, LaunchOptions(), home=home, report=lambda line: None)
 
 
 @pytest.fixture
@@ -93,3 +94,8 @@ def test_a_link_in_the_run_folder_of_the_result_is_not_followed(site: Site) -> N
     with pytest.raises(RunError, match=r"it is a symbolic link: remove it: .*both/parts"):
         site.merge()
     assert not list((site.folder / "outside").iterdir()) and not site.asked
+
+
+def test_a_merge_of_equal_runs_warns(site: Site) -> None:
+    """The host says which; a number without a run is left out."""
+    assert site.merge()["lines"][0].startswith("WARNING: one, two have the same weights: the merge gains nothing")

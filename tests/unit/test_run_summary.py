@@ -50,6 +50,12 @@ def test_the_summary_has_the_totals_of_the_dataset() -> None:
     assert lines[5].startswith("WARNING: 1 of 9 samples of the dataset are not trained (1 too long): correct them")
 
 
+def test_the_summary_names_the_part_of_the_samples() -> None:
+    known = make_spec({"data_part": "shard:2/4"}, "the test")
+    lines = summary(RESULT | {"train_samples": 7}, HEAD, 2, None, known)  # type: ignore[arg-type]
+    assert "  data part    shard:2/4: 7 different samples" in lines
+
+
 @pytest.mark.parametrize(
     "wrong", [{"samples": -1}, {"tokens": "9"}, {"dropped": {"why": "x"}}, {"notes": []}, {"unread": "x"}]
 )

@@ -40,6 +40,12 @@ def check_combinations(spec: RunSpec) -> None:
             f"fake_data: the run needs {spec.fake_rows} rows of {spec.seq_length} tokens in memory, of at most "
             f"{MAX_FAKE_ROWS} rows and {MAX_FAKE_TOKENS} tokens: set a smaller max_steps"
         )
+    if spec.data_part and spec.fake_data:
+        raise ValueError(f"data_part: {spec.data_part} needs a dataset: omit fake_data or data_part")
+    if spec.shard and not 1 <= spec.shard[0] <= spec.shard[1]:
+        raise ValueError(
+            f"data_part: {spec.data_part}: expected a part from 1 to {spec.shard[1]}, and at least one part"
+        )
     _check_script(spec)
     _check_distillation(spec)
 
@@ -50,7 +56,7 @@ def _check_script(spec: RunSpec) -> None:
         return
     if spec.strategy != DEFAULT_STRATEGY:
         raise ValueError(f"script: the script decides how ranks share the work: omit strategy ({spec.strategy})")
-    for name in ("fake_data", "teacher", "distill_alpha", "merge", "torch_compile"):
+    for name in ("fake_data", "teacher", "distill_alpha", "merge", "torch_compile", "data_part"):
         if getattr(spec, name):
             raise ValueError(f"script: {name} is for the trainer, which does not run: omit {name}, or script")
     for name, without in (("quantize", "none"), ("backend", "auto"), ("optimizer", "adamw")):

@@ -32,6 +32,8 @@ _LATER_FIELDS = (
     "diloco_fragments",
     "diloco_delay",
     "diloco_mixing",
+    "shared_seed",
+    "data_part",
 )
 
 

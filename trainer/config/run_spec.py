@@ -322,6 +322,20 @@ class RunSpec(BaseModel):
         "rounds the values; a frozen model in bf16 always sends bf16",
     )
     seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)
+    shared_seed: int | None = declare(
+        None,
+        "random seed of what runs share that are compared or merged: the held-out samples, the parts of data_part and the "
+        "weights of model=tiny; unset: seed",
+        ge=0,
+        lt=2**32,
+    )
+    data_part: str = declare(
+        "",
+        "training samples of the run; empty: all; shard:2/4: the second of 4 disjoint parts; bootstrap: as many as all, "
+        "drawn with replacement by seed",
+        pattern=r"^(shard:[0-9]{1,4}/[0-9]{1,4}|bootstrap)?$",
+        expected="shard:2/4, bootstrap, or nothing",
+    )
     eval_split: float = declare(0.05, "fraction of the samples held out for evaluation; 0: none", ge=0, le=0.5)
     eval_interval: int = declare(
         100, "steps between evaluations; 0: only at the end", ge=0, le=MAX_COUNT, unit="steps", mutable=True
@@ -380,6 +394,18 @@ class RunSpec(BaseModel):
     def date(self) -> datetime.date | None:
         """The date in `template_date`, or None."""
         return datetime.date.fromisoformat(self.template_date) if self.template_date else None
+
+    @property
+    def common_seed(self) -> int:
+        """The seed of what this run shares with others, see `shared_seed`."""
+        return self.seed if self.shared_seed is None else self.shared_seed
+
+    @property
+    def shard(self) -> tuple[int, int] | None:
+        """The number of the part of the samples, from 1, and the number of all parts; None without `data_part=shard:...`."""
+        kind, _, numbers = self.data_part.partition(":")
+        part, _, parts = numbers.partition("/")
+        return (int(part), int(parts)) if kind == "shard" else None
 
     @property
     def needs_logprobs(self) -> bool:

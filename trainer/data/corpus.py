@@ -1,4 +1,4 @@
-"""Encoded samples as arrays: joined, divided into training and evaluation, and kept on disk for fast restarts."""
+"""Encoded samples as arrays: joined, selected, and kept on disk for fast restarts."""
 
 import hashlib
 import io
@@ -6,7 +6,7 @@ import itertools
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,20 +110,15 @@ def load_corpus(path: Path) -> Corpus | None:
         return None
 
 
-def split(corpus: Corpus, held_out: Iterable[int]) -> tuple[Corpus, Corpus]:
-    """Return the corpus without the samples in `held_out`, and the corpus of only those; both keep the order."""
-    out = set(held_out)
-
-    def select(indices: list[int]) -> Corpus:
-        spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in indices]
-        lengths = [span.stop - span.start for span in spans]
-        return Corpus(
-            np.concatenate([corpus.tokens[:0], *(corpus.tokens[span] for span in spans)]),
-            np.concatenate([corpus.trained[:0], *(corpus.trained[span] for span in spans)]),
-            np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-            corpus.report,
-            None if corpus.sources is None else corpus.sources[indices],
-            corpus.targets.select(spans) if corpus.targets else None,
-        )
-
-    return select([i for i in range(len(corpus)) if i not in out]), select(sorted(out))
+def select(corpus: Corpus, indices: Sequence[int]) -> Corpus:
+    """Return the corpus of only these samples, in this order."""
+    spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in indices]
+    lengths = [span.stop - span.start for span in spans]
+    return Corpus(
+        np.concatenate([corpus.tokens[:0], *(corpus.tokens[span] for span in spans)]),
+        np.concatenate([corpus.trained[:0], *(corpus.trained[span] for span in spans)]),
+        np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        corpus.report,
+        None if corpus.sources is None else corpus.sources[list(indices)],
+        corpus.targets.select(spans) if corpus.targets else None,
+    )

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.data.mixture import Mixture, permutation
 from trainer.data.packing import best_fit
+from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
 
 _HELD_OUT_KEY = 0xE7A1  # separates the permutation for the evaluation split from those of the epochs
+_PART_KEY = 0xDA7A  # does so for those of data_part
 
 
 def held_out(spec: RunSpec, samples: int, sources: np.ndarray | None = None) -> list[int]:
-    """Return the indices of the samples that are reserved for evaluation; they depend only on the seed and the counts.
+    """Return the indices of the samples that are reserved for evaluation; they depend only on `common_seed` and the counts.
 
     They are the fraction `eval_split` of all samples. For a dataset with a weight below 1, they are the fraction of the
     samples that an epoch uses.
@@ -31,15 +34,39 @@ def held_out(spec: RunSpec, samples: int, sources: np.ndarray | None = None) -> 
     weights = [source.weight for source in spec.sources]
     if all(weight == 1 for weight in weights):
         count = min(samples - 1, max(1, round(samples * spec.eval_split)))
-        return [int(i) for i in permutation(samples, spec.seed, _HELD_OUT_KEY)[:count]]
+        return [int(i) for i in permutation(samples, spec.common_seed, _HELD_OUT_KEY)[:count]]
     sources = np.zeros(samples, np.int32) if sources is None else sources
     chosen: list[int] = []
     for number, weight in enumerate(weights):
         indices = np.flatnonzero(sources == number)
         count = min(len(indices) - 1, max(1, round(len(indices) * min(1.0, weight) * spec.eval_split)))
-        order = permutation(len(indices), spec.seed, number + 1, _HELD_OUT_KEY)
+        order = permutation(len(indices), spec.common_seed, number + 1, _HELD_OUT_KEY)
         chosen += [int(i) for i in indices[order[: max(0, count)]]]
     return chosen
+
+
+def training_samples(spec: RunSpec, samples: int, held_out: Sequence[int]) -> list[int]:
+    """Return the indices of the samples that the run trains on, in ascending order; one that is drawn twice stands twice.
+
+    Args:
+        samples: the number of samples.
+        held_out: the indices of those that are reserved for evaluation.
+
+    Raises:
+        UserError: the part of `data_part` has no samples.
+    """
+    kept = np.setdiff1d(np.arange(samples), held_out)
+    if spec.shard:
+        part, parts = spec.shard
+        kept = np.sort(kept[permutation(len(kept), spec.common_seed, _PART_KEY)[part - 1 :: parts]])
+        if not len(kept):
+            raise UserError(
+                f"data_part: {spec.data_part} has no samples, of {samples - len(held_out)}: use fewer parts"
+            )
+    elif spec.data_part:
+        words = np.random.Philox(np.random.SeedSequence([spec.seed, _PART_KEY])).random_raw(len(kept))
+        kept = np.sort(kept[words % len(kept)])
+    return [int(index) for index in kept]
 
 
 class Order:

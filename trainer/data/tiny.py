@@ -196,7 +196,7 @@ def tiny_folder(spec: RunSpec, store: Path, report: Callable[[str], None] = lamb
         report("creating the model tiny: random weights and a tokenizer trained on the dataset (once)")
         return list(samples_of(spec))
 
-    return ensure_tiny_model(store, dataset, spec.seed, samples)
+    return ensure_tiny_model(store, dataset, spec.common_seed, samples)
 
 
 def _recipe_digest() -> str:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Output(as_json="--json" in words)  # for errors in the words themselves
     try:
         require_utf8()
-        _set_locale()
+        set_locale()
         with front_end.serving_program():
             return _dispatch(words)
     except UserError as error:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _set_locale() -> None:
+def set_locale() -> None:
     """Set a locale with UTF-8, without which Ansible does not start, where the environment has none. Raises UserError."""
     if (locale.getlocale()[1] or "").lower() in ("utf-8", "utf8"):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,17 @@ def parse(command: str, groups: Sequence[Group], positional: str, words: Sequenc
         UserError: an unknown flag, an unexpected word, or a flag without a value.
     """
     return _Parser(command, groups, positional, list(words)).parse()
+
+
+def from_values(command: str, groups: Sequence[Group], values: Mapping[str, Any]) -> Arguments:
+    """Return the arguments that a Python program passes by name. Raises UserError for an unknown name."""
+    parser = _Parser(command, groups, "", [])
+    for name, value in values.items():
+        group = parser.group_of(plain_name(name))
+        if group is None:
+            raise UserError(f"{command}: unknown option {quoted(name)}{parser.nearest(name)}")
+        parser.found.of(group)[plain_name(name)] = value
+    return parser.found
 
 
 class _Parser:

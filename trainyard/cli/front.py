@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainyard.cli.flags import Arguments
@@ -16,8 +16,13 @@ from trainyard.commands.table import Command
 from trainyard.connection import Host, HostConnection
 from trainyard.run.options import ALIASES, make_options
 
+if TYPE_CHECKING:
+    from trainyard.ansible_adapter import Inventory
 
-def run_command(command: Command, arguments: Arguments, top: Path, output: Output) -> dict[str, Any] | None:
+
+def run_command(
+    command: Command, arguments: Arguments, top: Path, output: Output, inventory: Inventory | None = None
+) -> dict[str, Any] | None:
     """Run a command, and return its result.
 
     Args:
@@ -29,21 +34,22 @@ def run_command(command: Command, arguments: Arguments, top: Path, output: Outpu
         RunError, RemoteError: the command failed.
         PlaybookError: a playbook failed.
     """
-    launch = {ALIASES.get(name, name): value for name, value in arguments.of(LAUNCH).items()}
-    make_options(arguments.of(LAUNCH), "the command line")
+    launch = _launch_options(arguments)
     if command.run is None or command.by_playbook:
         run_playbook(command, arguments, launch, top, output)
         return {"playbook": command.playbook, "lines": []}
-    call = _call(command, arguments, launch, top, output)
-    call.check_names()
-    return command.run(call)
+    return command.run(make_call(command, arguments, top, output, inventory))
 
 
-def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: Path, output: Output) -> Call:
+def make_call(
+    command: Command, arguments: Arguments, top: Path, output: Output, inventory: Inventory | None = None
+) -> Call:
+    """Return the call of a command with the inventory that the arguments name, unless it is given. Raises as `run_command`."""
     from trainyard.ansible_adapter import Inventory
 
+    launch = _launch_options(arguments)
     if command.on_hosts:
-        inventory = Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
+        inventory = inventory or Inventory(arguments.inventory, launch.get("limit", ""), arguments.extra_vars)
         cluster, extra_vars = inventory.cluster(launch), inventory.extra_vars
     elif arguments.inventory or arguments.extra_vars:
         raise UserError(f"{command.name}: it concerns no hosts: omit --inventory and --extra-vars")
@@ -55,7 +61,7 @@ def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: P
         given |= {group.field_name(name): value for name, value in known.items()}
     for group in command.groups:
         flags |= arguments.of(group)
-    return Call(
+    call = Call(
         command=command.name,
         groups=command.all_groups,
         given=given,
@@ -68,6 +74,14 @@ def _call(command: Command, arguments: Arguments, launch: dict[str, Any], top: P
         as_json=output.as_json,
         play=lambda values: run_playbook(command, arguments, launch, top, output, values),
     )
+    call.check_names()
+    return call
+
+
+def _launch_options(arguments: Arguments) -> dict[str, Any]:
+    """Return the launch options by their names. Raises UserError for a bad value."""
+    make_options(arguments.of(LAUNCH), "the command line")
+    return {ALIASES.get(name, name): value for name, value in arguments.of(LAUNCH).items()}
 
 
 def _no_host(host: Host | str) -> HostConnection:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer.errors import TrainyardError
 from trainyard import front_end
 from trainyard.cli.flags import Arguments
 from trainyard.cli.output import Output
@@ -23,7 +24,7 @@ _INTERRUPTED, _OPTIONS_ERROR = 99, 5
 _INTERRUPT_LIMIT = 10.0  # s
 
 
-class PlaybookError(Exception):
+class PlaybookError(TrainyardError):
     """A playbook failed and has reported why. `code` is the exit code of the program."""
 
     def __init__(self, playbook: str, code: int) -> None:
@@ -55,7 +56,7 @@ def run_playbook(
     words += ["--limit", str(launch["limit"])] if "limit" in launch else []
     words += ["--check"] if arguments.switch("check") else []
     words += ["-e", json.dumps(values)] if values else []
-    stdout = sys.stderr if output.as_json else None
+    stdout = 2 if output.as_json else None  # sys.stderr of a notebook has no file descriptor
     code, interrupted = _wait(subprocess.Popen([*words, *arguments.rest], stdout=stdout))
     if code:
         # ansible-core 2.19 ends with another code and a traceback if the signal comes while it starts a worker.

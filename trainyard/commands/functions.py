@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
@@ -114,6 +117,16 @@ def logs(call: Call) -> dict[str, Any]:
     default = call.top / "runs" / run / "logs-from"
     folder = user_path(options.logs_to, "logs_to").absolute() if options.logs_to else default
     return copy_logs(run, cluster.hosts, cluster.connect, folder, options.logs_max_mib << 20, call.check)
+
+
+def identity(call: Call) -> dict[str, Any]:
+    """Find entries of the inventory that are one machine, by the playbook."""
+    assert call.play
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "identity.json"
+        call.play({"identity_save": str(file)})
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found | {"lines": []}  # the playbook has printed them
 
 
 def distill(call: Call) -> dict[str, Any]:

@@ -42,8 +42,7 @@ def plan_python(call: Call) -> dict[str, Any]:
 def find_teacher(call: Call) -> dict[str, Any]:
     """Return which hosts of the play lack the teacher (`targets`), and which host has it (`source`). Raises UserError."""
     options, cluster = make_distill_options(call.values), call.cluster
-    spec_file = call.launch.spec
-    student_specs(spec_file, call.values, call.top, lambda line: None, queued=options.queue)  # mistakes first
+    student_specs(options, call.launch.spec, call.values, call.top, lambda line: None)  # mistakes first
     machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables)
     found = plan_copy(machines, options.teacher, [host.name for host in cluster.hosts], call.report)
     return asdict(found) if found else {"targets": []}

@@ -123,6 +123,7 @@ _TABLE = (
         *(functions.status, (_own(StatusOptions), LIMITS), "run"),
     ),
     Command("attach", "follow a run that is already running", functions.attach, (_own(RunOptions), _FOLLOW), "run"),
+    Command("identity", "find entries of the inventory that are one machine", functions.identity, (LIMIT,)),
     Command("logs", "copy the logs of a run from all its hosts", functions.logs, (_own(LogsOptions), LIMIT), "run"),
     Command("stop", "stop a run after a checkpoint", functions.stop, (_own(StopOptions), LIMITS), "run"),
     Command(

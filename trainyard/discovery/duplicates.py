@@ -20,12 +20,14 @@ class Duplicates:
         drop: entry -> (the entry to keep, reason).
         warnings: clones, shared GPUs, and addresses that discovery assigned to the wrong machine.
         verdict: whether distributed training is useful, in one line.
+        useful: whether it is, with some strategy.
     """
 
     machines: int
     drop: dict[str, tuple[str, str]]
     warnings: tuple[str, ...]
     verdict: str
+    useful: bool
 
 
 def find_duplicates(
@@ -61,7 +63,8 @@ def find_duplicates(
                     f"{name} does not have the address {address} that discovery assigned to it: "
                     "declare that address as a separate machine"
                 )
-    return Duplicates(len(kept), drop, tuple(warnings), _verdict(kept, drop, logins))
+    useful = len(kept) > 1 and not _share_gpu(kept)
+    return Duplicates(len(kept), drop, tuple(warnings), _verdict(kept, drop, logins), useful)
 
 
 def _same_machine(one: Mapping[str, Any], other: Mapping[str, Any], login: str, other_login: str) -> str:
@@ -95,6 +98,10 @@ def _clones(a: str, one: Mapping[str, Any], b: str, other: Mapping[str, Any]) ->
     return warnings
 
 
+def _share_gpu(kept: Mapping[str, Mapping[str, Any]]) -> bool:
+    return any(set(a["gpus"]) & set(b["gpus"]) for a, b in combinations(kept.values(), 2))
+
+
 def _verdict(
     kept: Mapping[str, Mapping[str, Any]], drop: Mapping[str, tuple[str, str]], logins: Mapping[str, str]
 ) -> str:
@@ -106,7 +113,7 @@ def _verdict(
         return f"{text}: no machine could be reached"
     if len(kept) == 1:
         return f"{text}: distributed training is not useful: there is only one machine"
-    if any(set(a["gpus"]) & set(b["gpus"]) for a, b in combinations(kept.values(), 2)):
+    if _share_gpu(kept):
         return f"{text}: distributed training is not useful: they share a GPU"
     speeds = {}
     for name, facts in kept.items():

@@ -31,32 +31,40 @@ from trainyard.service_records import following, service_records
 
 
 def student_specs(
-    file: str, extra_vars: Mapping[str, Any], top: Path, report: Report, *, queued: bool = False
+    options: DistillOptions, file: str, extra_vars: Mapping[str, Any], top: Path, report: Report
 ) -> list[RunSpec]:
-    """Return one run spec per model of ``-e model=a,b``; the dataset is not known yet.
+    """Return the run specs of the students, `students` of each model of ``-e model=a,b``; the dataset is not known yet.
+
+    Each further student of a model has the next seed. All students have the same held-out samples.
 
     Args:
         file: YAML file of the run spec, or empty.
-        extra_vars: all variables given with ``-e``.
+        extra_vars: all variables given with ``-e``; those of the queue only with `queue`.
         top: the project's folder.
-        queued: whether the options of the queue may be among the variables.
 
     Raises:
         UserError: an unknown name, or a bad value.
     """
-    if not queued and (options := [name for name in extra_vars if name in QUEUE_OPTIONS]):
-        raise UserError(f"distill: {options[0]} is an option of the queue: set queue=true")
+    if not options.queue and (queued := [name for name in extra_vars if name in QUEUE_OPTIONS]):
+        raise UserError(f"distill: {queued[0]} is an option of the queue: set queue=true")
     rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS and name not in QUEUE_OPTIONS}
     if "dataset" in rest:
         raise UserError("distill: the dataset is made of the teacher's answers: set prompts instead of dataset")
-    models = split_words(rest.get("model", "")) or [""]
-    specs = []
+    models = (split_words(rest.get("model", "")) or [""]) * max(1, options.students)
+    specs: list[RunSpec] = []
     for number, model in enumerate(models, 1):
         values = rest | ({"model": model} if model else {})
         if rest.get("run") and len(models) > 1:
             values["run"] = f"{rest['run']}-{number}"
         values.setdefault("eval_start", True)
-        specs.append(read_run_spec(file, values, top, report if number == 1 else lambda line: None))
+        spec = read_run_spec(file, values, top, report if number == 1 else lambda line: None)
+        change: dict[str, Any] = {}
+        if earlier := models[: number - 1].count(model):
+            change = {"seed": (spec.seed + earlier) % 2**32, "shared_seed": spec.common_seed}
+        if options.student_data != "all":
+            part = f":{number}/{len(models)}" if options.student_data == "shard" else ""
+            change["data_part"] = options.student_data + part
+        specs.append(spec.model_copy(update=change))
     return specs
 
 
@@ -89,8 +97,8 @@ class Distillation:
         """Ask the teachers, filter the answers, and train the students or add them to the queue.
 
         Returns:
-            `changed`; `lines`, readable text; `students`, the result.json of each student that has finished, by run; `runs`,
-            those that wait or run in the queue.
+            `changed`; `lines`, readable text; `dataset`, its path; `answers`, the number of its samples; `students`, the
+            result.json of each student that has finished, by run; `runs`, those that wait or run in the queue.
 
         Raises:
             UserError: see `make_dataset`, `find_teachers` and StudentQueue.
@@ -117,11 +125,14 @@ class Distillation:
             then = f", and add {counted(len(self.specs), 'run')} to the queue" if self.queue else ""
             return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}{then}"}
         with AnswerFile(answers_path(work, options.teacher)) as answers:
-            questions = Questions(chats, options, first.seed, logprobs)
+            questions = Questions(chats, options, first.common_seed, logprobs)
             allowed = all(spec.allow_dropped for spec in self.specs)
             how = (questions, evaluation, nodes, answers, work / "distill", self.report)
             dataset, filtered = make_dataset(*how, allow_dropped=allowed)
         self.report(f"dataset: {dataset}")
+        made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
+        if not options.students:
+            return made | {"lines": [*filtered.lines(), f"dataset: {dataset}"]}
         # The settings of the prompts are not those of the dataset.
         change = {
             "dataset": str(dataset),
@@ -136,7 +147,7 @@ class Distillation:
             added["lines"] = [*filtered.lines(), f"dataset: {dataset}", *added["lines"]]
             if failed := added["failed"]:
                 raise RunError(_failed_line(failed, len(specs)), **added)
-            return added
+            return made | added
         runs = train_students(
             specs,
             self.hosts,
@@ -150,7 +161,7 @@ class Distillation:
         lines = [*filtered.lines(), f"dataset: {dataset}", *student_table(runs)]
         if failed := {run.run: run.error for run in runs if run.error}:
             raise RunError(_failed_line(failed, len(runs)), lines=lines)
-        return {"changed": True, "lines": lines, "students": {run.run: run.result for run in runs}}
+        return made | {"lines": lines, "students": {run.run: run.result for run in runs}}
 
     def _model(self, spec: RunSpec) -> str:
         """Check the model of a student before the teachers work for hours; return its folder if it is on the controller."""
@@ -209,7 +220,7 @@ def distill(
         InventoryError: a host is not described completely.
     """
     options, launch = make_distill_options(values), cluster.launch_of({})
-    specs = student_specs(launch.spec, values, top, report, queued=options.queue)
+    specs = student_specs(options, launch.spec, values, top, report)
     queue = None
     if options.queue:
         queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)

@@ -49,6 +49,14 @@ class DistillOptions(AnswerOptions):
     teacher_copy: bool = declare(
         False, "copy the model to hosts of the play that do not have it, from a host of the cluster that does"
     )
+    students: int = declare(
+        1, "students of each model, each with its own seed; 0: collect the answers only", ge=0, le=1000
+    )
+    student_data: Literal["all", "shard", "bootstrap"] = declare(
+        "all",
+        "answers that a student learns from; all: all; shard: its own part, which no other student has; bootstrap: as many as "
+        "all, drawn with replacement",
+    )
     hybrid: bool = declare(False, "train each student data-parallel over several hosts")
     queue: bool = declare(False, "add the students to the queue, which trains them, and return")
     retry_failed: bool = declare(

@@ -71,10 +71,10 @@ class StudentQueue:
             UserError, RunError: as add_runs.
         """
         added = add_runs(self._runs(specs), self.site, again=self.again)
-        models = {answer["run"]: spec.model for answer, spec in zip(added["runs"], specs, strict=True)}
+        by_run = {answer["run"]: spec for answer, spec in zip(added["runs"], specs, strict=True)}
         queue = self.site.queue.state()
-        listed = list_queue(queue, list(models))
-        ended = self._ended(models, queue)
+        listed = list_queue(queue, list(by_run))
+        ended = self._ended(by_run, queue)
         lines = list(added["lines"])
         if listed["runs"]:
             lines += [*listed["lines"], *_how_to_follow(listed["runs"])]
@@ -92,9 +92,9 @@ class StudentQueue:
     def _runs(self, specs: Sequence[RunSpec]) -> list[NewRun]:
         return [make_run(self.options, spec, self.launch) for spec in specs]
 
-    def _ended(self, models: Mapping[str, str], queue: QueueState) -> list[StudentRun]:
+    def _ended(self, by_run: Mapping[str, RunSpec], queue: QueueState) -> list[StudentRun]:
         """Return the students that have ended: with the result that the first of their hosts has, or why they failed."""
-        ended = [run for run in models if run in queue.requests and run_state(run, queue) in ENDED]
+        ended = [run for run in by_run if run in queue.requests and run_state(run, queue) in ENDED]
         about = {run: describe(run, queue) for run in ended}
         texts = self._results([run for run in ended if about[run]["state"] == "finished"])
         found = []
@@ -105,7 +105,7 @@ class StudentQueue:
             error = "" if result else f"{', '.join(hosts) or 'no host'}: has no result.json"
             if state != "finished":
                 error = str(about[run]["reason"]) or ("see its logs" if state == "failed" else f"it was {state}")
-            found.append(StudentRun(models[run], run, hosts, result or {}, error))
+            found.append(StudentRun(by_run[run], run, hosts, result or {}, error))
         return found
 
     def _results(self, runs: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -17,7 +17,7 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError
-from trainer.formats import printable
+from trainer.formats import counted, printable
 from trainyard.connection import Host, HostConnection, InventoryError
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
@@ -34,14 +34,14 @@ class StudentRun:
     """One student and its outcome.
 
     Attributes:
-        model: as the user named it.
+        spec: its run spec; the model is as the user named it.
         run: name of the run.
         hosts: hosts on which it trains.
         result: result of the run; empty if it failed.
         error: why it failed; empty if it did not.
     """
 
-    model: str
+    spec: RunSpec
     run: str
     hosts: list[str]
     result: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def train_students(
         session.prepare()
         sessions.append(session)
     runs = [
-        StudentRun(spec.model, session.run_name, [host.name for host in groups[index % len(groups)]])
+        StudentRun(spec, session.run_name, [host.name for host in groups[index % len(groups)]])
         for index, (spec, session) in enumerate(zip(specs, sessions, strict=True))
     ]
     if len({run.run for run in runs}) < len(runs):
@@ -223,12 +223,20 @@ def _in_processes(
 
 def student_table(runs: Sequence[StudentRun]) -> list[str]:
     """Return the result: the held-out loss on the teacher's text of every student, beside that of its untrained base."""
-    rows = [["student", "run", "hosts", "untrained", "trained", "change", "result"]]
+    rows = [["student", "run", "seed", "learned from", "hosts", "untrained", "trained", "change", "result"]]
     for run in runs:
         before, after = run.result.get("eval_loss_first"), run.result.get("eval_loss")
         change = f"{(after / before - 1) * 100:+.0f} %" if before and after is not None else ""
         where = str(run.result.get("adapter") or run.result.get("model") or "")
         losses = ["" if loss is None else f"{loss:.4f}" for loss in (before, after)]
         ended = f"failed: {run.error}" if run.error else where
-        rows.append([printable(run.model, 60), run.run, ",".join(run.hosts), *losses, change, printable(ended)])
+        spec, hosts = run.spec, ",".join(run.hosts)
+        shown = [printable(spec.model, 60), run.run, str(spec.seed), _learned_from(run), hosts]
+        rows.append([*shown, *losses, change, printable(ended)])
     return ["held-out loss per token on the teacher's answers:", *(f"  {line}" for line in table(rows))]
+
+
+def _learned_from(run: StudentRun) -> str:
+    """Return the part of the answers that a student has learned from, and the number of different samples in it."""
+    count = run.result.get("train_samples")
+    return (run.spec.data_part or "all") + ("" if count is None else f": {counted(count, 'sample')}")

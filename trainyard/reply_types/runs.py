@@ -178,6 +178,7 @@ class FinalResult(OpenReply):
     samples: Count | Number
     tokens_per_second: Optional
     data: NotRequired[DataTotals]
+    train_samples: NotRequired[Count]
     loss_first: Optional
     loss_last: Optional
     eval_loss: NotRequired[Optional]
@@ -222,6 +223,9 @@ class Merged(OpenReply):
     model: NotRequired[Line]
     answers: NotRequired[Count]
     unanimous: NotRequired[Count]
+    equal: NotRequired[
+        Annotated[list[Annotated[list[Count], Field(max_length=RANKS_LIMIT)]], Field(max_length=RANKS_LIMIT)]
+    ]
     path: NotRequired[Line]
     first: NotRequired[Annotated[list[VotedAnswer], Field(max_length=RANKS_LIMIT)]]
 
@@ -267,6 +271,19 @@ class Metrics(OpenReply):
     records: Annotated[list[MetricsRecord], Field(max_length=FILES_LIMIT)]
 
 
+class Step(OpenReply):
+    step: Count
+    loss: NotRequired[Optional]
+    tokens: NotRequired[Count | Number]
+    tokens_per_second: NotRequired[Optional]
+
+
+class Steps(OpenReply):
+    """The records of `metrics.jsonl`, also of a script."""
+
+    records: Annotated[list[Step], Field(max_length=FILES_LIMIT)]
+
+
 class Shards(OpenReply):
     elsewhere: Annotated[list[Line], Field(max_length=RANKS_LIMIT)]
     digest: Digest
@@ -291,4 +308,5 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "merge": Merged,
     "evaluate": Evaluated,
     "metrics.jsonl": Metrics,
+    "steps of metrics.jsonl": Steps,
 }

@@ -207,6 +207,13 @@ def _early_end(result: dict[str, Any], spec: RunSpec | None) -> list[str]:
     return [f"  steps        epochs={spec.epochs} ends before max_steps={wanted}: more epochs give more steps"]
 
 
+def _data_part(result: dict[str, Any], spec: RunSpec | None) -> list[str]:
+    """Return a line about the samples of a run that has trained on a part of them, or none."""
+    if not spec or not spec.data_part or "train_samples" not in result:
+        return []
+    return [f"  data part    {spec.data_part}: {counted(result['train_samples'], 'different sample')}"]
+
+
 def summary(
     result: dict[str, Any], head: PlanEntry, hosts: int, connection: HostConnection, spec: RunSpec | None
 ) -> list[str]:
@@ -228,6 +235,7 @@ def summary(
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
         *(DataReport.of(result["data"]).lines("  data         ") if "data" in result else []),
+        *_data_part(result, spec),
         f"  {kind:<12} {head.run_dir}/{kind}{where}{_averaged(result)}",
         *([f"  merged       {head.run_dir}/merged{where}"] if result.get("merged") else []),
         f"  logs         {head.run_dir}/logs",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.errors import MAX_MESSAGE
+from trainer.errors import MAX_MESSAGE, TrainyardError
 from trainer.formats import counted, printable
 
 
-class RunError(Exception):
+class RunError(TrainyardError):
     """A step of the run failed. The message is one line: what is wrong, where, what to do.
 
     Attributes:

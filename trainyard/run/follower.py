@@ -14,7 +14,7 @@ from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
 from trainyard.run.errors import RunFailedError
 from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, stop_parts
-from trainyard.run.monitor import ENDED, Cause, Part, Progress, absent_replicas, causes, is_behind, last_step
+from trainyard.run.monitor import ENDED, Cause, Part, Progress, Watch, absent_replicas, causes, is_behind, last_step
 from trainyard.run.options import LaunchOptions
 from trainyard.run.rejoin import SIGN_OF_LIFE, Rejoin
 from trainyard.run.types import Report
@@ -213,12 +213,14 @@ def follow_parts(
     *,
     keep: bool = False,
     rejoin: Rejoin | None = None,
+    watch: Watch = lambda state: None,
 ) -> dict[str, Any]:
     """Monitor a run's parts to their end. On the first failure, stop all of them.
 
     Args:
         keep: whether the standby processes remain after a failure, because the caller may restart the run.
         rejoin: says when the run stops for hosts that return.
+        watch: see Progress.
 
     Returns:
         `status` (finished or stopped), `hosts` (how each part ended), and `lines` for a stopped run.
@@ -235,7 +237,7 @@ def follow_parts(
             f"Ctrl-C leaves it running; to follow it again: {front_end.command('attach', run)}; "
             f"to stop it: {front_end.command('stop', run)}"
         )
-    progress = Progress(world_size, options.progress_interval, options.stall_limit)
+    progress = Progress(world_size, options.progress_interval, options.stall_limit, watch)
     follower = Follower(parts, connect, progress, options, report, rejoin)
     cause = follower.follow()
     if follower.stopping:  # a stop must not reach the next start

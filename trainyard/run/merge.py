@@ -172,6 +172,18 @@ def _send_part(connection: HostConnection, folder: Path, runs: str, target: str)
 
 def merge_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:
     """Return the result as readable text."""
+    equal = [
+        [options.runs[number] for number in group if number < len(options.runs)] for group in result.get("equal", [])
+    ]
+    warnings = [
+        f"WARNING: {', '.join(group)} have the same weights: the merge gains nothing from them; train them with different "
+        "seeds (distillation: students=N) or data (student_data)"
+        for group in equal
+    ]
+    return warnings + _result_lines(options, result, host)
+
+
+def _result_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:
     if options.method == "vote":
         lines = [
             f"{result['answers']} prompts answered by {len(options.runs)} runs, {result['unanimous']} unanimously: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import signal
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,9 @@ WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at
 # torchrun ends the other workers of a dead one with SIGTERM, and gloo aborts a process whose peer has exited. Neither
 # is usually the cause.
 CONSEQUENCES = ("SIGTERM", "SIGABRT")
+
+
+Watch = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass
@@ -213,9 +216,11 @@ class Progress:
     Args:
         interval: minimum seconds between two progress lines.
         stall_limit: seconds without progress of any rank after which the run is stalled.
+        watch: receives each heartbeat of the first rank.
     """
 
-    def __init__(self, world_size: int, interval: float, stall_limit: float) -> None:
+    def __init__(self, world_size: int, interval: float, stall_limit: float, watch: Watch = lambda state: None) -> None:
+        self.watch = watch
         self.world_size, self.interval, self.stall_limit = world_size, interval, stall_limit
         self.shown_step, self.shown_at = -1, float("-inf")
         self.gpu_shown_at = float("-inf")
@@ -245,6 +250,7 @@ class Progress:
             self.phase = phase_line(IMPORTING) if imports else self.phase
             return [self.phase] if imports else []
         first = states[min(states)]  # rank 0 if it has a heartbeat
+        self.watch(first)
         lines = []
         if (resumed := first.get("resumed") or 0) != self.resumed:
             self.resumed = resumed

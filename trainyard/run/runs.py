@@ -13,7 +13,7 @@ from trainyard.run.errors import RunError, first_of
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import Connect
 from trainyard.run.launch import STOP_LIMIT, end_of, stop_lines, stop_parts
-from trainyard.run.monitor import ENDED
+from trainyard.run.monitor import ENDED, Watch
 from trainyard.run.options import LaunchOptions
 from trainyard.run.status import (
     LATEST,
@@ -117,7 +117,12 @@ def stop_all_runs(
 
 
 def follow_run(
-    run: str, hosts: Iterable[Host], connect: Connect, options: LaunchOptions, report: Report
+    run: str,
+    hosts: Iterable[Host],
+    connect: Connect,
+    options: LaunchOptions,
+    report: Report,
+    watch: Watch = lambda state: None,
 ) -> dict[str, Any]:
     """Monitor a run that was started before, to its end. Nothing restarts it.
 
@@ -125,7 +130,7 @@ def follow_run(
     """
     parts = parts_to_monitor(run, hosts, connect, options.answer_limit)
     runs = any(part.status not in ENDED for part in parts)
-    ended = follow_parts(run, parts, connect, options, report)
+    ended = follow_parts(run, parts, connect, options, report, watch=watch)
     lines = [f"run {run} is finished"] if ended["status"] == "finished" else []
     return {"changed": runs, "lines": lines} | ended
 

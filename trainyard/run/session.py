@@ -33,6 +33,7 @@ from trainyard.run.host_files import HostAccess
 from trainyard.run.launch import paths_in, standby_seconds, start_ranks
 from trainyard.run.launch_scripts import write_scripts
 from trainyard.run.model_files import fetch_models_again
+from trainyard.run.monitor import Watch
 from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import check_plan_mesh, plan_run, stopped_line
 from trainyard.run.rejoin import Rejoin, Speeds
@@ -72,6 +73,7 @@ class RunSession:
         state: results of earlier steps.
         veto: returns why a run that failed must not be restarted, or an empty string.
         keep_record: keeps a record of each start, with its name and contents, for the service of the dashboard.
+        watch: receives each heartbeat of the first rank while the run is followed.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RunSession:
         state: SessionState | None = None,
         veto: Callable[[dict[str, Any]], str] = lambda failure: "",
         keep_record: KeepRecord | None = None,
+        watch: Watch = lambda state: None,
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connect_host = connect
@@ -95,7 +98,7 @@ class RunSession:
         self.home = home or Path.cwd()
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
-        self.veto, self.keep_record = veto, keep_record
+        self.veto, self.keep_record, self.watch = veto, keep_record, watch
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
         self._speeds = Speeds()
@@ -135,8 +138,20 @@ class RunSession:
 
     def run(self) -> dict[str, Any]:
         """Do all steps; return the result of `collect`. Reports the lines of each step. A run that is prepared stays so."""
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Do the steps up to `launch`."""
+        self._do(self.plan, self.preflight, self.stage, self.launch)
+
+    def finish(self) -> dict[str, Any]:
+        """Do the steps after `launch`; return the result of `collect`."""
+        return self._do(self.follow, self.collect)
+
+    def _do(self, *steps: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for step in (self.plan, self.preflight, self.stage, self.launch, self.follow, self.collect):
+        for step in steps:
             result = step()
             for line in result.get("lines", [result["msg"]] if "msg" in result else []):
                 self.report(line)
@@ -381,7 +396,8 @@ class RunSession:
         self._early.note_start(self.state.plan)
         parts = planned_parts(self.state.plan)
         keep, rejoin = standby_seconds(self.options) > 0, self._rejoin()
-        ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report, keep=keep, rejoin=rejoin)
+        how: dict[str, Any] = {"keep": keep, "rejoin": rejoin, "watch": self.watch}
+        ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report, **how)
         returning = rejoin.returning if rejoin and ended["status"] == "stopped" else []
         if returning:
             ended.pop("lines", None)

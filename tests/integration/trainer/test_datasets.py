@@ -14,9 +14,9 @@ from dataset_folder import CASES, Case, write_cases
 from trainer_runs import Cluster, Here, lines, records, until, write_jsonl
 
 from trainer.__main__ import main as trainer_main
-from trainer.data.corpus import split
+from trainer.data.corpus import select
 from trainer.data.encode import encoded_dataset
-from trainer.data.order import Order, held_out
+from trainer.data.order import Order, held_out, training_samples
 from trainer.model import load_tokenizer
 from trainer.spec import make_spec
 from trainyard.cli.__main__ import main as program
@@ -69,7 +69,7 @@ def order_of(folder: Path, run_dir: Path) -> tuple[Order, Counter[int]]:
     """Return the order of a run and how often it uses each dataset, derived from its spec and its data alone."""
     spec = make_spec(yaml.safe_load((run_dir / "spec.yml").read_text()), "")
     corpus = encoded_dataset(spec, load_tokenizer(spec.model), folder / "other-store")
-    train_set, _ = split(corpus, held_out(spec, len(corpus), corpus.sources))
+    train_set = select(corpus, training_samples(spec, len(corpus), held_out(spec, len(corpus), corpus.sources)))
     assert train_set.sources is not None
     order = Order.of(spec, train_set.lengths, train_set.sources)
     used = [sample for step in range(order.steps) for row in order.step(step) for sample in row]

@@ -17,8 +17,8 @@ import pytest
 from trainer_runs import Cluster, Here, lines, losses, records, until, write_jsonl
 
 from trainer.checkpoint import complete_checkpoints
-from trainer.data.corpus import load_corpus, split
-from trainer.data.order import Order, held_out
+from trainer.data.corpus import load_corpus, select
+from trainer.data.order import Order, held_out, training_samples
 from trainer.files import sha256_file
 from trainer.spec import read_spec
 
@@ -57,7 +57,7 @@ def sample_order(cluster: Cluster, run: str = "r") -> Order:
     (cache,) = (run_dir.parents[1] / "store" / "cache").glob("*.npz")
     corpus = load_corpus(cache)
     assert corpus is not None
-    train_set, _ = split(corpus, held_out(spec, len(corpus)))
+    train_set = select(corpus, training_samples(spec, len(corpus), held_out(spec, len(corpus))))
     return Order.of(spec, train_set.lengths)
 
 

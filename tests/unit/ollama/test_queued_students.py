@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainyard.cluster import Cluster
 from trainyard.connection import Host
 from trainyard.ollama.distill import distill, student_specs
+from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.queued_students import StudentQueue, student_queue
 from trainyard.queue import requests
 from trainyard.queue.client import Job, Node, QueueState
@@ -28,7 +30,14 @@ TOP = Path(__file__).resolve().parents[3]
 HOSTS = [Host(f"node{n}", f"10.0.0.{n}", "/data", "/usr/bin/python3") for n in (1, 2)]
 GIVEN = {"teacher": "t", "prompts": "p.jsonl", "model": "tiny", "queue": "true"}
 RESULT = {"status": "finished", "step": 5, "steps": 5, "world_size": 1, "tokens": 9, "samples": 9}
-RESULT |= {"tokens_per_second": 1.0, "loss_first": 2.0, "loss_last": 1.0, "eval_loss_first": 2.0, "eval_loss": 0.5}
+RESULT |= {
+    "tokens_per_second": 1.0,
+    "loss_first": 2.0,
+    "loss_last": 1.0,
+    "eval_loss_first": 2.0,
+    "eval_loss": 0.5,
+    "train_samples": 7,
+}
 
 
 def cluster() -> Cluster:
@@ -39,14 +48,18 @@ def cluster() -> Cluster:
     return Cluster(HOSTS, groups, {host.name: {} for host in HOSTS}, connect, make_options)
 
 
+def specs_of(given: dict[str, Any]) -> list[RunSpec]:
+    return student_specs(make_distill_options(given), "", given, TOP, print)
+
+
 def made(hybrid: bool = False, **values: Any) -> StudentQueue:
     return student_queue(values, hybrid, cluster(), make_options({}), TOP, print, False)
 
 
 def test_options_of_the_queue_need_it() -> None:
     with pytest.raises(UserError, match="distill: priority is an option of the queue: set queue=true"):
-        student_specs("", {**GIVEN, "priority": "low"}, TOP, print)
-    (spec,) = student_specs("", {**GIVEN, "priority": "low", "lr": 0.1}, TOP, print, queued=True)
+        specs_of({**GIVEN, "queue": False, "priority": "low"})
+    (spec,) = specs_of({**GIVEN, "priority": "low", "lr": 0.1})
     assert spec.lr == 0.1 and spec.eval_start
 
 
@@ -117,7 +130,7 @@ def queue_of(tmp_path: Path, **options: Any) -> StudentQueue:
 def test_students_of_the_queue_stay_and_show_their_loss(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     given = {**GIVEN, "lr": 0.1}
-    (spec,) = student_specs("", given, TOP, print, queued=True)
+    (spec,) = specs_of(given)
     dataset = {"dataset": str(tmp_path / "d.jsonl")}
     specs = [spec.model_copy(update={"run": run, **dataset}) for run in ("one", "two")]
     added = queue_of(tmp_path).add(specs)
@@ -127,20 +140,20 @@ def test_students_of_the_queue_stay_and_show_their_loss(tmp_path: Path) -> None:
     assert added["lines"][:2] == ["run one is finished: nothing to do", "run two is waiting already, as job 7"]
     assert "waits for the end of run one" in text and "playbooks/attach.yml -e run=two" in text
     (row,) = [line.split() for line in added["lines"] if line.split()[:2] == ["tiny", "one"]]
-    assert row[2:7] == ["node2", "2.0000", "0.5000", "-75", "%"]
+    assert row[2:10] == ["1", "all:", "7", "samples", "node2", "2.0000", "0.5000", "-75"]
 
 
 def test_failed_students_are_shown_and_added_again_only_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
-    (spec,) = student_specs("", {**GIVEN, "lr": 0.1}, TOP, print, queued=True)
+    (spec,) = specs_of({**GIVEN, "lr": 0.1})
     spec = spec.model_copy(update={"run": "three", "dataset": str(tmp_path / "d.jsonl")})
     added = queue_of(tmp_path).add([spec])
     assert not added["changed"] and added["failed"] == {"three": "lr is too high"} and added["students"] == {}
     assert added["lines"][0] == "run three has failed: not added again"
     (row,) = [line for line in added["lines"] if line.split()[:2] == ["tiny", "three"]]
-    assert row.split()[2] == "node1" and row.endswith("failed: lr is too high")
+    assert row.split()[2:5] == ["1", "all", "node1"] and row.endswith("failed: lr is too high")
     assert added["lines"][-1].startswith("add failed students again with -e retry_failed=true")
     asked: list[str] = []
 
@@ -162,7 +175,7 @@ def test_a_teacher_that_is_a_run_of_the_queue_must_be_deployed_first(tmp_path: P
 
 
 def test_students_that_no_host_can_train_are_refused(tmp_path: Path) -> None:
-    specs = student_specs("", {**GIVEN, "run": "mine"}, TOP, print, queued=True)
+    specs = specs_of({**GIVEN, "run": "mine"})
     queue_of(tmp_path, after=("one",)).check(specs)
     with pytest.raises(UserError, match="run mine: no host has 9 cores: the closest is node1, which lacks 9 cores"):
         queue_of(tmp_path, cores=9).check(specs)

@@ -13,6 +13,7 @@ import pytest
 from fake_teacher import Teacher, serve
 from run_hosts import TOP, free_port
 
+from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainyard.connection import Host
 from trainyard.ollama import collect
@@ -212,7 +213,7 @@ def test_columns_of_prompts(tmp_path: Path) -> None:
     path.write_text("question,id\nWhy?,1\n")
     with pytest.raises(UserError, match=r"record 1: .*columns=prompt=question"):
         read_prompts(path)
-    (spec,) = student_specs("", {"teacher": "t", "columns": "prompt=question", "model": "tiny"}, TOP, print)
+    (spec,) = specs_of(columns="prompt=question", model="tiny")
     assert read_prompts(path, spec=spec) == [[{"role": "user", "content": "Why?"}]]
     with pytest.raises(UserError, match="prompts: no such file: nowhere"):
         read_prompts(Path("nowhere"))
@@ -244,17 +245,40 @@ def test_options() -> None:
         make_distill_options({"teacher": "t", "prompts": "p", "temperature": "hot"})
 
 
+def specs_of(**given: Any) -> list[RunSpec]:
+    asked = {"teacher": "t", "prompts": "p", **given}
+    return student_specs(make_distill_options(asked), "", asked, TOP, print)
+
+
 def test_students() -> None:
-    given = {"teacher": "t", "prompts": "p", "model": "tiny,org/a", "run": "mine", "lr": 0.1}
-    specs = student_specs("", given, TOP, print)
+    specs = specs_of(model="tiny,org/a", run="mine", lr=0.1)
     assert [(spec.model, spec.run, spec.lr, spec.eval_start) for spec in specs] == [
         ("tiny", "mine-1", 0.1, True),
         ("org/a", "mine-2", 0.1, True),
     ]
     with pytest.raises(UserError, match="set prompts instead of dataset"):
-        student_specs("", {**given, "dataset": "x"}, TOP, print)
+        specs_of(dataset="x")
     with pytest.raises(UserError, match="temprature: unknown name"):
-        student_specs("", {**given, "temprature": 1}, TOP, print)
+        specs_of(temprature=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"model": "a,b"}, [("a", 1, None, ""), ("b", 1, None, "")]),
+        ({"model": "a,a,b"}, [("a", 1, None, ""), ("a", 2, 1, ""), ("b", 1, None, "")]),
+        ({"model": "a", "seed": 2**32 - 1, "students": 2}, [("a", 2**32 - 1, None, ""), ("a", 0, 2**32 - 1, "")]),
+        (
+            {"model": "a,b", "students": 2, "student_data": "shard", "shared_seed": 7},
+            [("a", 1, 7, "shard:1/4"), ("b", 1, 7, "shard:2/4"), ("a", 2, 7, "shard:3/4"), ("b", 2, 7, "shard:4/4")],
+        ),
+        ({"students": 2, "student_data": "bootstrap"}, [("tiny", 1, None, "bootstrap"), ("tiny", 2, 1, "bootstrap")]),
+    ],
+)
+def test_students_of_one_model_differ(given: dict[str, Any], expected: list[tuple[Any, ...]]) -> None:
+    specs = specs_of(**given)
+    assert [(spec.model, spec.seed, spec.shared_seed, spec.data_part) for spec in specs] == expected
+    assert len({spec.named().run for spec in specs}) == len(specs)
 
 
 def test_groups_of_hosts() -> None:

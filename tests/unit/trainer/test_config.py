@@ -51,6 +51,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "script": ("worker.py", "worker.py"),
         "template_date": ("2026-01-31", "2026-01-31"),
         "pipeline_layers": ("10,6", "10,6"),
+        "data_part": ("shard:2/4", "shard:2/4"),
     }
     words = []
     for name, field in FIELDS.items():

@@ -18,7 +18,7 @@ from small_models import batch
 from torch import nn
 from trainer_runs import records, write_jsonl
 
-from trainer.data.corpus import Corpus, load_corpus, save_corpus, split
+from trainer.data.corpus import Corpus, load_corpus, save_corpus, select
 from trainer.data.encode import Encoder, encode_all, encoded_dataset
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
 from trainer.data.samples import read_source, source_of
@@ -241,11 +241,11 @@ def test_the_targets_survive_the_cache_and_the_split(taught: Corpus, tmp_path: P
     assert again and again.digest() == taught.digest() and again.targets and again.targets.matched == 12
     plain = Corpus(taught.tokens, taught.trained, taught.starts)
     assert plain.digest() != taught.digest()
-    train, held = split(taught, [3, 7])
-    assert train.targets and held.targets
-    assert len(train.targets.ids) + len(held.targets.ids) == len(taught.targets.ids)
-    first = int(taught.targets.taught[: taught.starts[3]].sum())
-    assert np.array_equal(held.targets.ids[0], taught.targets.ids[first])
+    drawn = select(taught, [3, 7, 3])
+    first, last = (int(taught.targets.taught[: taught.starts[place]].sum()) for place in (3, 4))
+    third = taught.targets.ids[first:last]
+    assert drawn.targets and np.array_equal(drawn.targets.ids[: len(third)], third)
+    assert np.array_equal(drawn.targets.ids[-len(third) :], third)
 
 
 def test_too_few_matches_stop_the_run(tokenizer: Any, tmp_path: Path) -> None:

@@ -170,3 +170,8 @@ def test_what_does_not_go_together(
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(values)))
     assert merge.main() == 1
     assert "has no model" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_equal_parts_are_found(runs: list[dict[str, str]], tmp_path: Path) -> None:
+    asked = merge.read_request(request([runs[0], runs[1], runs[0]], tmp_path / "merged"))
+    assert merge.equal_parts(asked.parts) == [[0, 2]]

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data.mixture import Mixture, describe_mixture, permutation
-from trainer.data.order import Order, held_out
+from trainer.data.order import Order, held_out, training_samples
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
+from trainer.errors import UserError
 from trainer.spec import make_spec
 
 lengths_lists = st.lists(st.integers(1, 24), min_size=1, max_size=60)
@@ -232,3 +233,25 @@ def test_held_out_samples_of_a_mixture() -> None:
     assert [line.split(":")[0] for line in named] == ["dataset ./mine.jsonl", "dataset org/data"]
     assert describe_mixture(spec, train, "one, with a comma, org/data")[0].startswith("dataset a:"), "which is which?"
     assert describe_mixture(make_spec({"dataset": "a"}, ""), train[:90]) == []
+
+
+def chosen(**values: object) -> tuple[list[int], set[int]]:
+    spec = make_spec({"dataset": "a", "eval_split": 0.1, **values}, "")
+    out = held_out(spec, 200)
+    return training_samples(spec, 200, out), set(out)
+
+
+def test_parts_of_the_samples() -> None:
+    """Students share the held-out samples, which none of them trains on."""
+    everything, out = chosen()
+    assert sorted([*everything, *out]) == list(range(200))
+    shards = [chosen(seed=n, shared_seed=1, data_part=f"shard:{n}/3") for n in (1, 2, 3)]
+    assert [held for _, held in shards] == [out] * 3
+    assert sorted(sample for shard, _ in shards for sample in shard) == everything
+    assert [len(shard) for shard, _ in shards] == [60] * 3 and all(shard == sorted(shard) for shard, _ in shards)
+    one, two = (chosen(seed=n, shared_seed=1, data_part="bootstrap")[0] for n in (1, 2))
+    assert one != two and len(one) == len(two) == 180 and set(one) | set(two) <= set(everything)
+    assert 100 < len(set(one)) < 130, "1 - 1/e of the samples are drawn"
+    assert chosen(seed=2)[1] != out, "seed without shared_seed"
+    with pytest.raises(UserError, match="data_part: shard:181/181 has no samples, of 180"):
+        chosen(data_part="shard:181/181")

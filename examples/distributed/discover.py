@@ -1,0 +1,29 @@
+"""Find machines with Ollama, say which addresses are one machine, and whether it is worth it to train on several.
+
+python examples/distributed/discover.py [--network 192.168.1.0/24]... [--host ADDRESS:PORT]...
+"""
+
+import argparse
+
+from trainyard import Cluster
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--network", action="append", default=[])
+    parser.add_argument("--host", action="append", default=[])
+    given = parser.parse_args()
+    networks = given.network or ([] if given.host else ["auto"])
+    cluster = Cluster.discover(networks, scan={"hosts": given.host})
+
+    for model in cluster.models():
+        print(f"{model.name}: {', '.join(model.hosts)}")
+    machines = cluster.machines()
+    for machine in machines:
+        joins = "may join" if machine.trusted else "its SSH host key is not accepted"
+        print(f"{machine.name} ({', '.join(machine.addresses)}): {joins}")
+    print(machines.verdict)
+
+
+if __name__ == "__main__":
+    main()

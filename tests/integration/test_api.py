@@ -1,0 +1,83 @@
+"""The code of docs/api.md, and the programs of examples/distributed, on this machine as two hosts with a teacher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_teacher import Teacher, serve
+from run_hosts import TOP, free_port
+
+from trainyard import Cluster
+from trainyard.ollama.answers import answers_path
+
+TEACHER = f"api{os.getpid()}"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with an inventory and prompts; a teacher answers."""
+    folder = tmp_path_factory.mktemp("api")
+    teacher = Teacher("127.0.0.2", free_port(), model=f"{TEACHER}:latest")
+    document = yaml.safe_load((TOP / "inventory/local.yml").read_text())
+    for group, name in (("head", "node1"), ("workers", "node2")):
+        host = document["all"]["children"]["cluster"]["children"][group]["hosts"][name]
+        host.update({"cluster_data_dir": str(folder / name), "ollama_url": teacher.url})
+    (folder / "inventory.yml").write_text(yaml.safe_dump(document))
+    prompts = [{"prompt": f"What follows {n}?"} for n in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (folder / "teacher").write_text(teacher.url.removeprefix("http://"))
+    with serve(teacher):
+        yield folder
+    answers = answers_path(TOP / ".trainyard", TEACHER)
+    for file in (answers, *(TOP / ".trainyard/distill").glob(f"{answers.stem}-*.jsonl")):
+        file.unlink(missing_ok=True)
+
+
+def test_the_code_of_the_page(bed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All blocks are one program. Only the inventory, the teacher's name and the prompts are those of the test."""
+    page = (TOP / "docs/api.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    program = "\n".join(blocks).replace("llama3:8b", TEACHER)
+    assert len(blocks) == 7 and TEACHER in program
+    monkeypatch.setattr(Cluster, "local", lambda: Cluster(bed / "inventory.yml"))
+    monkeypatch.chdir(bed)
+    names: dict[str, object] = {}
+    exec(compile(program, "docs/api.md", "exec"), names)
+    shown = capsys.readouterr().out
+    assert "node1 ('node1', 'node2') ('127.0.0.1',)" in shown and "False 1 machine in 2 entries" in shown
+    assert "step 10/10" in shown and "finished" in shown
+    assert "student-1 19 " in shown and "student-2 19 " in shown, shown
+    assert "[('node1', [0]), ('node2', [1])]" in shown
+    assert shown.splitlines()[-1].startswith("queue host node1: Slurm is not installed")
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "shown"),
+    [
+        ("data_parallel", "{bed}/inventory.yml", r"\A(?s:.*)\n  20  .*(?s:.*)on 2 ranks\nbest step: \d+\n\Z"),
+        ("multi_model", "{bed}/inventory.yml", r"(tiny-\w+: held-out loss \d.*\n){2}\Z"),
+        ("custom_worker", "{bed}/inventory.yml", r"\nsum 3.0 over 2 ranks; 3 steps\n\Z"),
+        ("discover", "--host {teacher}", r"\A{name}:latest: 127.0.0.2\n127.0.0.2 \(127.0.0.2\): may join\n1 machine: "),
+        (
+            "teacher_student",
+            "--inventory {bed}/inventory.yml --teacher {name} --prompts {bed}/prompts.jsonl --model tiny --max-steps 5",
+            r"40 answers of (?s:.*)\n(tiny-\w+: .*, 2\d samples\n){2}tiny-\w+-merged: .*/model\n\Z",
+        ),
+    ],
+)
+def test_examples(bed: Path, program: str, options: str, shown: str) -> None:
+    given = {"bed": str(bed), "teacher": (bed / "teacher").read_text(), "name": TEACHER}
+    words = [sys.executable, str(TOP / f"examples/distributed/{program}.py"), *options.format(**given).split()]
+    environment = {**os.environ, "PYTHONPATH": str(TOP)}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=bed)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(shown.replace("{name}", TEACHER), ended.stdout), ended.stdout + ended.stderr

@@ -1,0 +1,45 @@
+"""The Python interface: a cluster with its hosts, runs, students and queue. See docs/api.md.
+
+    from trainyard import Cluster
+    run = Cluster.local().train(model="tiny", max_steps=10)
+    print(run.wait().eval_loss)
+
+It is a front end of the table of commands, as the program and the playbooks are: a method takes the options of its command by their
+names, and raises the same errors, whose class is TrainyardError.
+"""
+
+from trainer.errors import TrainyardError
+from trainyard.api.cluster import Cluster
+from trainyard.api.results import (
+    Answers,
+    Deployed,
+    Event,
+    Gpu,
+    HostInfo,
+    Job,
+    Machine,
+    Machines,
+    Merged,
+    Metric,
+    OllamaModel,
+    RunResult,
+)
+from trainyard.api.run import Run
+
+__all__ = [
+    "Answers",
+    "Cluster",
+    "Deployed",
+    "Event",
+    "Gpu",
+    "HostInfo",
+    "Job",
+    "Machine",
+    "Machines",
+    "Merged",
+    "Metric",
+    "OllamaModel",
+    "Run",
+    "RunResult",
+    "TrainyardError",
+]
