@@ -282,10 +282,13 @@ class Cluster:
             return make_call(COMMANDS[name], arguments, self._top, _Lines(report or self._report), inventory)
 
     def _arguments(self, name: str, options: Mapping[str, Any]) -> tuple[Arguments, Inventory]:
-        given = ({"limit": self._limit} if self._limit else {}) | guide_values(options)
-        arguments = from_values(name, COMMANDS[name].all_groups, given)
+        given, groups = guide_values(options), COMMANDS[name].all_groups
+        limit = str(given.get("limit", self._limit))
+        if limit and any(group.knows("limit") for group in groups):
+            given["limit"] = limit  # for a playbook
+        arguments = from_values(name, groups, given)
         arguments.of(COMMON).update(inventory=self._sources, extra_vars=self._variables)
-        return arguments, self._limited(str(given.get("limit", "")))
+        return arguments, self._limited(limit)
 
 
 def _name(run: Run | Merged | str) -> str:
