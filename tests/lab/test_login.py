@@ -15,6 +15,7 @@ pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 SSH = "runuser -u tester -- ssh -o BatchMode=yes -o ConnectTimeout=10"
 KEY = "/home/tester/.ssh/trainyard_ed25519"
 COPY = {"nfs_dataset_delivery": "copy"}
+FOLDER = "/etc/ssh/sshd_config.d"
 HARDENED = "PermitRootLogin no\nMaxAuthTries 3\nLoginGraceTime 20\n"
 
 
@@ -98,9 +99,11 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
     with subprocess.Popen(command, stdin=subprocess.DEVNULL) as connection:
         try:
             lab.wait((tmp_path / "opened").exists, "node2 accepts no login")
+            # Another test may have left the drop-in of the role.
             lab.inside(
-                two, "echo PubkeyAuthentication no > /etc/ssh/sshd_config.d/01-no-keys.conf; systemctl reload ssh"
+                two, f"rm -f {FOLDER}/10-trainyard.conf; echo PubkeyAuthentication no > {FOLDER}/01-no-keys.conf"
             )
+            lab.inside(two, "systemctl reload ssh")
             before = sshd(lab, two)
             inventory = inventory_with(lab, tmp_path, ansible_ssh_extra_args=" ".join(opened))
             played = run_playbook("site.yml", inventory, {}, "--tags ssh --limit node2")
@@ -108,7 +111,7 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
             assert "cannot log in to node2 with a key, so password authentication stays enabled" in played.stdout
             assert sshd(lab, two) == before and before["passwordauthentication"] == "yes"
         finally:
-            lab.inside(two, "rm /etc/ssh/sshd_config.d/01-no-keys.conf; systemctl reload ssh")
+            lab.inside(two, f"rm {FOLDER}/01-no-keys.conf; systemctl reload ssh")
             connection.terminate()
     assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
 
