@@ -100,9 +100,8 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
         try:
             lab.wait((tmp_path / "opened").exists, "node2 accepts no login")
             # Another test may have left the drop-in of the role.
-            lab.inside(
-                two, f"rm -f {FOLDER}/10-trainyard.conf; echo PubkeyAuthentication no > {FOLDER}/01-no-keys.conf"
-            )
+            settings = "PasswordAuthentication yes\nPubkeyAuthentication no\n"
+            lab.inside(two, f"rm -f {FOLDER}/10-trainyard.conf; printf '{settings}' > {FOLDER}/01-no-keys.conf")
             lab.inside(two, "systemctl reload ssh")
             before = sshd(lab, two)
             inventory = inventory_with(lab, tmp_path, ansible_ssh_extra_args=" ".join(opened))
@@ -117,18 +116,24 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
 
 
 def test_sshd_of_a_hardened_host_is_not_weakened(lab: Lab) -> None:
+    """And one that accepts passwords, as the distribution delivers it, no longer does."""
     two, three = lab.hosts[1:]
-    lab.inside(two, f"printf '{HARDENED}' > /etc/ssh/sshd_config.d/50-hardened.conf; systemctl reload ssh")
-    before = {host.name: sshd(lab, host) for host in (two, three)}
-    site(lab, "ssh")
-    hardened, stock = sshd(lab, two), sshd(lab, three)
-    assert [hardened[key] for key in ("permitrootlogin", "maxauthtries", "logingracetime")] == ["no", "3", "20"]
-    assert hardened["x11forwarding"] == "no" and hardened["clientaliveinterval"] == "30"
-    assert (stock["passwordauthentication"], stock["maxauthtries"], stock["logingracetime"]) == ("no", "6", "30")
-    assert site(lab, "ssh").count("changed") == 0
-    assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
-    assert {host.name: sshd(lab, host) for host in (two, three)} == before
-    lab.inside(two, "rm /etc/ssh/sshd_config.d/50-hardened.conf; systemctl reload ssh")
+    lab.inside(two, f"printf '{HARDENED}' > {FOLDER}/50-hardened.conf; systemctl reload ssh")
+    lab.inside(three, f"mv {FOLDER}/50-cloud-init.conf /root/; systemctl reload ssh")
+    try:
+        before = {host.name: sshd(lab, host) for host in (two, three)}
+        assert before["node3"]["passwordauthentication"] == "yes"
+        site(lab, "ssh")
+        hardened, stock = sshd(lab, two), sshd(lab, three)
+        assert [hardened[key] for key in ("permitrootlogin", "maxauthtries", "logingracetime")] == ["no", "3", "20"]
+        assert hardened["x11forwarding"] == "no" and hardened["clientaliveinterval"] == "30"
+        assert (stock["passwordauthentication"], stock["maxauthtries"], stock["logingracetime"]) == ("no", "6", "30")
+        assert site(lab, "ssh").count("changed") == 0
+        assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
+        assert {host.name: sshd(lab, host) for host in (two, three)} == before
+    finally:
+        lab.inside(three, f"mv /root/50-cloud-init.conf {FOLDER}/; systemctl reload ssh")
+        lab.inside(two, f"rm {FOLDER}/50-hardened.conf; systemctl reload ssh")
 
 
 def sshd(lab: Lab, host: Host) -> dict[str, str]:
