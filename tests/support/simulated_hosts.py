@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import shlex
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from lying_host import RUN, honest
 from trainer.config import make_spec
 from trainer.supervise.status import shorten
 from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
 from trainyard.run.spec_files import PreparedRun
 
 LATENCY = 0.05  # s of a request: Python starts on the host
@@ -36,22 +34,12 @@ def prepared_run(rows: int) -> PreparedRun:
 
 @dataclass
 class Cluster:
-    """`count` hosts with one rank each. Their run ends `duration` seconds after its start.
-
-    `processes`: every request starts a process and is answered through its pipes, as with ssh.
-    `own_seconds`: CPU seconds that the simulation used; `sent` and `received`: bytes of requests and answers.
-    """
+    """`count` hosts with one rank each. Their run ends `duration` seconds after its start."""
 
     count: int
     folder: Path
     duration: float
-    processes: bool = False
     began: float = 0.0
-    own_seconds: float = 0.0
-    sent: int = 0
-    received: int = 0
-    requests: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.hosts = [
@@ -99,29 +87,18 @@ class Cluster:
 
 
 class SimulatedTransport:
-    """Answers in this process, or through a process of its own."""
+    """Answers in this process."""
 
     kind = "ssh"
 
     def __init__(self, cluster: Cluster, host: Host) -> None:
         self.cluster, self.host = cluster, host
-        self.local = LocalTransport() if cluster.processes else None
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
-        cluster, before = self.cluster, time.thread_time()
         verb, request = parse(command, stdin or b"")
-        answer = json.dumps(cluster.answer(verb, request, self.host)).encode() + b"\n"
-        with cluster.lock:
-            cluster.sent += len(stdin or b"")
-            cluster.received += len(answer)
-            cluster.requests += 1
-            cluster.own_seconds += time.thread_time() - before
-        if not self.local:
-            time.sleep(LATENCY)
-            return 0, answer, b""
-        file = Path(self.host.data_dir).with_suffix(f".{verb}.json")
-        file.write_bytes(answer)
-        return self.local.execute(f"cat >/dev/null; sleep {LATENCY}; cat {shlex.quote(str(file))}", stdin)
+        answer = json.dumps(self.cluster.answer(verb, request, self.host)).encode() + b"\n"
+        time.sleep(LATENCY)
+        return 0, answer, b""
 
     def put(self, source: str, target: str) -> None:
         """Accept a file."""
