@@ -210,6 +210,7 @@ CASES = [
     Case("null.parquet", _parquet(prompt=["Q", "Q"], completion=["A", None]),
          "null.parquet: record 2: 'completion' is NoneType, expected a string", needs_library=True),
     Case("numbers.parquet", _parquet(prompt=["Q"], completion=[7]), "record 1: 'completion' is int", needs_library=True),
+    Case("binary.parquet", _parquet(prompt=["Q"], completion=[b"A"]), "record 1: 'completion' is bytes", needs_library=True),
     Case("lists.parquet", _parquet(prompt=[["Q"]], completion=[["A"]]), "'prompt' is list, expected a string", needs_library=True),
     Case("cut.jsonl.zst", _zst_cut, "cut.jsonl.zst: damaged .zst file", needs_library=True),
     Case("bad.parquet", _bytes(b"PAR1" + bytes(99)), "cannot read", needs_library=True),

@@ -1,6 +1,7 @@
 """A process of its own, with limits of memory and time, for work on hostile data: a decoder, or the program of a template.
 
-A message is its length in 8 bytes, and JSON in which bytes are an object with one key.
+A message is its length in 8 bytes, and JSON. In an answer, an object with one certain key is bytes; a request has none, so that no
+record can pass for them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class LimitedProcess:
         if data is None:
             raise LimitError(self._reason())
         try:
-            return _value(data), len(data)
+            return json.loads(data, object_hook=_with_bytes), len(data)
         except (TypeError, ValueError, RecursionError):
             raise LimitError("its process sent a damaged answer") from None
 
@@ -121,12 +122,14 @@ def limit_answer(seconds: int) -> None:
 def read_message(file: BinaryIO) -> Any:
     """Return the next message of the process that started this one; None at its end."""
     data = _read(file)
-    return None if data is None else _value(data)
+    return None if data is None else json.loads(data)
 
 
 def write_message(file: BinaryIO, value: object) -> None:
     """Write a message. Raises MemoryError if it is too long."""
-    data = json.dumps(value, default=_plain, separators=(",", ":")).encode()
+    # As UTF-8: escapes of other scripts would count up to three times against the limits of a dataset.
+    text = json.dumps(value, default=_plain, ensure_ascii=False, separators=(",", ":"))
+    data = text.encode(errors="surrogatepass")
     if len(data) > MAX_MESSAGE:
         raise MemoryError
     file.write(len(data).to_bytes(8, "big"))
@@ -147,7 +150,5 @@ def _plain(value: object) -> object:
     return {_BYTES: base64.b64encode(value).decode()} if isinstance(value, bytes) else str(value)
 
 
-def _value(data: bytes) -> Any:
-    return json.loads(
-        data, object_hook=lambda found: base64.b64decode(found[_BYTES]) if [*found] == [_BYTES] else found
-    )
+def _with_bytes(found: dict[str, Any]) -> Any:
+    return base64.b64decode(found[_BYTES]) if [*found] == [_BYTES] else found
