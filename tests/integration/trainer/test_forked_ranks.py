@@ -57,7 +57,7 @@ def test_the_signal_that_killed_a_rank_and_the_code_of_a_mistake_are_reported(cl
     log = (cluster.run_dir() / "torchrun.log").read_text()
     assert f"failed (exitcode: {-signal.SIGSEGV}) local_rank: 1 (pid: {pid})" in log
 
-    (launcher,) = cluster.start(1, 2, run="wrong", dataset="/nowhere.jsonl")
+    (launcher,) = cluster.start(1, 1, run="wrong", dataset="/nowhere.jsonl")
     assert cluster.wait([launcher]) == [1]
     assert "failed (exitcode: 1) local_rank: 0" in (cluster.run_dir(run="wrong") / "torchrun.log").read_text()
     assert cluster.state(0, run="wrong")["error"]["plain"]
