@@ -185,7 +185,7 @@ def test_a_failed_run_has_exit_code_1_and_its_evidence(bed: Bed) -> None:
     assert "error: node1: there is no Python at /nonexistent/python: run trainyard site" in done.stderr
     answered = run("train", "-i", hosts, "--fake-data", "--seq-length", "64", "--json")
     assert json.loads(answered.stdout)["error"].startswith("node1: there is no Python") and answered.returncode == 1
-    failed = run("logs", "nosuch", "-i", hosts)
+    failed = run("logs", "nosuch", "-i", inventory(bed.folder))
     assert failed.returncode == 1 and "no host has a run nosuch" in failed.stderr + failed.stdout
 
 
