@@ -38,6 +38,7 @@ _IMPORT = re.compile(
     r"|import[ \t]+((?:trainyard|trainer)[\w.]*))",
     re.MULTILINE,
 )
+_DOCSTRING = re.compile(rb'^([ \t]*)"""(?:[^"\\]|"(?!""))*"""$', re.MULTILINE)
 PACKAGE_VERBS = frozenset(
     {"all_reduce", "hub_fetch", "run_start", "run_prepare"}
 )  # verbs that import installed packages; the others start without `site`
@@ -79,7 +80,12 @@ def _sources() -> dict[str, bytes]:
             # The packages have only a docstring, which a host does not need.
             content = b"" if path.name == "__init__.py" else path.read_bytes()
             files[str(path.relative_to(package.parent))] = content
-    return files
+    # Without docstrings, a request is a quarter smaller. Lines keep their numbers, for tracebacks.
+    return {path: _DOCSTRING.sub(_empty_lines, content) for path, content in files.items()}
+
+
+def _empty_lines(docstring: re.Match[bytes]) -> bytes:
+    return docstring[1] + b'""' + b"\n" * docstring[0].count(b"\n")
 
 
 def _module(path: str) -> str:
