@@ -78,14 +78,14 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     play("train.yml", tiny_spec("done", data, 6) | {"lora_r": 4})
     play("train.yml", tiny_spec("half", data, 2000) | {"lora_r": 4, "follow": "false"})
     rank = f"cat {DATA_DIR}/runs/half/logs/rank0.log 2>/dev/null || :"
-    lab.wait(lambda: "step 10/" in lab.inside(head, rank), "the run does not train", 90)
+    lab.wait(lambda: "step 10/" in lab.inside(head, rank), "the run does not train", 300)
     play("playbooks/stop.yml", {"run": "half"})
     for host in lab.hosts:
         lab.inside(host, f"find {DATA_DIR}/runs/done {DATA_DIR}/runs/half -exec touch -h -d '{WEEK}' {{}} +")
     play("playbooks/queue.yml", tiny_spec("queued", data, 100_000) | {"do": "add", "time_limit": 30})
     queued = f"cat {DATA_DIR}/runs/queued/logs/rank0.log 2>/dev/null || :"
     logs = lambda: "".join(lab.inside(host, queued) for host in lab.hosts)  # noqa: E731
-    lab.wait(lambda: "step 10/" in logs(), "the queued run does not train", 150)
+    lab.wait(lambda: "step 10/" in logs(), "the queued run does not train", 300)
     kept = f"cd {DATA_DIR} && find runs/done runs/half -type f | sort | xargs sha256sum"
     files = {host.name: lab.inside(host, kept) for host in lab.hosts}
 
@@ -100,7 +100,7 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     for run, state in (("done", "completed"), ("half", "stopped"), ("queued", "running")):
         assert any(run in line and state in line for line in status.stdout.splitlines()), status.stdout
     steps = logs().count("\n")
-    lab.wait(lambda: logs().count("\n") > steps, "the queued run does not go on", 150)
+    lab.wait(lambda: logs().count("\n") > steps, "the queued run does not go on", 300)
     cancelled = run_playbook("playbooks/queue.yml", inventory, {"do": "cancel", "run": "queued"})
     assert cancelled.rc == 0, cancelled.stdout
     resumed = run_playbook("train.yml", inventory, tiny_spec("half", data, 2000) | {"lora_r": 4})
