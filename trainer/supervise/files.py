@@ -60,23 +60,19 @@ def open_regular(path: Path) -> int:
     return handle
 
 
-def read_json(path: Path | LinkFreePath) -> dict[str, Any] | None:
-    """Return the object in `path`, or None if there is none yet. Writers rename, so a file is never incomplete."""
+def read_json(path: Path | LinkFreePath, limit: int = JSON_LIMIT) -> dict[str, Any] | None:
+    """Return the object in `path`, or None if there is none of at most `limit` bytes. Writers rename, so a file is never incomplete."""
     try:
-        value = json.loads(link_free(path).read(JSON_LIMIT))
+        value = json.loads(link_free(path).read(limit))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def read_record(path: LinkFreePath, limit: int = RECORD_LIMIT) -> dict[str, Any] | None:
-    """Return an object that code of a rank may have written; None if it is larger than `limit` bytes, or nested too deeply."""
-    try:
-        text = path.read(limit + 1)
-        value = json.loads(text) if len(text) <= limit else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and _is_shallow(value, DEPTH_LIMIT) else None
+def read_record(path: LinkFreePath) -> dict[str, Any] | None:
+    """Return an object that code of a rank may have written; None if it is larger than RECORD_LIMIT bytes, or nested too deeply."""
+    value = read_json(path, RECORD_LIMIT)
+    return value if value is not None and _is_shallow(value, DEPTH_LIMIT) else None
 
 
 def _is_shallow(value: object, depth: int) -> bool:

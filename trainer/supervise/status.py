@@ -129,8 +129,9 @@ def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, A
     if (job := read_job(run_dir)) and not alive:  # a job of Slurm has no supervisor: code of a rank has written that
         from trainer.supervise.slurm_state import job_status
 
-        left = has_processes and bool(left_processes(run_dir.resolved()))
-        return job_status(run_dir, job) | {"left": left}
+        state = job_status(run_dir, job)
+        left = not state["alive"] and has_processes and bool(left_processes(run_dir.resolved()))
+        return state | {"left": left}
     node = read_node(run_dir)  # after the lock, so that an end written in between is seen
     left = not alive and has_processes and bool(left_processes(run_dir.resolved()))
     ranks = {}

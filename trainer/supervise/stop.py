@@ -24,8 +24,8 @@ from trainer.supervise.waiting import AGAIN, end_supervisor
 
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for killed processes to end; longer means that they hang in the kernel
-UNTRUSTED_RECORD = (*UNTRUSTED, SupervisorError)
 EXIT_LIMIT = 2.0  # s for a supervisor to exit after its processes have exited
+UNTRUSTED_RECORD = (*UNTRUSTED, SupervisorError)
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
