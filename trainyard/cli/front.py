@@ -34,9 +34,8 @@ def run_command(
         RunError, RemoteError: the command failed.
         PlaybookError: a playbook failed.
     """
-    launch = _launch_options(arguments)
     if command.run is None or command.by_playbook:
-        run_playbook(command, arguments, launch, top, output)
+        run_playbook(command, arguments, _launch_options(arguments), top, output)
         return {"playbook": command.playbook, "lines": []}
     return command.run(make_call(command, arguments, top, output, inventory))
 
