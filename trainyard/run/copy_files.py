@@ -160,9 +160,8 @@ def copy_artifacts(
     check_inside(folder, digests)
     edits = edits or {}
     wanted = [name for name in sorted(digests) if name in edits or not is_copy(folder / name, digests[name])]
-    total, free = sum(sizes[name] for name in wanted), shutil.disk_usage(folder).free
-    if wanted and total + FREE_SPACE > free:
-        raise RemoteError(f"its files have {mib(total)} MiB, and {folder} has {mib(free)} MiB free: free disk space")
+    if wanted:
+        check_space(folder, sum(sizes[name] for name in wanted), "files")
     changed = []
     root, run = split_run(run_dir)
     with (
@@ -182,6 +181,13 @@ def copy_artifacts(
             arrived.replace(folder / name)
             changed.append(name)
     return changed
+
+
+def check_space(folder: Path, total: int, what: str) -> None:
+    """Check that a folder of the controller has room for `total` bytes. Raises RemoteError, which names `what` they are."""
+    free = shutil.disk_usage(folder).free
+    if total + FREE_SPACE > free:
+        raise RemoteError(f"its {what} have {mib(total)} MiB, and {folder} has {mib(free)} MiB free: free disk space")
 
 
 def is_copy(path: Path, digest: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from trainer.formats import mib
 from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
-from trainyard.run.copy_files import FREE_SPACE, PATIENCE, fetch_file, in_time, lent_files, split_run
+from trainyard.run.copy_files import PATIENCE, check_space, fetch_file, in_time, lent_files, split_run
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.status import no_such_run
@@ -73,9 +72,7 @@ def _copy(connection: HostConnection, run_dir: str, folder: Path, limit: int, ch
     if check or not sizes:
         return {"sizes": sizes}
     folder.mkdir(parents=True, exist_ok=True)
-    total, free = sum(min(size, limit) for size in sizes.values()), shutil.disk_usage(folder).free
-    if total + FREE_SPACE > free:
-        raise RemoteError(f"its logs have {mib(total)} MiB, and {folder} has {mib(free)} MiB free: free disk space")
+    check_space(folder, sum(min(size, limit) for size in sizes.values()), "logs")
     root, run = split_run(run_dir)
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as aside,
