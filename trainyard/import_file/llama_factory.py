@@ -67,7 +67,7 @@ def _bits(found: Translation, key: str, value: Any) -> None:
 
 
 def _distribution(found: Translation, key: str, value: Any) -> None:
-    """Handle `dist_config`."""
+    """Translate `dist_config`, the name of a strategy or its options."""
     options = value if isinstance(value, Mapping) else {"name": value}
     for name, each in options.items():
         if each is None:

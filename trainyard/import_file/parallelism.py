@@ -154,12 +154,16 @@ def _compare(found: Translation, options: list[tuple[str, str, Any]]) -> None:
             found.refuse(shown, value, "strategy=deepspeed does not take it")
 
 
+# Fields of `UNSHARDABLE` that a config may set, and that these strategies do not have.
+_IMPOSSIBLE = {"fsdp": ("optimizer",), "deepspeed": ("optimizer", "torch_compile")}
+
+
 def settle_strategy(found: Translation) -> None:
     """Take back what cannot be combined: 4-bit weights are not divided, and full weights are not in 4 bits."""
     values = found.values
     if values.get("quantize") == "nf4" and values.get("lora_r") == 0:
         found.drop("quantize", "weights in 4 bits cannot be trained: set lora_r")
-    if values.get("strategy") not in ("fsdp", "deepspeed"):
+    if values.get("strategy") not in _IMPOSSIBLE:
         return
     if values.get("quantize") == "nf4":
         reason = "weights in 4 bits are not divided: every rank holds them (strategy=ddp)"
@@ -173,9 +177,8 @@ def settle_strategy(found: Translation) -> None:
         ):
             found.drop(name, reason)
         return
-    possible = ("precision", "torch_compile") if values["strategy"] == "fsdp" else ("precision",)
-    for name in ("optimizer", "torch_compile"):
-        if name not in possible and values.get(name) == UNSHARDABLE[name]:
+    for name in _IMPOSSIBLE[values["strategy"]]:
+        if values.get(name) == UNSHARDABLE[name]:
             found.drop(name, f"strategy={values['strategy']} does not have it")
 
 

@@ -51,7 +51,7 @@ class ReadFiles(OpenReply):
 
 
 class Exchange(OpenReply):
-    """Nothing."""
+    """That the files are in place: the host reports no more."""
 
 
 class KeepRecord(OpenReply):
