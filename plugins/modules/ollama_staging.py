@@ -72,7 +72,8 @@ from ansible.module_utils.ollama_files import is_valid, read_model
 from ansible.module_utils.safe_path import check_path
 
 BLOCK = 1 << 20  # bytes
-INCOMING = "store/incoming"  # where trainyard/run/relay.py writes
+STORE = "store"  # the files are below it, as in a data directory: trainyard/remote/relay.py opens nothing else
+INCOMING = f"{STORE}/incoming"  # where trainyard/run/relay.py writes
 
 
 def remove(folder: Path) -> bool:
@@ -97,7 +98,7 @@ def export(store: Path, model: dict[str, Any], folder: Path, owner: pwd.struct_p
     prepare(folder, owner)
     os.chown(folder, 0 if os.geteuid() == 0 else -1, -1)  # until it is complete
     for name in model["sizes"]:
-        target = folder / name
+        target = folder / STORE / name
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(store / name, target, follow_symlinks=False)
@@ -138,7 +139,7 @@ def install(folder: Path, store: Path, model: dict[str, Any]) -> bool:
         target = store / name
         if target.exists() and (name != model["manifest"] or sha256(target) == digest):
             continue
-        with open_regular(folder / name) as source, acting_as(owner):
+        with open_regular(folder / STORE / name) as source, acting_as(owner):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = target.with_name(f".{target.name}.trainyard")
             temporary.unlink(missing_ok=True)

@@ -111,8 +111,8 @@ def test_a_model_passes_to_another_store(tmp_path: Path) -> None:
     params = {"folder": str(folder), "owner": ME.pw_name, "model": "tiny"}
     exported = ollama_staging.run({**params, "state": "exported", "path": str(one)}, False)["model"]
     assert exported == read_model(one, "tiny")
-    assert all((folder / name).stat().st_mode & 0o777 == 0o644 for name in exported["sizes"])
-    assert sorted((folder / name).stat().st_nlink for name in exported["blobs"]) == [1, 2]
+    assert all((folder / "store" / name).stat().st_mode & 0o777 == 0o644 for name in exported["sizes"])
+    assert sorted((folder / "store" / name).stat().st_nlink for name in exported["blobs"]) == [1, 2]
     imported = {**params, "state": "imported", "path": str(two), "files": exported}
     assert ollama_staging.run(imported, False)["changed"]
     assert read_model(two, "tiny") == exported
@@ -128,7 +128,7 @@ def test_what_arrived_is_not_trusted(tmp_path: Path, damage: str) -> None:
     found = read_model(one, "tiny")
     assert found
     ollama_staging.export(one, found, folder, ME)
-    victim = folder / (found["manifest"] if damage == "manifest" else found["blobs"][1])
+    victim = folder / "store" / (found["manifest"] if damage == "manifest" else found["blobs"][1])
     content = victim.read_bytes()
     victim.unlink()
     if damage == "link":
@@ -156,7 +156,7 @@ def test_what_arrived_is_not_trusted(tmp_path: Path, damage: str) -> None:
 def test_the_report_of_a_source_names_only_files_of_a_model(tmp_path: Path, change: dict[str, Any]) -> None:
     model(tmp_path, "tiny", b"config", b"weights")
     found = read_model(tmp_path, "tiny")
-    assert found and set(StoredModel.model_validate(found).copies()) == set(found["sizes"])
+    assert found and set(StoredModel.model_validate(found).copies()) == {f"store/{name}" for name in found["sizes"]}
 
     def connect(name: str) -> Any:
         raise AssertionError("a host was contacted")

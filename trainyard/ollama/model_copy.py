@@ -50,7 +50,10 @@ class StoredModel(BaseModel):
     sizes: dict[str, int] = Field(max_length=1001)
 
     def copies(self) -> dict[str, Copy]:
-        """Return every file with its size and SHA-256. Raises ValueError for a path that is not that of a blob."""
+        """Return every file with its size and SHA-256, by its path in the folder of `ollama_staging`.
+
+        Raises ValueError for a path that is not that of a blob.
+        """
         digests = {self.manifest: self.digest}
         for blob in self.blobs:
             if not (match := _BLOB.fullmatch(blob)):
@@ -58,7 +61,8 @@ class StoredModel(BaseModel):
             digests[blob] = match[1]
         if set(digests) != set(self.sizes) or min(self.sizes.values()) < 0:
             raise ValueError("the sizes are not those of the files")
-        return {name: Copy(name, "", self.sizes[name], digest, MODE) for name, digest in digests.items()}
+        paths = {f"store/{name}": name for name in digests}
+        return {path: Copy(path, "", self.sizes[name], digests[name], MODE) for path, name in paths.items()}
 
 
 def plan_copy(
