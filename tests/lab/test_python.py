@@ -123,6 +123,20 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
+def test_a_wheel_that_another_host_edited_is_not_installed(cluster: PythonCluster) -> None:
+    one, two = cluster.lab.hosts
+    wheel = cluster.lab.inside(one, f"ls {DATA}/python/shared/wheels/*/annotated*.whl").strip()
+    cluster.lab.inside(one, f"cp -p {wheel} /root/kept.whl && echo edited >> {wheel}")
+    cluster.lab.inside(two, f"mv $(readlink -f {DATA}/venv) /root/environment")
+    refused = cluster.play()
+    assert refused.rc != 0 and "DO NOT MATCH THE HASHES" in refused.stdout, refused.stdout
+    assert cluster.lab.inside(two, f"find {DATA}/python/envs -name 'annotated*'") == ""
+    cluster.lab.inside(one, f"mv /root/kept.whl {wheel}")
+    played = cluster.play()
+    assert played.rc == 0, played.stdout
+    cluster.python(two, "import trainer.config.run_spec")
+
+
 def test_play_after_a_kill_converges(cluster: PythonCluster) -> None:
     lock = cluster.folder / "lock.txt"
     # Another lock requires another environment.

@@ -77,15 +77,15 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     assert lab.inside(head, f"ls {DATA_DIR}/dashboard/packages* -d")
     play("train.yml", tiny_spec("done", data, 6) | {"lora_r": 4})
     play("train.yml", tiny_spec("half", data, 2000) | {"lora_r": 4, "follow": "false"})
-    rank = f"cat {DATA_DIR}/runs/half/logs/rank0.log 2>/dev/null || :"
-    lab.wait(lambda: "step 10/" in lab.inside(head, rank), "the run does not train", 300)
+    saved = f"ls {DATA_DIR}/runs/half/checkpoints/step-*/manifest.json 2>/dev/null || :"
+    lab.wait(lambda: lab.inside(head, saved) != "", "the run does not train", 300)
     play("playbooks/stop.yml", {"run": "half"})
     for host in lab.hosts:
         lab.inside(host, f"find {DATA_DIR}/runs/done {DATA_DIR}/runs/half -exec touch -h -d '{WEEK}' {{}} +")
     play("playbooks/queue.yml", tiny_spec("queued", data, 100_000) | {"do": "add", "time_limit": 30})
     queued = f"cat {DATA_DIR}/runs/queued/logs/rank0.log 2>/dev/null || :"
     logs = lambda: "".join(lab.inside(host, queued) for host in lab.hosts)  # noqa: E731
-    lab.wait(lambda: "step 10/" in logs(), "the queued run does not train", 300)
+    lab.wait(lambda: "step " in logs(), "the queued run does not train", 300)
     kept = f"cd {DATA_DIR} && find runs/done runs/half -type f | sort | xargs sha256sum"
     files = {host.name: lab.inside(host, kept) for host in lab.hosts}
 
@@ -103,9 +103,9 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     lab.wait(lambda: logs().count("\n") > steps, "the queued run does not go on", 300)
     cancelled = run_playbook("playbooks/queue.yml", inventory, {"do": "cancel", "run": "queued"})
     assert cancelled.rc == 0, cancelled.stdout
-    resumed = run_playbook("train.yml", inventory, tiny_spec("half", data, 2000) | {"lora_r": 4})
+    resumed = run_playbook("train.yml", inventory, tiny_spec("half", data, 2000) | {"lora_r": 4}, timeout=1800)
     assert resumed.rc == 0, resumed.stdout
-    assert "resuming from step" in lab.inside(head, rank)
+    assert "resuming from step" in lab.inside(head, f"cat {DATA_DIR}/runs/half/logs/rank0.log")
     merged = run_playbook("playbooks/merge.yml", inventory, {"runs": "done,half", "run": "both"})
     assert merged.rc == 0, merged.stdout
     trained = run_playbook("train.yml", inventory, tiny_spec("fresh", data, 4) | {"lora_r": 4})
