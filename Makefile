@@ -14,7 +14,7 @@ PIP := PYTHONPATH=. $(BIN)/python tools/install_packages.py --constraint constra
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site dashboard-picture lock lock-unsloth lock-conda clean
+.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site pictures dashboard-picture lock lock-unsloth lock-conda clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
@@ -32,6 +32,7 @@ help:
 	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
 	@echo "make docs                                     generate docs/run-spec.md and the tables of the role READMEs"
 	@echo "make docs-site                                build the documentation site into site/"
+	@echo "make pictures                                 draw the pictures of docs/architecture.md (needs Graphviz)"
 	@echo "make dashboard-picture                        take the picture of docs/dashboard.md (needs chromium)"
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make lab-status, lab-down, lab-clean          list the labs, stop the lab, remove all labs and their caches"
@@ -93,6 +94,9 @@ docs: $(READY)
 docs-site: $(READY)
 	@$(BIN)/python -m mkdocs build --strict --site-dir site
 	@echo "open site/index.html in a browser"
+
+pictures:
+	@tools/draw-pictures
 
 dashboard-picture: $(READY)
 	@$(RUN) PYTHONPATH=.:tests/support python tools/draw_dashboard.py docs/dashboard.png

@@ -1,5 +1,6 @@
 """The documentation: links resolve, what it names exists, generated pages are current, and the site builds strictly."""
 
+import hashlib
 import importlib.util
 import re
 import shlex
@@ -233,6 +234,12 @@ def test_generated_page_that_differs_is_reported(
     monkeypatch.setattr(sys, "argv", ["write_docs.py"])
     assert module.main() == 0
     assert page.read_text() == "new\n"
+
+
+def test_pictures_are_current() -> None:
+    for source in (TOP / "docs/pictures").glob("*.dot"):
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        assert digest in source.with_suffix(".svg").read_text(encoding="utf-8"), f"{source}: run `make pictures`"
 
 
 def test_every_page_is_in_the_navigation() -> None:
