@@ -76,13 +76,13 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     play("site.yml", {}, "--tags", ROLES)
     assert lab.inside(head, f"ls {DATA_DIR}/dashboard/packages* -d")
     play("train.yml", tiny_spec("done", data, 6) | {"lora_r": 4})
-    play("train.yml", tiny_spec("half", data, 2000) | {"lora_r": 4, "follow": "false"})
+    play("train.yml", tiny_spec("half", data, 600) | {"lora_r": 4, "follow": "false"})
     saved = f"ls {DATA_DIR}/runs/half/checkpoints/step-*/manifest.json 2>/dev/null || :"
     lab.wait(lambda: lab.inside(head, saved) != "", "the run does not train", 300)
     play("playbooks/stop.yml", {"run": "half"})
     for host in lab.hosts:
         lab.inside(host, f"find {DATA_DIR}/runs/done {DATA_DIR}/runs/half -exec touch -h -d '{WEEK}' {{}} +")
-    play("playbooks/queue.yml", tiny_spec("queued", data, 100_000) | {"do": "add", "time_limit": 30})
+    play("playbooks/queue.yml", tiny_spec("queued", data, 100_000) | {"do": "add", "time_limit": 120})
     queued = f"cat {DATA_DIR}/runs/queued/logs/rank0.log 2>/dev/null || :"
     logs = lambda: "".join(lab.inside(host, queued) for host in lab.hosts)  # noqa: E731
     lab.wait(lambda: "step " in logs(), "the queued run does not train", 300)
@@ -97,13 +97,13 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     assert {host.name: lab.inside(host, kept) for host in lab.hosts} == files
     status = run_playbook("playbooks/status.yml", inventory)
     assert status.rc == 0, status.stdout
-    for run, state in (("done", "completed"), ("half", "stopped"), ("queued", "running")):
+    for run, state in (("done", "finished"), ("half", "stopped"), ("queued", "training")):
         assert any(run in line and state in line for line in status.stdout.splitlines()), status.stdout
     steps = logs().count("\n")
     lab.wait(lambda: logs().count("\n") > steps, "the queued run does not go on", 300)
     cancelled = run_playbook("playbooks/queue.yml", inventory, {"do": "cancel", "run": "queued"})
     assert cancelled.rc == 0, cancelled.stdout
-    resumed = run_playbook("train.yml", inventory, tiny_spec("half", data, 2000) | {"lora_r": 4}, timeout=1800)
+    resumed = run_playbook("train.yml", inventory, tiny_spec("half", data, 600) | {"lora_r": 4}, timeout=1800)
     assert resumed.rc == 0, resumed.stdout
     assert "resuming from step" in lab.inside(head, f"cat {DATA_DIR}/runs/half/logs/rank0.log")
     merged = run_playbook("playbooks/merge.yml", inventory, {"runs": "done,half", "run": "both"})
