@@ -16,7 +16,6 @@ import pytest
 from trainer.supervise.link_free import link_free
 from trainyard.connection import Host, Login, RemoteError
 from trainyard.dashboard import state as state_module
-from trainyard.dashboard import streams
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.formats import duration, number, rate, size
 from trainyard.dashboard.project import Project
@@ -24,7 +23,7 @@ from trainyard.dashboard.prometheus import exposition
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.state import Cluster
-from trainyard.dashboard.streams import HostStream, _parse
+from trainyard.dashboard.streams import _parse
 from trainyard.dashboard.views import Pages, spec_rows, spec_values
 from trainyard.remote import run_queries
 from trainyard.remote import sampler as remote_sampler
@@ -164,17 +163,6 @@ def test_events_and_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _last(count: int) -> list[str]:
     return [f"event {place}" for place in range(9)][-count:]
-
-
-def test_runs_of_a_host_have_a_bound_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "RUN_BYTES", 1000)
-    stream = HostStream(hosts()[0], cast(Any, None), cast(Any, None), cast(Any, None))
-    take = lambda name, size: stream._counted("run", {"name": name}, size)[0]  # noqa: E731
-    assert [take("a", 400), take("b", 500), take("c", 200), take("a", 500), take("a", 501)] == [
-        *("run", "run", "invalid", "run", "invalid")
-    ]
-    stream._counted("gone", {"name": "b"}, 0)
-    assert take("c", 500) == "run"
 
 
 def test_a_job_that_waits_in_slurm_waits_with_its_reason() -> None:
@@ -337,7 +325,8 @@ def test_specs_are_compared_by_field() -> None:
         "b": spec_values("lr: 0.2\nmodel: tiny\n"),
     }
     assert spec_rows(specs, differences=True) == [("lr", ["0.1", "0.2"]), ("lora_targets", ["q, v", ""])]
-    assert spec_values("- no mapping") == {} and spec_values("a: [") == {}
+    for text in ("- no mapping", "a: [", "a: [" + "1," * 20_000 + "]"):  # the last one takes long to parse
+        assert spec_values(text) == {}
 
 
 def test_numbers_have_units() -> None:
