@@ -34,7 +34,7 @@ from trainyard.dashboard.certificate import FILE, own_certificate, user_certific
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
 from trainyard.dashboard.password import ATTEMPTS, AttemptLimit, PasswordHash, read_password
 from trainyard.dashboard.project import Project
-from trainyard.dashboard.server import make_entry
+from trainyard.dashboard.server import login_method
 
 __all__ = ["browser"]
 ADDRESS, OTHER = "127.0.0.9", "192.0.2.7"
@@ -285,12 +285,12 @@ def test_wrong_options_are_refused_in_one_line(tmp_path: Path) -> None:
     ]
     for given, password, text in wrong:
         with pytest.raises(UserError, match=re.escape(text)) as caught:
-            make_entry(options(**given), password, tmp_path / "home")
+            login_method(options(**given), password, tmp_path / "home")
         assert "\n" not in str(caught.value)
     for listen in ("0.0.0.0", "::", "node1", "127.0.0.1:5000"):
         with pytest.raises(UserError, match="dashboard_listen: expected an IP address of this machine"):
             options(listen=listen)
-    assert make_entry(options(listen="127.0.0.2"), PASSWORD, tmp_path / "home").password is None
+    assert login_method(options(listen="127.0.0.2"), PASSWORD, tmp_path / "home").password is None
     assert not (tmp_path / "home").exists()
     long.chmod(0o600)
     given = options(listen=OTHER, port=0, password_file=str(long))
@@ -335,7 +335,7 @@ def test_the_limit_counts_addresses_and_all_of_them(monkeypatch: pytest.MonkeyPa
 def test_a_session_ends_after_its_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(security.time, "monotonic", lambda: now[0])
-    access = security.PasswordAccess(security.Site(OTHER, 443, (OTHER,), tls=True), PasswordHash(b"", b""), print)
+    access = security.SessionAuth(security.Site(OTHER, 443, (OTHER,), tls=True), PasswordHash(b"", b""), print)
     assert access.site.hosts == (f"{OTHER}:443", OTHER)
     cookie = access.begin_session().headers["set-cookie"].partition(";")[0].encode()
     scope = {"type": "http", "headers": [(b"cookie", cookie)]}

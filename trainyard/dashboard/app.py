@@ -23,10 +23,11 @@ from trainer.errors import UserError
 from trainyard.connection import RemoteError
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.logs import Key, RunLog
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
-from trainyard.dashboard.security import NOT_OUR_FORM, Access, Guard, LoginForm
+from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
 from trainyard.dashboard.shown_last import ShownLast
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
@@ -53,7 +54,7 @@ class Dashboard:
         streams: Mapping[str, HostStream],
         pages: Pages,
         actions: Actions,
-        access: Access,
+        access: SessionAuth,
         project: Project,
     ) -> None:
         self.cluster, self.streams, self.pages, self.actions, self.access = cluster, streams, pages, actions, access
@@ -62,8 +63,8 @@ class Dashboard:
         self.project = project
         self.listeners = 0
 
-    def app(self) -> Starlette:
-        """Return the application."""
+    def app(self, listener: LimitedListener) -> Starlette:
+        """Return the application, for the connections of a listener."""
         routes = [
             Route("/login", self.login, methods=["GET", "POST"]),
             Route("/logout", self.logout, methods=["POST"]),
@@ -83,21 +84,20 @@ class Dashboard:
             Route("/metrics", self.metrics),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        middleware = [Middleware(Guard, access=self.access)]
-        return Starlette(
-            routes=routes, middleware=middleware, lifespan=self._lifespan, exception_handlers={404: _not_found}
-        )
 
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(stream.run()) for stream in self.streams.values()]
-        tasks.append(asyncio.create_task(self.pages.queue.run()))
-        if self.pages.progress:
-            tasks.append(asyncio.create_task(self.pages.progress.run()))
-        yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            work = [*(stream.run() for stream in self.streams.values()), self.pages.queue.run(), listener.watch()]
+            if self.pages.progress:
+                work.append(self.pages.progress.run())
+            tasks = [asyncio.create_task(one) for one in work]
+            yield
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        middleware = [Middleware(AuthMiddleware, access=self.access, listener=listener)]
+        return Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={404: _not_found})
 
     def _run(self, request: Request) -> RunState:
         name = request.path_params["run"]
@@ -107,10 +107,7 @@ class Dashboard:
 
     async def login(self, request: Request) -> Response:
         """Log in, by the URL that was printed or with the password."""
-        answer = await self.access.login(request)
-        if isinstance(answer, LoginForm):
-            return HTMLResponse(self.pages.login(answer.message), answer.status)
-        return answer
+        return await self.access.login(request, self.pages.login)
 
     async def logout(self, request: Request) -> Response:
         """End the session."""

@@ -65,12 +65,12 @@ def serve(folder: Path) -> None:
 
 def show(folder: Path) -> None:
     """Print the URL and the fingerprint of the certificate. Raises UserError."""
-    from trainyard.dashboard.server import make_entry
+    from trainyard.dashboard.server import login_method
 
-    entry = make_entry(read_config(folder)[2], "", Project(folder).work / "dashboard")
-    print(f"dashboard: https://{entry.options.address}/")
-    if entry.certificate:
-        print(f"SHA-256 fingerprint of its certificate: {entry.certificate.fingerprint}")
+    method = login_method(read_config(folder)[2], "", Project(folder).work / "dashboard")
+    print(f"dashboard: https://{method.options.address}/")
+    if method.certificate:
+        print(f"SHA-256 fingerprint of its certificate: {method.certificate.fingerprint}")
 
 
 def main() -> int:
