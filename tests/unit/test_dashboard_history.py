@@ -157,20 +157,19 @@ def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest
         cluster.receive(f"node{rank + 1}", *parsed(run_line(rank)))
     log = RunLog(("r", "", ""))
     streams: dict[str, Any] = {f"node{n}": OneHost(tmp_path / f"node{n}") for n in (1, 2)}
-    read = lambda: asyncio.run(log.update(cluster, streams))  # noqa: E731
+    read = lambda place: asyncio.run(log.news(place, cluster, streams))  # noqa: E731
     # The log of rank 1 is shown although only node1 wrote a heartbeat.
-    read()
-    assert len(log.since(0)) == 300 and log.since(0)[-1][1:] == ("rank 1", "line 399 of 1")
-    count = log.count
+    news, place = read(None)
+    assert len(news["lines"]) == 300 and news["lines"][-1] == ["rank 1", "line 399 of 1"]
+    assert read(place) == ({}, place)
     files[0].write_text(files[0].read_text() + "news\nhalf a li")
-    read()
-    assert [line[1:] for line in log.since(count)] == [("rank 0", "news")]
+    news, place = read(place)
+    assert news == {"lines": [["rank 0", "news"]], "error": ""}
     files[0].write_text("another start\n")
     streams["node2"] = Unreachable()
-    count = log.count
-    read()
-    assert [line[2] for line in log.since(count)] == [AGAIN, "another start"]
-    assert log.error == "node2 does not answer"
+    news, place = read(place)
+    assert [line for _, line in news["lines"]] == [AGAIN, "another start"]
+    assert news["error"] == "node2 does not answer" and len(read(None)[0]["lines"]) == 303
 
 
 # Progress ---------------------------------------------------------------------------------------------------------------

@@ -219,18 +219,20 @@ def test_records_grow_and_begin_again_after_a_resume(tmp_path: Path, monkeypatch
     file.write_text("".join(map(line, range(1, 21))) + '{"step": 21, "lo')
     cluster = cluster_with(("node1", run_line()))
     records = RunRecords("r")
-    read = lambda: asyncio.run(records.update(cluster, {"node1": OneHost(tmp_path)}))  # type: ignore[dict-item] # noqa: E731
-    read()
+    streams: Any = {"node1": OneHost(tmp_path)}
+    read = lambda place: asyncio.run(records.news(place, cluster, streams))  # noqa: E731
+    news, place = read(None)
+    assert news["count"] == 20 and read(place) == ({}, place)
     assert records.columns["step"] == list(range(1, 21)) and records.generation == 0
     file.write_text("".join(map(line, range(1, 21))) + line(21) + "[1]\nnull\n" + line(22, float("nan")))
-    read()
+    news, place = read(place)
+    assert (news["first"], news["columns"]["step"]) == (20, [21, 22])
     assert records.columns["step"][-2:] == [21, 22] and records.columns["loss"][-1] is None
     replaced = folder / "new"
     replaced.write_text(line(1, 9.0) + line(2, 8.0))
     replaced.replace(file)
-    read()
+    assert read(place)[0]["first"] == 0, "it began again"
     assert records.columns["loss"] == [9.0, 8.0] and records.generation == 1
-    assert records.series(1)["columns"]["step"] == [2]
 
 
 def test_a_run_of_any_length_takes_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -28,7 +29,6 @@ from trainyard.dashboard.logs import Key, RunLog
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
-from trainyard.dashboard.shown_last import ShownLast
 from trainyard.dashboard.state import Cluster, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES
@@ -40,6 +40,7 @@ PAUSE = 0.4  # s between two messages to a browser
 END = 1.5  # s for the last message when the server ends
 IDLE = 15.0  # s after which a message without content is sent
 PAGES = ("nodes", "runs", "events", "queue", "models", "run")
+RECENT = 32  # runs whose metrics stay in memory, and logs
 UNFINISHED = ("stopped", "failed", "lost")  # states of a run that can be started again
 BROWSERS = 64  # pages that receive messages at the same time
 STATIC = Path(__file__).with_name("static")
@@ -58,8 +59,9 @@ class Dashboard:
         project: Project,
     ) -> None:
         self.cluster, self.streams, self.pages, self.actions, self.access = cluster, streams, pages, actions, access
-        self.records = ShownLast[str, RunRecords](RunRecords, cluster, streams)
-        self.logs = ShownLast[Key, RunLog](RunLog, cluster, streams)
+        # All browsers that show the same one share it.
+        self.records = functools.lru_cache(RECENT)(RunRecords)
+        self.logs = functools.lru_cache(RECENT)(RunLog)
         self.project = project
         self.listeners = 0
 
@@ -179,7 +181,8 @@ class Dashboard:
 
     async def series(self, request: Request) -> Response:
         """Return the metrics of a run."""
-        records = await self.records.read(self._run(request).name)
+        records = self.records(self._run(request).name)
+        await records.update(self.cluster, self.streams)
         return JSONResponse(records.series())
 
     async def log(self, request: Request) -> Response:
@@ -272,7 +275,7 @@ class Dashboard:
             if page == "models" and self.pages.progress:
                 stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
-            series, lines, asks_queue = SentSeries(), SentLines(), False
+            series, lines, asks_queue = None, None, False  # places in the metrics and in the log
             while (
                 not end.is_set()
                 and self.access.in_session(request.scope)
@@ -289,10 +292,14 @@ class Dashboard:
                 if changed or now.keys() != sent.keys():
                     yield {"event": "regions", "data": json.dumps({"order": order, "html": changed})}
                 sent = now
-                if page == "run" and (news := series.take(await self.records.read(arguments[0]))):
-                    yield {"event": "series", "data": json.dumps(news)}
-                if log[0] and (news := lines.take(await self.logs.read(log))):
-                    yield {"event": "log", "data": json.dumps(news)}
+                if page == "run":
+                    news, series = await self.records(arguments[0]).news(series, self.cluster, self.streams)
+                    if news:
+                        yield {"event": "series", "data": json.dumps(news)}
+                if log[0]:
+                    news, lines = await self.logs(log).news(lines, self.cluster, self.streams)
+                    if news:
+                        yield {"event": "log", "data": json.dumps(news)}
                 await asyncio.sleep(PAUSE)
                 await self.cluster.wait(version, IDLE)
 
@@ -303,33 +310,6 @@ class Dashboard:
 
     def _leave(self) -> None:
         self.listeners -= 1
-
-
-class SentSeries:
-    """The metrics of a run that a browser has."""
-
-    def __init__(self) -> None:
-        self._place = (-1, 0, 0)  # generation, and numbers of metrics and evaluations
-
-    def take(self, records: RunRecords) -> dict[str, Any]:
-        """Return the data that the browser lacks, or an empty dict."""
-        series = records.series(self._place[1] if self._place[0] == records.generation else 0)
-        before, self._place = self._place, (records.generation, series["count"], len(records.evals))
-        return series if self._place != before else {}
-
-
-class SentLines:
-    """The lines of a log that a browser has."""
-
-    def __init__(self) -> None:
-        self._next, self._error, self._begun = 0, "", False
-
-    def take(self, log: RunLog) -> dict[str, Any]:
-        """Return `lines`, pairs of label and text that the browser lacks, and `error`; an empty dict for no news."""
-        lines = [[label, text] for _, label, text in log.since(self._next)]
-        news = bool(lines) or log.error != self._error or not self._begun
-        self._next, self._error, self._begun = log.count, log.error, True
-        return {"lines": lines, "error": log.error} if news else {}
 
 
 def _log_files(run: RunState, logs: dict[str, dict[str, int]]) -> list[tuple[str, str, str]]:

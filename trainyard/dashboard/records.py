@@ -17,6 +17,7 @@ STEPS = 16_000  # records of a run that are kept; of more, every second one, the
 LISTED = 64  # ranks that are kept of each record
 DAMAGED = 1000  # lines of one answer; what follows more of them is ignored, because a host can send 100 000 at once
 POINTS = 4000  # steps that a browser receives at once; of more, every n-th one
+Place = tuple[int, int, int]  # generation, and numbers of metrics and evaluations
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
 
 
@@ -108,6 +109,16 @@ class RunRecords:
     def _add_eval(self, record: dict[str, Any]) -> None:
         if (not self.evals or record["step"] > self.evals[-1][0]) and len(self.evals) < STEPS:
             self.evals.append([record["step"], record["eval_loss"]])
+
+    async def news(
+        self, place: Place | None, cluster: Cluster, streams: Mapping[str, HostStream]
+    ) -> tuple[dict[str, Any], Place]:
+        """Return the data after a place, or an empty dict, and the place after them."""
+        await self.update(cluster, streams)
+        after = (self.generation, len(self.columns["step"]), len(self.evals))
+        if after == place:
+            return {}, after
+        return self.series(place[1] if place and place[0] == self.generation else 0), after
 
     def series(self, first: int = 0) -> dict[str, Any]:
         """Return the records from number `first` on as JSON data; of more than POINTS, every n-th one and the last."""

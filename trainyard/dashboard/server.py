@@ -138,7 +138,7 @@ def _access(method: LoginMethod, port: int, report: Callable[[str], None]) -> Se
     return SessionAuth(Site(address, port, names, tls=True), method.password, report)
 
 
-def _listen(options: DashboardOptions) -> socket.socket:
+def _listen(options: DashboardOptions) -> LimitedListener:
     address, port = options.dashboard_listen, options.dashboard_port
     listener = LimitedListener(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
