@@ -26,7 +26,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainyard.dashboard.http_limits import LimitedListener, read_body
-from trainyard.dashboard.password import AttemptLimit, PasswordHash
+from trainyard.dashboard.password import AttemptLimit, matches
 
 SESSIONS = 256  # at the same time; the oldest one ends
 LIFETIME = 12 * 3600.0  # s until a session that began with a password ends
@@ -78,8 +78,13 @@ class SessionAuth:
     A browser begins one with the password or, if there is none, with the token of this start in the URL that the server prints.
     """
 
-    def __init__(self, site: Site, password: PasswordHash | None = None, report: Callable[[str], None] = print) -> None:
-        """`report` gets a line for each wrong password."""
+    def __init__(self, site: Site, password: str | None = None, report: Callable[[str], None] = print) -> None:
+        """Begin without sessions.
+
+        Args:
+            password: its hash; None for a token.
+            report: gets a line for each wrong password.
+        """
         self.site, self.password, self._report = site, password, report
         self.token = "" if password else secrets.token_urlsafe(32)
         self.public = ("/login", "/static/") if password else ("/login",)  # the form to log in has styles
@@ -149,7 +154,7 @@ class SessionAuth:
         address = str((scope.get("client") or ("unknown",))[0])
         if wait := self._limit.begin(address):
             return wait
-        if await asyncio.get_running_loop().run_in_executor(self._thread, self.password.matches, password):
+        if await asyncio.get_running_loop().run_in_executor(self._thread, matches, self.password, password):
             self._limit.withdraw(address)
             return None
         self._report(f"dashboard: wrong password from {address}")

@@ -21,7 +21,7 @@ from trainyard.dashboard.certificate import Certificate, own_certificate, user_c
 from trainyard.dashboard.history import History
 from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.options import LOOPBACK, DashboardOptions
-from trainyard.dashboard.password import SHORTEST, PasswordHash, read_password
+from trainyard.dashboard.password import SHORTEST, read_password
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
@@ -39,12 +39,12 @@ class LoginMethod:
     """How a browser gets in: with the token of this start over HTTP, or with a password over TLS.
 
     Attributes:
-        password: None for the token.
+        password: its hash; None for the token.
         certificate: None without a password.
     """
 
     options: DashboardOptions
-    password: PasswordHash | None = None
+    password: str | None = None
     certificate: Certificate | None = None
 
 
