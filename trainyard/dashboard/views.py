@@ -151,22 +151,18 @@ class Pages:
         queue, view = self.queue, self.queue.view
         scale = scale or next(iter(SCALES))
         key, timeline = self._allocation.timeline(scale, view.state if view else None, view.at if view else 0.0)
-        how = {"timeline": timeline, "scale": scale, "scales": list(SCALES), "known": self.cluster.runs}
-        more = {"actions": self.actions, "known": self.cluster.runs, "now": view.at if view else 0.0}
-        live = {
-            f"queued-{run['run']}": self._render(
-                "queue_row", id=f"queued-{run['run']}", run=run, priorities=PRIORITIES, **more
-            )
-            for run in (view.live if view else [])
-        }
-        ended = {
-            f"ended-{run['run']}": self._render("queue_ended", id=f"ended-{run['run']}", run=run, **more)
-            for run in (view.ended if view else [])
-        }
+        known = self.cluster.runs
+        how = {"timeline": timeline, "scale": scale, "scales": list(SCALES), "known": known}
+        more = {"actions": self.actions, "known": known, "now": view.at if view else 0.0, "priorities": PRIORITIES}
+
+        def rows(prefix: str, runs: list[dict[str, Any]]) -> Regions:
+            ids = {f"{prefix}-{run['run']}": run for run in runs}
+            return {id: self._render("queue_row", id=id, run=run, **more) for id, run in ids.items()}
+
         return {
             "summary": {"queue-summary": self._render("queue_summary", queue=queue)},
-            "live": live,
-            "ended": ended,
+            "live": rows("queued", view.live if view else []),
+            "ended": rows("ended", view.ended if view else []),
             "timeline": {"queue-timeline": self._piece(f"timeline {scale}", key, "queue_timeline", **how)},
         }
 
