@@ -40,7 +40,8 @@ def test_events_and_energy_outlive_the_dashboard(tmp_path: Path) -> None:
         receive(first, "node1", host_line(now, gpu(450.0)))
     first.lost("node1", "its cable is out")
     receive(first, "node1", finished)
-    size = History(tmp_path, hosts()).path.stat().st_size
+    status = History(tmp_path, hosts()).path.stat()
+    assert status.st_mode & 0o777 == 0o600
 
     again = Cluster(hosts(), History(tmp_path, hosts()))
     assert list(again.events.values()) == list(first.events.values())
@@ -48,7 +49,7 @@ def test_events_and_energy_outlive_the_dashboard(tmp_path: Path) -> None:
     energy = again.runs["r"].energy
     assert energy and energy.watt_hours == pytest.approx(1.0) and energy.seconds == pytest.approx(8.0)
     assert "1 Wh" in pages_of(again).page("runs", "")
-    assert History(tmp_path, hosts()).path.stat().st_size == size, "a known event was written again"
+    assert History(tmp_path, hosts()).path.stat().st_size == status.st_size, "a known event was written again"
     assert not Cluster(hosts(1), History(tmp_path, hosts(1))).events, "another cluster has other events"
 
 

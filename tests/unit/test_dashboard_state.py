@@ -143,6 +143,13 @@ def test_pages_escape_and_are_rendered_once_for_all_browsers() -> None:
     assert pages.regions("nodes") is not before and list(before["hosts"]) == ["host-0", "host-1"]
 
 
+def test_the_page_of_many_runs_is_rendered_in_a_second() -> None:
+    pages = pages_of(cluster_with(*(("node1", run_line(status="finished", name=f"r{n}")) for n in range(500))))
+    began = time.process_time()
+    assert pages.page("runs", "all").count("<tr id=") == 500 and time.process_time() - began < 1.0
+    assert pages.page("runs", "").count("<tr id=") == 100
+
+
 def test_the_share_of_communication_is_shown_where_it_is_measured() -> None:
     measured = run_line()
     measured["state"]["ranks"]["0"]["comm_share"] = [0.1, 0.3]
