@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,11 @@ class Dashboard:
         routes = [
             Route("/login", self.login, methods=["GET", "POST"]),
             Route("/logout", self.logout, methods=["POST"]),
-            Route("/", self.nodes),
+            Route("/", self._page("nodes")),
             Route("/runs", self.runs),
-            Route("/events", self.events),
+            Route("/events", self._page("events")),
             Route("/queue", self.queue),
-            Route("/models", self.models),
+            Route("/models", self._page("models")),
             Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
             Route("/runs/{run}/series", self.series),
@@ -117,27 +117,23 @@ class Dashboard:
             return PlainTextResponse(NOT_OUR_FORM, 403)
         return self.access.end_session(request)
 
-    async def nodes(self, request: Request) -> Response:
-        """Show the hosts."""
-        return HTMLResponse(self.pages.page("nodes"))
+    def _page(self, name: str) -> Callable[[Request], Awaitable[Response]]:
+        """Return what shows a page without arguments."""
+
+        async def show(request: Request) -> Response:
+            return HTMLResponse(self.pages.page(name))
+
+        return show
 
     async def runs(self, request: Request) -> Response:
         """Show the runs; `all=1` shows every ended one."""
         return HTMLResponse(self.pages.page("runs", "all" if request.query_params.get("all") == "1" else ""))
-
-    async def events(self, request: Request) -> Response:
-        """Show the events."""
-        return HTMLResponse(self.pages.page("events"))
 
     async def queue(self, request: Request) -> Response:
         """Show the queue, and who had which host when: in the time `time`, a key of SCALES."""
         scale = request.query_params.get("time", "")
         arguments = [scale] if scale in SCALES else []
         return HTMLResponse(self.pages.page("queue", *arguments, queue=self.pages.queue))
-
-    async def models(self, request: Request) -> Response:
-        """Show the progress of distillations and deployments."""
-        return HTMLResponse(self.pages.page("models"))
 
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
