@@ -183,7 +183,6 @@ def test_records_grow_and_begin_again_after_a_resume(tmp_path: Path, monkeypatch
 
 def test_a_run_of_any_length_takes_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainyard.dashboard.records.STEPS", 100)
-    monkeypatch.setattr("trainyard.dashboard.records.POINTS", 30)
     records = RunRecords("r")
     for step in range(1, 10_001):
         records._add_step({"step": step, "loss": float(step), "step_seconds": [0.1] * 1000})
@@ -192,8 +191,6 @@ def test_a_run_of_any_length_takes_a_bounded_memory(monkeypatch: pytest.MonkeyPa
     assert steps[0] == 1 and {b - a for a, b in itertools.pairwise(steps)} == {128}
     assert records.columns["loss"] == [float(step) for step in steps] and records.generation == 7
     assert {len(ranks) for ranks in records.columns["step_seconds"]} == {64}
-    sent = records.series()["columns"]["step"]
-    assert len(sent) <= 31 and (sent[0], sent[-1]) == (1, steps[-1])
 
 
 @pytest.mark.parametrize("name", ["..", "../r", "r/../../r", "/etc", ""])
