@@ -23,7 +23,7 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.views import Action, Pages
 from trainyard.openssh import LocalTransport
 from trainyard.progress_record import SUFFIX, ProgressRecord
@@ -68,7 +68,7 @@ def start_again(bed: Bed, run: str) -> Action:
     """Start a run again as the service does; return the action."""
 
     async def act() -> Action:
-        cluster = Cluster(hosts(bed))
+        cluster = ClusterView(hosts(bed))
         pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
         project = Project(folder(bed), is_service=True)
         actions = Actions(hosts(bed), connect, LaunchOptions(), pages, project)
@@ -125,7 +125,7 @@ def test_the_service_shows_the_progress_that_a_controller_sends(bed: Bed, tmp_pa
     records = ServiceRecords("node1", lambda name: connect(hosts(bed)[0]), lines.append)
     project = Project(there, is_service=True)
     queue = HostOfRuns(there.parent / "runs")
-    watch = ProgressWatch(Cluster(hosts(bed)), project, queue)
+    watch = ProgressWatch(ClusterView(hosts(bed)), project, queue)
 
     def shown() -> list[dict[str, Any]]:
         asyncio.run(watch.update())

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.supervise.link_free import link_free
 from trainyard.connection import Host, RemoteError
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import _parse
 from trainyard.dashboard.views import Pages
 from trainyard.remote.run_queries import QUERIES
@@ -45,22 +45,22 @@ def host_line(now: float, *gpus: dict[str, Any]) -> dict[str, Any]:
     return line | {"gpus": list(gpus)}
 
 
-def receive(cluster: Cluster, host: str, line: dict[str, Any]) -> None:
+def receive(cluster: ClusterView, host: str, line: dict[str, Any]) -> None:
     """Let a host send a line."""
     parsed = _parse(json.dumps(line).encode())
     assert parsed
     cluster.receive(host, *parsed)
 
 
-def cluster_with(*lines: tuple[str, dict[str, Any]]) -> Cluster:
+def cluster_with(*lines: tuple[str, dict[str, Any]]) -> ClusterView:
     """Return a cluster of two hosts that have sent these lines."""
-    cluster = Cluster(hosts())
+    cluster = ClusterView(hosts())
     for host, line in lines:
         receive(cluster, host, line)
     return cluster
 
 
-def pages_of(cluster: Cluster) -> Pages:
+def pages_of(cluster: ClusterView) -> Pages:
     return Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
 
 

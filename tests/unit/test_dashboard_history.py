@@ -23,7 +23,7 @@ from trainyard.dashboard.history import History
 from trainyard.dashboard.logs import AGAIN, RunLog
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.progress_record import SUFFIX, ProgressRecord, read_progress
 from trainyard.run.options import LaunchOptions
 from trainyard.run.start_record import has_start, keep_start, options_of, read_start
@@ -33,7 +33,7 @@ from trainyard.run.types import PreparedRun
 
 
 def test_events_and_energy_outlive_the_dashboard(tmp_path: Path) -> None:
-    first = Cluster(hosts(), History(tmp_path, hosts()))
+    first = ClusterView(hosts(), History(tmp_path, hosts()))
     finished = run_line(status="finished", devices=["GPU-1"])
     receive(first, "node1", run_line(devices=["GPU-1"]))
     for now in (100.0, 104.0, 108.0):
@@ -43,14 +43,14 @@ def test_events_and_energy_outlive_the_dashboard(tmp_path: Path) -> None:
     status = History(tmp_path, hosts()).path.stat()
     assert status.st_mode & 0o777 == 0o600
 
-    again = Cluster(hosts(), History(tmp_path, hosts()))
+    again = ClusterView(hosts(), History(tmp_path, hosts()))
     assert list(again.events.values()) == list(first.events.values())
     receive(again, "node1", finished)
     energy = again.runs["r"].energy
     assert energy and energy.watt_hours == pytest.approx(1.0) and energy.seconds == pytest.approx(8.0)
     assert "1 Wh" in pages_of(again).page("runs", "")
     assert History(tmp_path, hosts()).path.stat().st_size == status.st_size, "a known event was written again"
-    assert not Cluster(hosts(1), History(tmp_path, hosts(1))).events, "another cluster has other events"
+    assert not ClusterView(hosts(1), History(tmp_path, hosts(1))).events, "another cluster has other events"
 
 
 def test_the_file_of_events_is_bounded_and_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +64,14 @@ def test_the_file_of_events_is_bounded_and_survives_damage(tmp_path: Path, monke
     with history.path.open("ab") as file:
         file.write(b'[1]\n\xff\xfe\n{"time": "never"}\n{"cut')
     assert [record.get("number") for record in history.read()][-2:] == [499, None]
-    assert not Cluster(hosts(), history).events
+    assert not ClusterView(hosts(), history).events
     history.append({"text": "x" * history_module.LINE})
     assert len(list(history.read())) == len(kept) + 1
 
 
 def test_one_host_does_not_fill_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "SOURCE_LIMIT", 10)
-    cluster = Cluster(hosts(), History(tmp_path, hosts()))
+    cluster = ClusterView(hosts(), History(tmp_path, hosts()))
     for number in range(30):
         cluster.add_event("warning", f"warning {number}", host="node1")
     cluster.add_event("lost", "node2 does not answer", host="node2")
@@ -81,7 +81,7 @@ def test_one_host_does_not_fill_the_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    cluster = Cluster(hosts(), History(tmp_path / "file/folder", hosts()))
+    cluster = ClusterView(hosts(), History(tmp_path / "file/folder", hosts()))
     for number in range(3):
         cluster.add_event("lost", f"event {number}")
     [warning] = [event.text for event in cluster.events.values() if event.kind == "warning"]
@@ -138,7 +138,7 @@ def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest
 
 
 def models_page(home: Path) -> str:
-    pages = pages_of(Cluster(hosts()))
+    pages = pages_of(ClusterView(hosts()))
     pages.progress = ProgressWatch(pages.cluster, Project(home))
     asyncio.run(pages.progress.update())
     return pages.page("models")
@@ -222,7 +222,7 @@ def test_what_cannot_be_started_again_says_why(tmp_path: Path) -> None:
         raise RemoteError(f"{host.name} is off")
 
     async def act(run: str, hosts: list[Host]) -> str:
-        cluster = Cluster(hosts)
+        cluster = ClusterView(hosts)
         pages = pages_of(cluster)
         actions = Actions(hosts, connect, LaunchOptions(), pages, Project(tmp_path))
         assert actions.start(run) and not actions.start(run), "one action at a time on a run"

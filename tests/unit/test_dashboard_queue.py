@@ -26,7 +26,7 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch, make_view
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import Timeline
 from trainyard.dashboard.views import Pages
 from trainyard.queue.client import QueueClient, QueueState
@@ -56,7 +56,7 @@ class QueueHost:
 
 
 def watch(host: QueueHost, name: str = "node1") -> QueueWatch:
-    return QueueWatch(Cluster(hosts()), {"node1": host}, lambda: name)
+    return QueueWatch(ClusterView(hosts()), {"node1": host}, lambda: name)
 
 
 def updated(host: QueueHost) -> QueueWatch:
@@ -78,9 +78,9 @@ def attempts(**runs: list[dict[str, Any]]) -> dict[str, Any]:
     return folders
 
 
-def make_timeline(queue: QueueState, found: Cluster | None = None, scale: str = "6 hours") -> Timeline:
+def make_timeline(queue: QueueState, found: ClusterView | None = None, scale: str = "6 hours") -> Timeline:
     """Return the timeline of a new answer of a cluster without hosts."""
-    return Allocation(found or Cluster([])).timeline(scale, queue, time.time())[1]
+    return Allocation(found or ClusterView([])).timeline(scale, queue, time.time())[1]
 
 
 def bars(found: Timeline) -> dict[str, list[str]]:
@@ -423,7 +423,7 @@ def run_of(name: str, begin: float, end: float | None, devices: Sequence[str] = 
 
 
 def test_without_a_queue_the_run_folders_say_who_had_which_gpu() -> None:
-    found, now = Cluster(hosts()), time.time()
+    found, now = ClusterView(hosts()), time.time()
     found.hosts["node1"].sample = {"gpus": [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]}
     for host, run in (
         ("node1", run_of("trains", now - 600, None, ["GPU-b"], eta=1200.0)),
@@ -445,7 +445,7 @@ def test_without_a_queue_the_run_folders_say_who_had_which_gpu() -> None:
 
 
 def test_a_run_of_the_queue_is_not_shown_twice_and_the_timeline_follows_new_runs() -> None:
-    found = Cluster(hosts())
+    found = ClusterView(hosts())
     first = {"hosts": {"node2": {"gpus": ["0"]}}, "begin": NOW - 7200, "end": NOW - 3600, "reason": "", "order": 10}
     queue = state(runs=attempts(busy=[first]), completed=[], jobs=[])
     allocation = Allocation(found)

@@ -22,7 +22,7 @@ from trainyard.dashboard.formats import duration, number, rate, size
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.prometheus import exposition
 from trainyard.dashboard.records import RunRecords
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import _parse
 from trainyard.dashboard.views import spec_rows, spec_values
 from trainyard.remote import run_queries
@@ -46,7 +46,7 @@ def test_the_page_of_a_run_has_the_command_of_tensorboard(
     spec: dict[str, str], is_service: bool, expected: str, tmp_path: Path
 ) -> None:
     login = Login("box", "me", key_file="/key", extra_arguments=("-o", "X=y"))
-    cluster = Cluster([replace(host, login=login) for host in hosts()])
+    cluster = ClusterView([replace(host, login=login) for host in hosts()])
     nothing = cast(Any, None)
     board = Dashboard(cluster, {}, nothing, nothing, nothing, Project(tmp_path, is_service=is_service))
     receive(cluster, "node1", run_line(1))

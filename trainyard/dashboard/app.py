@@ -29,7 +29,7 @@ from trainyard.dashboard.logs import Key, RunLog
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
@@ -51,7 +51,7 @@ class Dashboard:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterView,
         streams: Mapping[str, HostStream],
         pages: Pages,
         actions: Actions,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainyard.connection import RemoteError
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
 
 INTERVAL = 0.4  # s between two queries about a log, for any number of browsers
@@ -38,7 +38,7 @@ class RunLog:
         self._lock = asyncio.Lock()
 
     async def news(
-        self, place: Place | None, cluster: Cluster, streams: Mapping[str, HostStream]
+        self, place: Place | None, cluster: ClusterView, streams: Mapping[str, HostStream]
     ) -> tuple[dict[str, Any], Place]:
         """Return `lines` after a place, pairs of label and text, and `error`; an empty dict for no news; and the next place."""
         await self.update(cluster, streams)
@@ -48,7 +48,7 @@ class RunLog:
         first = place[0] if place else 0
         return {"lines": [line for number, *line in self._lines if number >= first], "error": self.error}, after
 
-    async def update(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
+    async def update(self, cluster: ClusterView, streams: Mapping[str, HostStream]) -> None:
         """Read the lines that are new."""
         async with self._lock:
             run = cluster.runs.get(self.run)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainyard.connection import RemoteError
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 
@@ -42,7 +42,7 @@ class RunRecords:
         self._read = 0.0
         self._lock = asyncio.Lock()
 
-    async def update(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
+    async def update(self, cluster: ClusterView, streams: Mapping[str, HostStream]) -> None:
         """Read the records that are new."""
         async with self._lock:
             if time.monotonic() - self._read < INTERVAL or self.run not in cluster.runs:
@@ -110,7 +110,7 @@ class RunRecords:
             self.evals.append([record["step"], record["eval_loss"]])
 
     async def news(
-        self, place: Place | None, cluster: Cluster, streams: Mapping[str, HostStream]
+        self, place: Place | None, cluster: ClusterView, streams: Mapping[str, HostStream]
     ) -> tuple[dict[str, Any], Place]:
         """Return the data after a place, or an empty dict, and the place after them."""
         await self.update(cluster, streams)

@@ -26,7 +26,7 @@ from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import SessionAuth, Site
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import Pages
 from trainyard.run.options import LaunchOptions
@@ -99,7 +99,7 @@ def serve(
     """
     listener = _listen(method.options)
     access = _access(method, listener.getsockname()[1], report)
-    cluster = Cluster(hosts, History(project.work / "dashboard", hosts))
+    cluster = ClusterView(hosts, History(project.work / "dashboard", hosts))
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
     pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=bool(access.password))

@@ -20,7 +20,7 @@ from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.formats import FILTERS
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES
 from trainyard.queue.slurm import PRIORITIES
 
@@ -60,7 +60,7 @@ class Pages:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterView,
         csrf: str,
         queue: QueueWatch,
         can_start: Callable[[str], bool] = lambda run: False,
