@@ -34,30 +34,14 @@ class ServiceRecords:
         self._kept: dict[str, str] = {}  # {name: contents}
 
     def keep(self, name: str, content: str) -> None:
-        """Send one record, such as `starts/RUN.json`.
-
-        It returns after WAIT seconds at the latest, so that a service that does not answer does not delay a start.
-        """
-        if self._kept.get(name) == content:
+        """Send one record, such as `starts/RUN.json`, within WAIT seconds. A service that has failed gets no further one."""
+        if self._failed or self._kept.get(name) == content:
             return
         try:
-            connection = self._connect(self._host)
+            self._send(self._connect(self._host), name, content, WAIT)
+            self._kept[name] = content
         except (RemoteError, InventoryError) as error:
             self._fail(error)
-            return
-
-        def send() -> None:
-            try:
-                self._send(connection, name, content)
-                self._kept[name] = content
-            except RemoteError as error:
-                self._fail(error)
-
-        thread = threading.Thread(target=send, daemon=True)
-        thread.start()
-        thread.join(0.0 if self._failed else WAIT)
-        if thread.is_alive():
-            self._fail(RemoteError(f"no answer within {WAIT:.0f} s"))
 
     @contextlib.contextmanager
     def following(self, work: Path) -> Iterator[None]:
@@ -100,11 +84,11 @@ class ServiceRecords:
             self._fail(error)
             return True
 
-    def _send(self, connection: HostConnection, name: str, content: str) -> None:
+    def _send(self, connection: HostConnection, name: str, content: str, limit: float = ANSWER_LIMIT) -> None:
         if len(content) > LIMIT:
             raise RemoteError(f"{name} is larger than {LIMIT >> 20} MiB")
         request = {"folder": f"{connection.host.data_dir}/dashboard", "name": name, "content": content}
-        if not in_time(connection, lambda: connection.call("keep_record", request), ANSWER_LIMIT)["kept"]:
+        if not in_time(connection, lambda: connection.call("keep_record", request), limit)["kept"]:
             raise RemoteError(f"it is not installed: run {front_end.playbook('site')}")
 
     def _fail(self, error: Exception) -> None:

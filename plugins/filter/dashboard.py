@@ -1,4 +1,4 @@
-"""Filters of the role dashboard. The logic is in trainyard/dashboard/service_config.py."""
+"""Filters of the role dashboard. The logic is in trainyard/dashboard/service.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def dashboard_config(
     """Return the contents of the file with the settings of the service."""
     # Here, because they load pydantic, and every worker of Ansible loads every filter plugin.
     from trainyard.connection import InventoryError
-    from trainyard.dashboard.service_config import service_config
+    from trainyard.dashboard.service import service_config
     from trainyard.host_variables import make_host
 
     try:

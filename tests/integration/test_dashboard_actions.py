@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import real_ollama
-import yaml
 from browser import browser, console_errors
 from dashboard_site import (
-    ENVIRONMENT,
     HEADING,
-    SCRIPT,
     Dashboard,
     body,
+    end,
     ended_run,
     press,
     serve,
     shown_text,
+    start_fake_ranks,
     start_training,
     take_pictures,
+    write_inventory,
 )
 from fake_nvidia_smi import write_nvidia_smi
 from run_hosts import TOP, Bed, free_port, until
@@ -38,15 +36,12 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
-from trainyard.connection import Host, HostConnection
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.client import OllamaClient
 from trainyard.ollama.collect import Questions, collect_answers
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.pool import OllamaNode
-from trainyard.openssh import LocalTransport
 from trainyard.progress_record import SUFFIX
-from trainyard.run.launch import start_ranks
 
 __all__ = ["browser"]
 pytestmark = [
@@ -67,11 +62,6 @@ class Site(Dashboard):
     training: subprocess.Popen[bytes]
 
 
-def programs(bed: Bed) -> dict[str, str]:
-    """Return the environment of a dashboard with a stand-in for nvidia-smi."""
-    return ENVIRONMENT | {"PATH": f"{bed.folder / 'bin'}:{ENVIRONMENT['PATH']}"}
-
-
 @pytest.fixture(scope="module")
 def ollamas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[OllamaClient]]:
     places = [f"127.0.0.1:{free_port()}" for _ in range(2)]
@@ -83,35 +73,27 @@ def ollamas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[OllamaCli
 def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) -> Iterator[Site]:
     """A dashboard of two local hosts with an Ollama each, and a run of them."""
     bed = Bed(tmp_path_factory.mktemp("actions"))
-    variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
-    variables |= {"ollama_state": "present", "dashboard_state": "present"}
     (bed.folder / "node1/dashboard").mkdir(parents=True)
     (bed.folder / "node1/dashboard/config.json").touch()  # as if node1 had the service of the dashboard, too
-    variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
-    ports = [int(client.url.rpartition(":")[2]) for client in ollamas]
-    hosts = {
-        f"node{i}": {"cluster_data_dir": str(bed.folder / f"node{i}"), "ollama_port": ports[i - 1]} for i in (1, 2)
-    }
-    inventory = bed.folder / "inventory.yml"
-    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
+    ports = {f"node{i}": {"ollama_port": int(client.url.rpartition(":")[2])} for i, client in enumerate(ollamas, 1)}
+    inventory = write_inventory(bed, ports, ollama_state="present", dashboard_state="present")
     ended_run(bed, "hostile", time.time() - 10)
     # From another folder than the dashboard: the path of the dataset is relative to it.
-    training = start_training(bed, inventory, "data.jsonl", RUN, STEPS, "--checkpoint-interval=10")
+    training = start_training(bed, inventory, RUN, STEPS, "--checkpoint-interval=10")
     write_nvidia_smi(bed.folder / "bin", 1)
-    process, port, token = serve(inventory, programs(bed))
+    process, port, token = serve(inventory, str(bed.folder / "bin"))
     try:
         yield Site(process, port, token, bed, training)
     finally:
-        for started in (process, training):
-            started.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(15)
-            started.kill()
+        end(process, training)
         bed.clean()
         (TOP / f".trainyard/starts/{RUN}.json").unlink(missing_ok=True)
         for file in (TOP / ".trainyard/answers").glob(f"{TEACHER}-*"):
             file.unlink()
         shutil.rmtree(TOP / f".trainyard/deploy/{RUN}", ignore_errors=True)
+        for file in (TOP / ".trainyard/dashboard").glob("events-*.jsonl"):
+            if f"run {RUN}" in file.read_text():
+                file.unlink()
         for file in (TOP / ".trainyard/deploy").glob(f"*{SUFFIX}"):
             if json.loads(file.read_text())["run"] in (RUN, "hostile"):
                 file.unlink()
@@ -177,32 +159,6 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []
 
 
-def test_a_deployment_that_cannot_work_says_why_in_one_line(site: Site, browser: WebDriver) -> None:
-    site.open(browser, "/runs/hostile")
-    value = "document.getElementById('deploy-name').value"
-    browser.execute_script(f"{value} = arguments[0]", SCRIPT)
-    press(browser, "Deploy")
-    until(lambda: "expected the name of a model" in action(browser), 30, "the error")
-    assert browser.execute_script("return window.executed") is None and SCRIPT[:20] in body(browser)
-    until(lambda: browser.execute_script(f"return {value}") == "hostile:latest", 20, "the form again")
-    press(browser, "Deploy")
-    until(lambda: "no host has a finished run hostile" in action(browser), 60, "the reason")
-
-
-def test_forms_need_the_token_and_the_right_state(site: Site) -> None:
-    session = site.session()
-    page = lambda: site.ask("GET", "/runs/hostile", Cookie=session)[2]  # noqa: E731
-    token = until(lambda: re.findall(r'name="csrf" value="(\w+)"', page()), 60, "the form")[0]
-    form = {"Cookie": session, "Content_Type": "application/x-www-form-urlencoded"}
-    for path in ("/runs/hostile/start", "/runs/hostile/deploy"):
-        assert site.ask("GET", path, Cookie=session)[0] == 405
-        assert site.ask("POST", path, f"csrf={token}")[0] == 401
-        for text, more in (("csrf=x", {}), (f"csrf={token}", {"Origin": "http://evil.example"})):
-            assert site.ask("POST", path, text, **form, **more)[0] == 403
-    assert site.ask("POST", "/runs/none/start", f"csrf={token}", **form)[0] == 404
-    assert site.ask("GET", "/live/run?argument=hostile&log=1&host=nowhere&file=x", Cookie=session)[0] == 404
-
-
 def test_a_distillation_is_shown_while_it_runs(site: Site, browser: WebDriver, ollamas: list[OllamaClient]) -> None:
     nodes = [
         OllamaNode(f"node{place + 1}", client, "tiny", real_ollama.create(client, "tiny"))
@@ -235,10 +191,7 @@ def test_a_distillation_is_shown_while_it_runs(site: Site, browser: WebDriver, o
 
 def test_the_energy_of_a_live_run_grows(site: Site, browser: WebDriver) -> None:
     """The GPUs are those of a stand-in for nvidia-smi, which has 240.55 W at any time; the ranks need no torch."""
-    site.bed.make_run(2, "gpu-run")
-    plan = [replace(entry, devices=["GPU-00000000"]) for entry in site.bed.plan(2, 100_000, 0.2, "gpu-run")]
-    host = lambda name: Host(name, "127.0.0.1", str(site.bed.folder / name), sys.executable)  # noqa: E731
-    start_ranks(plan, lambda name: HostConnection(host(name), LocalTransport()), lambda line: None)
+    start_fake_ranks(site.bed, "gpu-run", devices=["GPU-00000000"])
     site.open(browser, "/runs")
 
     def used() -> float:
@@ -253,22 +206,6 @@ def test_the_energy_of_a_live_run_grows(site: Site, browser: WebDriver) -> None:
     assert more == pytest.approx(2 * 240.55 * took / 3600, abs=2 * 240.55 * 5 / 3600)  # a sample each 2 s
     site.open(browser, "/runs/gpu-run")
     assert "Energy of 2 GPUs" in body(browser)
-
-
-def test_events_outlive_the_server(site: Site) -> None:
-    process, port, token = serve(site.bed.folder / "inventory.yml", programs(site.bed))
-    try:
-        other = Site(process, port, token, site.bed, site.training)
-        page = other.ask("GET", "/events", Cookie=other.session())[2]
-        assert "run hostile: deploy as hostile:latest, on the dashboard" in page
-    finally:
-        process.terminate()
-        process.wait(20)
-    [file] = [
-        path for path in (TOP / ".trainyard/dashboard").glob("events-*.jsonl") if f"run {RUN}" in path.read_text()
-    ]
-    assert file.stat().st_mode & 0o777 == 0o600
-    file.unlink()
 
 
 def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:

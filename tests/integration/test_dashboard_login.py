@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from browser import browser, console_errors
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from dashboard_site import shown_text, take_pictures
-from run_hosts import TOP, command_line, until
+from dashboard_site import PROGRAM, Dashboard, shown_text, take_pictures, write_inventory
+from run_hosts import TOP, Bed, command_line, until
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -32,9 +31,9 @@ from trainer.supervise.processes import descendants, is_running
 from trainyard.dashboard import security
 from trainyard.dashboard.certificate import FILE, own_certificate, user_certificate
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
-from trainyard.dashboard.password import ATTEMPTS, AttemptLimit, PasswordHash, read_password
+from trainyard.dashboard.password import ATTEMPTS, AttemptLimit, hash_password, matches, read_password
 from trainyard.dashboard.project import Project
-from trainyard.dashboard.server import make_entry
+from trainyard.dashboard.server import login_method
 
 __all__ = ["browser"]
 ADDRESS, OTHER = "127.0.0.9", "192.0.2.7"
@@ -125,13 +124,8 @@ def test_the_password_logs_in_over_tls_and_only_until_the_session_ends(served: S
     assert served.ask("GET", f"/login?password={PASSWORD.replace(' ', '+')}")[0] == 200  # the form again
     status, headers, _ = served.log_in(PASSWORD, Origin=f"https://{ADDRESS}:{served.port}")
     cookie = headers["set-cookie"]
-    assert status == 303 and set(cookie.split("; ")) >= {
-        "HttpOnly",
-        "SameSite=strict",
-        "Secure",
-        "Path=/",
-        "Max-Age=43200",
-    }
+    wanted = {"HttpOnly", "SameSite=strict", "Secure", "Path=/", "Max-Age=43200"}
+    assert status == 303 and set(cookie.split("; ")) >= wanted
     session = cookie.partition(";")[0]
     assert session.startswith("__Host-trainyard_")
     status, _, page = served.ask("GET", "/", Cookie=session)
@@ -198,61 +192,39 @@ def test_the_printed_fingerprint_is_that_of_the_connection(served: Served) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front", ["cli", "playbook"])
-def test_an_address_of_the_network_needs_a_password(front: str, tmp_path: Path) -> None:
-    variables = {"ansible_connection": "local", "cluster_python": sys.executable, "cluster_address": "127.0.0.1"}
-    inventory = tmp_path / "inventory.yml"
-    words = {
-        "cli": [sys.executable, "-m", "trainyard.cli", "dashboard", f"--dashboard-listen={OTHER}"],
-        "playbook": ["ansible-playbook", "playbooks/dashboard.yml", "-e", f"dashboard_listen={OTHER}"],
-    }
+def test_an_address_of_the_network_needs_a_password(tmp_path: Path) -> None:
+    words = [*PROGRAM, "dashboard", f"--dashboard-listen={OTHER}", "-i"]
     # With the variable of the password, only the address is wrong: it is not one of this machine.
     for more, expected in (
         ({}, f"other machines reach {OTHER}, and there is no password"),
         ({"dashboard_password": PASSWORD}, f"the dashboard cannot listen on {OTHER}:5000"),
     ):
-        content = {"hosts": {"node1": {"cluster_data_dir": str(tmp_path)}}, "vars": variables | more}
-        inventory.write_text(yaml.safe_dump({"cluster": content}))
-        done = subprocess.run(
-            [*words[front], "-i", str(inventory)], cwd=TOP, capture_output=True, text=True, check=False
-        )
+        inventory = write_inventory(Bed(tmp_path), {"node1": {}}, **more)
+        done = subprocess.run([*words, str(inventory)], cwd=TOP, capture_output=True, text=True, check=False)
         text = " ".join((done.stdout + done.stderr).split())
         assert done.returncode != 0 and expected in text and PASSWORD not in text, text
 
 
 @pytest.mark.slow
 def test_the_playbook_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    variables = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
-    variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1"}
-    content = {"hosts": {"node1": {"cluster_data_dir": str(tmp_path)}}, "vars": variables}
-    inventory = tmp_path / "inventory.yml"
-    inventory.write_text(yaml.safe_dump({"cluster": content}))
+    inventory = write_inventory(Bed(tmp_path), {"node1": {}})
     words = ["ansible-playbook", "playbooks/dashboard.yml", "-i", str(inventory), "-e", "dashboard_port=0"]
     played = subprocess.Popen(
         words, cwd=TOP, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
         assert played.stdout
-        found = next(
-            filter(None, (re.search(r"127\.0\.0\.1:(\d+)(/login\?token=\S+)", line) for line in played.stdout))
-        )
-        port, path = int(found[1]), found[2]
-        server = until(
-            lambda: [pid for pid in descendants(played.pid) if b"sample" in command_line(pid)], 20, "sampler"
-        )
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        connection.request("GET", path)
-        cookie = str(connection.getresponse().getheader("set-cookie")).partition(";")[0]
-        connection.close()
-        connection.request("GET", "/", headers={"Cookie": cookie})
-        assert "node1" in connection.getresponse().read().decode()
-        connection.close()
-        assert not any(path[-43:].encode() in command_line(pid) for pid in [played.pid, *descendants(played.pid)])
+        lines = (re.search(r"127\.0\.0\.1:(\d+)/login\?token=(\S+)", line) for line in played.stdout)
+        found = next(filter(None, lines))
+        site = Dashboard(played, int(found[1]), found[2])
+        samplers = until(lambda: [pid for pid in descendants(played.pid) if b"sample" in command_line(pid)], 20, "one")
+        assert "node1" in site.ask("GET", "/", Cookie=site.session())[2]
+        assert not any(site.token.encode() in command_line(pid) for pid in [played.pid, *descendants(played.pid)])
         os.killpg(played.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
         assert "User interrupted execution" in played.communicate(timeout=20)[0]
-        until(lambda: not any(map(is_running, server)), 20, "the sampler's end")
+        until(lambda: not any(map(is_running, samplers)), 20, "the sampler's end")
         with pytest.raises(ConnectionRefusedError):
-            connection.connect()
+            site.ask("GET", "/")
     finally:
         played.kill()
 
@@ -262,38 +234,37 @@ def options(**given: Any) -> DashboardOptions:
 
 
 def test_wrong_options_are_refused_in_one_line(tmp_path: Path) -> None:
-    secret = tmp_path / "password"
-    secret.write_text("too short\n")
-    secret.chmod(0o600)
-    long = tmp_path / "long"
-    long.write_text(f"{PASSWORD}\n")
-    long.chmod(0o644)
-    damaged = tmp_path / "damaged"
-    damaged.write_text("scrypt:2:1:1:AAAA:AAAA\n")
-    damaged.chmod(0o600)
+    def file(name: str, text: str, mode: int = 0o600) -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        path.chmod(mode)
+        return path
+
+    short, old = file("short", "too short\n"), file("old", "scrypt:32768:8:1:AAAA:AAAA\n")
+    damaged, readable = file("damaged", "$argon2id$v=19$m=1,t=1,p=1$\n"), file("readable", f"{PASSWORD}\n", 0o644)
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"listen": OTHER}, "", "there is no password: set dashboard_password_file"),
         ({"listen": "::ffff:192.0.2.7"}, "", "there is no password"),
-        ({"listen": OTHER, "password_file": str(secret)}, "", "has 9 characters: give it 12 or more"),
+        ({"listen": OTHER, "password_file": str(short)}, "", "has 9 characters: give it 12 or more"),
         ({"listen": OTHER}, "short", "has 5 characters"),
-        ({"listen": OTHER, "password_file": str(long)}, "", f"run chmod 600 {long}"),
+        ({"listen": OTHER, "password_file": str(readable)}, "", f"run chmod 600 {readable}"),
         ({"listen": OTHER, "password_file": str(tmp_path / "none")}, "", "No such file"),
         ({"listen": OTHER, "password_file": str(damaged)}, "", "is damaged"),
-        ({"listen": OTHER, "password_file": str(long)}, PASSWORD, "remove one of them"),
+        ({"listen": OTHER, "password_file": str(old)}, "", "write it again"),
+        ({"listen": OTHER, "password_file": str(readable)}, PASSWORD, "remove one of them"),
         ({"listen": OTHER, "certificate": "/a.pem"}, PASSWORD, "set both or none"),
         ({"certificate": "/a.pem", "key": "/b.pem"}, "", "TLS needs a password"),
     ]
     for given, password, text in wrong:
         with pytest.raises(UserError, match=re.escape(text)) as caught:
-            make_entry(options(**given), password, tmp_path / "home")
+            login_method(options(**given), password, tmp_path / "home")
         assert "\n" not in str(caught.value)
     for listen in ("0.0.0.0", "::", "node1", "127.0.0.1:5000"):
         with pytest.raises(UserError, match="dashboard_listen: expected an IP address of this machine"):
             options(listen=listen)
-    assert make_entry(options(listen="127.0.0.2"), PASSWORD, tmp_path / "home").password is None
+    assert login_method(options(listen="127.0.0.2"), PASSWORD, tmp_path / "home").password is None
     assert not (tmp_path / "home").exists()
-    long.chmod(0o600)
-    given = options(listen=OTHER, port=0, password_file=str(long))
+    given = options(listen=OTHER, port=0, password_file=str(file("good", f"{PASSWORD}\n")))
     how: dict[str, Any] = {"find_queue": str, "project": Project(tmp_path / "home")}
     with pytest.raises(UserError, match=re.escape("set dashboard_listen to an address of this machine")):
         run_dashboard([], lambda one: None, None, given, print, **how)  # type: ignore[arg-type, return-value]
@@ -301,11 +272,10 @@ def test_wrong_options_are_refused_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_hash_is_salted_and_written_once(tmp_path: Path) -> None:
-    one, two = PasswordHash.of(PASSWORD), PasswordHash.of(PASSWORD)
+    one, two = hash_password(PASSWORD), hash_password(PASSWORD)
     assert (
-        one.salt != two.salt and one.digest != two.digest and one.matches(PASSWORD) and not one.matches(PASSWORD + " ")
+        one != two and matches(one, PASSWORD) and not matches(one, PASSWORD + " ") and not matches(one[:-1], PASSWORD)
     )
-    assert PasswordHash.parse(str(one)) == one
     file = tmp_path / "password"
     words = [sys.executable, "-m", "trainyard.dashboard.password", str(file)]
 
@@ -316,7 +286,7 @@ def test_the_hash_is_salted_and_written_once(tmp_path: Path) -> None:
     assert [write(PASSWORD), write(PASSWORD), write("another password")] == ["changed", "unchanged", "changed"]
     assert file.stat().st_mode & 0o777 == 0o600 and "another" not in file.read_text()
     found = read_password("", str(file))
-    assert found and found.matches("another password") and not found.matches(PASSWORD)
+    assert found and matches(found, "another password") and not matches(found, PASSWORD)
 
 
 def test_the_limit_counts_addresses_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +305,7 @@ def test_the_limit_counts_addresses_and_all_of_them(monkeypatch: pytest.MonkeyPa
 def test_a_session_ends_after_its_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(security.time, "monotonic", lambda: now[0])
-    access = security.PasswordAccess(security.Site(OTHER, 443, (OTHER,), tls=True), PasswordHash(b"", b""), print)
+    access = security.SessionAuth(security.Site(OTHER, 443, (OTHER,), tls=True), "a hash", print)
     assert access.site.hosts == (f"{OTHER}:443", OTHER)
     cookie = access.begin_session().headers["set-cookie"].partition(";")[0].encode()
     scope = {"type": "http", "headers": [(b"cookie", cookie)]}

@@ -14,22 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from dashboard_site import start_training
+from dashboard_lines import HostOfRuns
+from dashboard_site import start_training, write_inventory
 from run_hosts import TOP, Bed, until
 
-from trainer.supervise.link_free import LinkFreePath
 from trainyard.connection import Host, HostConnection, Login, RemoteError
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.views import Action, Pages
 from trainyard.openssh import LocalTransport
 from trainyard.progress_record import SUFFIX, ProgressRecord
-from trainyard.remote.run_queries import QUERIES
-from trainyard.replies import checked_reply, untrusted_json
 from trainyard.run.options import LaunchOptions
 from trainyard.run.runs import stop_run
 from trainyard.service_records import WAIT, ServiceRecords
@@ -67,14 +64,14 @@ def folder(bed: Bed) -> Path:
     return found
 
 
-def start_again(bed: Bed, run: str, known: list[Host] | None = None) -> Action:
+def start_again(bed: Bed, run: str) -> Action:
     """Start a run again as the service does; return the action."""
 
     async def act() -> Action:
-        cluster = Cluster(known or hosts(bed))
+        cluster = ClusterView(hosts(bed))
         pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
         project = Project(folder(bed), is_service=True)
-        actions = Actions(known or hosts(bed), connect, LaunchOptions(), pages, project)
+        actions = Actions(hosts(bed), connect, LaunchOptions(), pages, project)
         assert actions.start(run)
         await asyncio.gather(*actions._tasks)
         return pages.actions[run]
@@ -84,18 +81,14 @@ def start_again(bed: Bed, run: str, known: list[Host] | None = None) -> Action:
 
 def test_a_run_of_the_controller_is_started_again_without_its_files(bed: Bed) -> None:
     there = folder(bed)
-    variables: dict[str, Any] = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
-    variables |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
-    variables |= {"dashboard_state": "present", "cluster_managed": False, "cluster_env": {"SECRET": "of the inventory"}}
-    names = {f"node{i}": {"cluster_data_dir": str(bed.folder / f"node{i}")} for i in (1, 2)}
-    inventory = bed.folder / "inventory.yml"
-    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": names, "vars": variables}}))
+    variables: dict[str, Any] = {"dashboard_state": "present", "cluster_env": {"SECRET": "of the inventory"}}
+    inventory = write_inventory(bed, {"node1": {}, "node2": {}}, **variables)
     data = bed.folder / "controller/data.jsonl"
     data.parent.mkdir()
     data.touch(0o600)
     more = ["--checkpoint-interval=5", "-e", json.dumps({"run_env": {"TOKEN": "of the start"}})]
     more.append(f"--collect-to={bed.folder / 'copies'}")
-    training = start_training(bed, inventory, str(data), RUN, STEPS, *more)
+    training = start_training(bed, inventory, RUN, STEPS, *more, dataset=str(data))
     try:
         step = lambda: bed.state(0, RUN).get("step") or 0  # noqa: E731
         until(lambda: step() > 5 or training.poll() is not None, 300, "the first steps")
@@ -114,6 +107,7 @@ def test_a_run_of_the_controller_is_started_again_without_its_files(bed: Bed) ->
     stored = next((bed.folder / "node2/store/datasets").glob("*.jsonl"))
     stored.unlink()
 
+    assert "has no record of its start: start it on the controller" in start_again(bed, "unknown").error
     ended = start_again(bed, RUN)
     assert ended.state == "done", (ended.error, ended.lines)
     assert step() == STEPS and any(f"run {RUN}" in line or RUN in line for line in ended.lines)
@@ -125,60 +119,13 @@ def test_a_run_of_the_controller_is_started_again_without_its_files(bed: Bed) ->
         assert "of the inventory" in environment and "of the start" in environment
 
 
-def test_a_start_that_is_not_known_or_not_valid_is_refused_in_one_line(bed: Bed) -> None:
-    assert "has no record of its start: start it on the controller" in start_again(bed, "unknown").error
-    record = folder(bed) / f".trainyard/received/starts/{RUN}.json"
-    good = json.loads(record.read_text())
-    [place] = [place for place, file in enumerate(good["files"]) if file["kind"] == "dataset"]
-    assert "was started on node2, which the service does not know" in start_again(bed, RUN, hosts(bed)[:1]).error
-
-    def refused(change: Any) -> str:
-        bad = json.loads(json.dumps(good))
-        change(bad)
-        record.write_text(json.dumps(bad))
-        action = start_again(bed, RUN)
-        assert action.state == "failed" and "\n" not in action.error and not action.lines
-        assert "the record of its start is not valid" in action.error, action.error
-        return action.error
-
-    for path in ("/etc/passwd", "store/../../x", "store/a/../../../x", "runs/r/x"):
-        assert "dest" in refused(lambda bad, path=path: bad["files"][place].update(dest=path))
-    assert "src" in refused(lambda bad: bad["files"][place].update(src="/etc/shadow"))
-    assert "sha256" in refused(lambda bad: bad["files"][place].update(sha256={"../x": "0" * 64}))
-    assert "sha256" in refused(lambda bad: bad["files"][place].update(sha256={"": "0"}))
-    assert "kind" in refused(lambda bad: bad["files"][place].update(kind="trainer"))
-    assert "collect_to" in refused(lambda bad: bad["launch"].update(collect_to="/tmp/x"))
-    assert "unknown launch option" in refused(lambda bad: bad["launch"].update(evil=1))
-    assert "another run" in refused(lambda bad: bad["spec"].update(run="other"))
-    assert "another run" in refused(lambda bad: bad.update(env={}))
-    refused(lambda bad: bad["spec"].update(strategy="evil"))
-    refused(lambda bad: bad.update(more=1))
-    record.write_text("[" * 5000)
-    assert "not valid" in start_again(bed, RUN).error
-    record.write_text(json.dumps(good))
-
-
-class QueueHost:
-    """The sampler of the queue host, without a connection."""
-
-    def __init__(self, runs: Path) -> None:
-        self.runs, self.answers = runs, True
-
-    async def ask(self, query: str, **request: Any) -> dict[str, Any]:
-        if not self.answers:
-            raise RemoteError("node1 does not answer")
-        return checked_reply(
-            f"query {query}", untrusted_json(json.dumps(QUERIES[query](LinkFreePath(self.runs), request)))
-        )
-
-
 def test_the_service_shows_the_progress_that_a_controller_sends(bed: Bed, tmp_path: Path) -> None:
     work, lines = tmp_path / ".trainyard", list[str]()
     there = folder(bed)
     records = ServiceRecords("node1", lambda name: connect(hosts(bed)[0]), lines.append)
     project = Project(there, is_service=True)
-    queue = QueueHost(there.parent / "runs")
-    watch = ProgressWatch(Cluster(hosts(bed)), project, queue)
+    queue = HostOfRuns(there.parent / "runs")
+    watch = ProgressWatch(ClusterView(hosts(bed)), project, queue)
 
     def shown() -> list[dict[str, Any]]:
         asyncio.run(watch.update())

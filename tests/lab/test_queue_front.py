@@ -27,7 +27,7 @@ from trainyard.ansible_adapter import Inventory
 from trainyard.cli import __main__ as program
 from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.ollama.answers import answers_path
 from trainyard.queue.host import queue_host
@@ -130,7 +130,7 @@ def test_the_dashboard_asks_the_real_queue(queue: tuple[Lab, Path]) -> None:
     """The sampler sends the data of `list` over SSH; the dashboard's requests every few seconds cost little."""
     _, inventory = queue
     found = Inventory([str(inventory)])
-    cluster = Cluster(found.hosts)
+    cluster = ClusterView(found.hosts)
     streams = {
         host.name: HostStream(host, found.connect(host).transport, cluster.receive, cluster.lost)
         for host in found.hosts[:1]

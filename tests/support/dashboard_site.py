@@ -10,14 +10,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import yaml
 from browser import screenshot, set_size
 from run_hosts import TOP, Bed, until
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
+
+from trainyard.connection import Host, HostConnection
+from trainyard.openssh import LocalTransport
+from trainyard.run.launch import start_ranks
 
 AXE = TOP / "tests/support/axe/axe.min.js"
 SCRIPT = "<script>window.executed=1</script><img src=x onerror=window.executed=1>"
@@ -61,59 +67,75 @@ class Dashboard:
         until(lambda: shown_text(driver, "#live-state") == "live", 20, "the live connection")
 
 
-def serve(inventory: Path, environment: Mapping[str, str] = ENVIRONMENT) -> tuple[subprocess.Popen[str], int, str]:
-    """Start a dashboard; return its process, port and token."""
+def serve(inventory: Path, path: str = "") -> tuple[subprocess.Popen[str], int, str]:
+    """Start a dashboard; return its process, port and token. `path` precedes PATH."""
     words = [*PROGRAM, "dashboard", "--dashboard-port=0", "-i", str(inventory)]
-    process = subprocess.Popen(words, cwd=TOP, env=dict(environment), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, cwd=TOP, env=with_programs(path), stdout=subprocess.PIPE, text=True)
     assert process.stdout
     found = re.search(r"http://127\.0\.0\.1:(\d+)/login\?token=(\S+)", process.stdout.readline())
     assert found, "the dashboard printed no URL"
     return process, int(found[1]), found[2]
 
 
+def write_inventory(bed: Bed, own: Mapping[str, Mapping[str, object]], **variables: object) -> Path:
+    """Write an inventory of local hosts with folders in the bed; `own` are the variables of each host."""
+    here = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
+    here |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
+    hosts = {name: {"cluster_data_dir": str(bed.folder / name), **more} for name, more in own.items()}
+    path = bed.folder / "inventory.yml"
+    path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": here | variables}}))
+    return path
+
+
+def end(*processes: subprocess.Popen[Any]) -> None:
+    """End processes, by force if they take long."""
+    for process in processes:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+        process.kill()
+
+
 def ended_run(bed: Bed, name: str, started: float) -> None:
     """Write the folder of a run of one rank that has finished after 60 s."""
     folder = bed.run_dir(0, name)
     (folder / "state").mkdir(parents=True)
-    node = {
-        "run": name,
-        "node_rank": 0,
-        "attempt": 1,
-        "pid": 1,
-        "started": started,
-        "ended": started + 60,
-        "oom": False,
-        "status": "finished",
-        "exit_code": 0,
-        "failures": [],
-        "ranks": [0],
-        "hosts": ["node1"],
-        "backend": "process",
-    }
+    node = {"run": name, "node_rank": 0, "attempt": 1, "pid": 1, "started": started, "ended": started + 60}
+    node |= {"oom": False, "status": "finished", "exit_code": 0, "failures": [], "ranks": [0], "hosts": ["node1"]}
+    node["backend"] = "process"
     rank = {"rank": 0, "pid": 1, "status": "finished", "time": started + 60, "step": 40, "steps": 40, "loss": 5.3}
     (folder / "state/node.json").write_text(json.dumps(node))
     (folder / "state/rank0.json").write_text(json.dumps(rank))
 
 
 def start_training(
-    bed: Bed, inventory: Path, dataset: str, run: str, steps: int, *more: str
+    bed: Bed, inventory: Path, run: str, steps: int, *more: str, dataset: str = "data.jsonl", path: str = ""
 ) -> subprocess.Popen[bytes]:
     """Start `trainyard train` of the model tiny in the folder of the bed, to which the path of the dataset is relative; write the dataset.
 
-    Its output is in train.log there.
+    Its output is in train.log there. `path` precedes PATH.
     """
     rows = [{"prompt": f"What follows {n}?", "completion": f"After {n} comes {n + 1}."} for n in range(200)]
     (bed.folder / dataset).write_text("\n".join(map(json.dumps, rows)))
     words = ["--model=tiny", f"--dataset={dataset}", f"--run={run}", "--epochs=100", f"--max-steps={steps}"]
     words += ["--seq-length=64", "--total-batch-size=4", "--loggers=none", *more]
     with (bed.folder / "train.log").open("wb") as log:
-        return subprocess.Popen(
-            [*PROGRAM, "train", "-i", str(inventory), *words],
-            cwd=bed.folder,
-            env=ENVIRONMENT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        command = [*PROGRAM, "train", "-i", str(inventory), *words]
+        environment = with_programs(path)
+        return subprocess.Popen(command, cwd=bed.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def with_programs(folder: str) -> dict[str, str]:
+    """Return the environment with the programs of a folder first."""
+    return ENVIRONMENT | ({"PATH": f"{folder}:{ENVIRONMENT['PATH']}"} if folder else {})
+
+
+def start_fake_ranks(bed: Bed, run: str, environment: str = "", **changes: Any) -> None:
+    """Start a run of fake ranks on two hosts: the files of a run without torch. `changes` are fields of the plan's entries."""
+    bed.make_run(2, run, environment)
+    plan = [replace(entry, **changes) for entry in bed.plan(2, 100_000, 0.2, run)]
+    host = lambda name: Host(name, "127.0.0.1", str(bed.folder / name), sys.executable)  # noqa: E731
+    start_ranks(plan, lambda name: HostConnection(host(name), LocalTransport()), lambda line: None)
 
 
 def press(driver: WebDriver, button: str) -> None:

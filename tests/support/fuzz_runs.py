@@ -23,7 +23,7 @@ from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.start import check_idle
 from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.records import RunRecords
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import _parse
 from trainyard.remote import sampler
 from trainyard.remote.__main__ import VERBS
@@ -123,7 +123,7 @@ def read_on_host(folder: Path, run_dir: Path) -> None:
 
 def show_samples(folder: Path) -> None:
     """Send the run to a dashboard, with the answers to its queries."""
-    sent, cluster = io.StringIO(), Cluster([Host("h", "127.0.0.1", str(folder), "/usr/bin/python3")])
+    sent, cluster = io.StringIO(), ClusterView([Host("h", "127.0.0.1", str(folder), "/usr/bin/python3")])
     reader = sampler.Sampler.__new__(sampler.Sampler)
     runs_dir = LinkFreePath(folder / "runs")
     reader.runs_dir, reader._known, reader._sent, reader._alive = runs_dir, {}, {}, set()

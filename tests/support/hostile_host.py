@@ -2,19 +2,16 @@
 
     hostile_host.py [ARGUMENTS OF PYTHON]
 
-It sends hostile text wherever a line may have text. While the file `flood` beside it exists, it sends descriptions of
-new runs without a pause.
+It sends hostile text wherever a line may have text.
 """
 
 import json
 import sys
 import threading
 import time
-from pathlib import Path
 
 SCRIPT = "<script>window.executed=1</script><img src=x onerror=window.executed=1>"
 TEXT = f"{SCRIPT}'\"`${{1}}{{{{7*7}}}}]]>--><!--\u202e\u2066\u200b\x1b[31m&#60;&lt; " + "W" * 300
-FLOOD = Path(__file__).with_name("flood")
 _OUTPUT = threading.Lock()
 
 
@@ -53,31 +50,25 @@ def host_line():
     }
 
 
-def run_line(name="evil", traceback=TEXT, began=None):
+def run_line():
     """Return a run with hostile text that has failed."""
     node = {"run": TEXT, "node_rank": 0, "ranks": [0, 1], "hosts": ["evil", TEXT], "attempt": 2**50, "devices": [TEXT]}
-    node |= {
-        "started": began or time.time() - 60,
-        "ended": time.time(),
-        "status": "failed",
-        "failures": [],
-        "unit": TEXT,
-    }
-    error = {"type": TEXT, "message": TEXT, "traceback": traceback}
+    node |= {"started": time.time() - 60, "ended": time.time(), "status": "failed", "failures": [], "unit": TEXT}
+    error = {"type": TEXT, "message": TEXT, "traceback": TEXT}
     rank = {"status": TEXT, "note": TEXT, "step": 2**52, "steps": 1, "loss": 1e14, "eta": 1e14, "error": error}
     rank |= {"tokens_per_second": 1e15, "step_seconds": [1e15] * 64, "comm_share": [-1e15] * 64, "time": 1e14}
     state = {"status": "failed", "alive": False, "now": 0, "run_dir": "/etc", "node": node}
     state["ranks"] = {"0": {"rank": 0, **rank}, "1": {"rank": 1, **rank}, TEXT: rank}
     kept = [{"step": 2**52, "bytes": 1e18, "time": 1e14}] * 50
     result = {"status": TEXT, "strategy": TEXT, "eval_loss": -1e14, "loss_last": 1e14}
-    return {"kind": "run", "name": name, "state": state, "checkpoints": kept, "result": result}
+    return {"kind": "run", "name": "evil", "state": state, "checkpoints": kept, "result": result}
 
 
 def answer(request):
     """Return a hostile answer to a query."""
     query = request["query"]
     if query == "describe":
-        spec = f'model: "{SCRIPT}"\n? "{SCRIPT}"\n: x\n' if request["run"] == "evil" else "a: [" + "1," * 120_000 + "]"
+        spec = f'model: "{SCRIPT}"\n? "{SCRIPT}"\n: x\n'
         return {"spec": spec, "origin": {"model": TEXT, TEXT: TEXT}, "logs": {"rank0.log": 5, f"{SCRIPT}.log": 7}}
     if query == "records":
         steps = [{"step": 2**40 + n, "loss": 10.0 ** (n % 300 - 150), "step_seconds": [1e14] * 64} for n in range(500)]
@@ -108,16 +99,10 @@ def main():
     send({"kind": "unreadable", "name": SCRIPT})
     send({"kind": "run", "name": SCRIPT, "state": {}, "checkpoints": [], "result": None})
     send(run_line())
-    number = 0
     while True:
         send(host_line())
-        until = time.monotonic() + 1
-        while FLOOD.exists():
-            send(run_line(f"flood-{number}", "T" * 200_000))
-            send({"kind": "unreadable", "name": f"{number}"})
-            send({"kind": "beat", "now": SCRIPT})
-            number += 1
-        time.sleep(max(0, until - time.monotonic()))
+        send({"kind": "beat", "now": SCRIPT})
+        time.sleep(1)
 
 
 if __name__ == "__main__":

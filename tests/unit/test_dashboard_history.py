@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_dashboard_state import OneHost, hosts, parsed, run_line
+from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, gpu, host_line, hosts, pages_of, receive, run_line
 
 from trainer.errors import UserError
 from trainer.spec import make_spec
@@ -23,50 +23,34 @@ from trainyard.dashboard.history import History
 from trainyard.dashboard.logs import AGAIN, RunLog
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
-from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import Cluster
-from trainyard.dashboard.views import Pages
+from trainyard.dashboard.state import ClusterView
 from trainyard.progress_record import SUFFIX, ProgressRecord, read_progress
 from trainyard.run.options import LaunchOptions
 from trainyard.run.start_record import has_start, keep_start, options_of, read_start
 from trainyard.run.types import PreparedRun
 
-SCRIPT = "<script>alert(1)</script>"
-
-
-def gpu(power: float | None, uuid: str = "GPU-1") -> dict[str, Any]:
-    sample: dict[str, Any] = {"uuid": uuid, "name": "a card", "power_w": power}
-    names = ("utilisation_percent", "memory_used_mib", "memory_total_mib", "temperature_c", "power_limit_w")
-    return sample | dict.fromkeys(names)
-
-
-def host_line(now: float, *gpus: dict[str, Any]) -> dict[str, Any]:
-    numbers = ("uptime", "cpu_percent", "load", "memory_total", "memory_available", "disk_total", "disk_free")
-    numbers += ("disk_read", "disk_written", "received", "sent")
-    line = dict.fromkeys(numbers, 0.0) | {"kind": "host", "now": now, "cores": 2, "interface": "", "link_mbit": 0}
-    return line | {"gpus": list(gpus)}
-
-
 # Events -----------------------------------------------------------------------------------------------------------------
 
 
 def test_events_and_energy_outlive_the_dashboard(tmp_path: Path) -> None:
-    first = Cluster(hosts(), History(tmp_path, hosts()))
-    first.receive("node1", *parsed(run_line(devices=["GPU-1"])))
+    first = ClusterView(hosts(), History(tmp_path, hosts()))
+    finished = run_line(status="finished", devices=["GPU-1"])
+    receive(first, "node1", run_line(devices=["GPU-1"]))
     for now in (100.0, 104.0, 108.0):
-        first.receive("node1", *parsed(host_line(now, gpu(450.0))))
+        receive(first, "node1", host_line(now, gpu(450.0)))
     first.lost("node1", "its cable is out")
-    first.receive("node1", *parsed(run_line(status="finished", devices=["GPU-1"])))
-    size = History(tmp_path, hosts()).path.stat().st_size
+    receive(first, "node1", finished)
+    status = History(tmp_path, hosts()).path.stat()
+    assert status.st_mode & 0o777 == 0o600
 
-    again = Cluster(hosts(), History(tmp_path, hosts()))
+    again = ClusterView(hosts(), History(tmp_path, hosts()))
     assert list(again.events.values()) == list(first.events.values())
-    again.receive("node1", *parsed(run_line(status="finished", devices=["GPU-1"])))
+    receive(again, "node1", finished)
     energy = again.runs["r"].energy
     assert energy and energy.watt_hours == pytest.approx(1.0) and energy.seconds == pytest.approx(8.0)
-    assert "1 Wh" in Pages(again, "token", QueueWatch(again, {}, lambda: "node1")).page("runs", "")
-    assert History(tmp_path, hosts()).path.stat().st_size == size, "a known event was written again"
-    assert not Cluster(hosts(1), History(tmp_path, hosts(1))).events, "another cluster has other events"
+    assert "1 Wh" in pages_of(again).page("runs", "")
+    assert History(tmp_path, hosts()).path.stat().st_size == status.st_size, "a known event was written again"
+    assert not ClusterView(hosts(1), History(tmp_path, hosts(1))).events, "another cluster has other events"
 
 
 def test_the_file_of_events_is_bounded_and_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,14 +64,14 @@ def test_the_file_of_events_is_bounded_and_survives_damage(tmp_path: Path, monke
     with history.path.open("ab") as file:
         file.write(b'[1]\n\xff\xfe\n{"time": "never"}\n{"cut')
     assert [record.get("number") for record in history.read()][-2:] == [499, None]
-    assert not Cluster(hosts(), history).events
+    assert not ClusterView(hosts(), history).events
     history.append({"text": "x" * history_module.LINE})
     assert len(list(history.read())) == len(kept) + 1
 
 
 def test_one_host_does_not_fill_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "SOURCE_LIMIT", 10)
-    cluster = Cluster(hosts(), History(tmp_path, hosts()))
+    cluster = ClusterView(hosts(), History(tmp_path, hosts()))
     for number in range(30):
         cluster.add_event("warning", f"warning {number}", host="node1")
     cluster.add_event("lost", "node2 does not answer", host="node2")
@@ -97,7 +81,7 @@ def test_one_host_does_not_fill_the_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    cluster = Cluster(hosts(), History(tmp_path / "file/folder", hosts()))
+    cluster = ClusterView(hosts(), History(tmp_path / "file/folder", hosts()))
     for number in range(3):
         cluster.add_event("lost", f"event {number}")
     [warning] = [event.text for event in cluster.events.values() if event.kind == "warning"]
@@ -123,26 +107,7 @@ def test_power_is_integrated_and_shared() -> None:
     assert set(meter.used) == {"b"}
 
 
-def test_the_share_of_communication_is_shown_where_it_is_measured() -> None:
-    cluster = Cluster(hosts())
-    line = run_line()
-    line["state"]["ranks"]["0"]["comm_share"] = [0.1, 0.3]
-    cluster.receive("node1", *parsed(line))
-    cluster.receive("node1", *parsed(run_line(name="other")))
-    pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
-    rows = pages.regions("runs", "")["runs"]
-    assert "20 %" in rows["run-r"] and "%" not in rows["run-other"]
-    head = {name: pages.regions("run", name)["head"]["run-head"] for name in ("r", "other")}
-    assert "20 % <small>of the time" in head["r"] and "not measured" in head["other"]
-    assert "10 %" in pages.regions("run", "r")["ranks"]["run-ranks"]
-
-
 # Logs -------------------------------------------------------------------------------------------------------------------
-
-
-class Unreachable:
-    async def ask(self, query: str, **request: Any) -> dict[str, Any]:
-        raise RemoteError("node2 does not answer")
 
 
 def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,40 +117,36 @@ def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest
         (tmp_path / f"node{rank + 1}/r/logs").mkdir(parents=True)
         files.append(tmp_path / f"node{rank + 1}/r/logs/rank{rank}.log")
         files[-1].write_text("".join(f"line {number} of {rank}\n" for number in range(400)))
-    cluster = Cluster(hosts())
-    for rank in (0, 1):
-        cluster.receive(f"node{rank + 1}", *parsed(run_line(rank)))
-    log = RunLog(("r", "", ""))
-    streams: dict[str, Any] = {f"node{n}": OneHost(tmp_path / f"node{n}") for n in (1, 2)}
-    read = lambda: asyncio.run(log.update(cluster, streams))  # noqa: E731
+    cluster, log = cluster_with(("node1", run_line(0)), ("node2", run_line(1))), RunLog(("r", "", ""))
+    streams: dict[str, Any] = {f"node{n}": HostOfRuns(tmp_path / f"node{n}") for n in (1, 2)}
+    read = lambda place: asyncio.run(log.news(place, cluster, streams))  # noqa: E731
     # The log of rank 1 is shown although only node1 wrote a heartbeat.
-    read()
-    assert len(log.since(0)) == 300 and log.since(0)[-1][1:] == ("rank 1", "line 399 of 1")
-    count = log.count
+    news, place = read(None)
+    assert len(news["lines"]) == 300 and news["lines"][-1] == ["rank 1", "line 399 of 1"]
+    assert read(place) == ({}, place)
     files[0].write_text(files[0].read_text() + "news\nhalf a li")
-    read()
-    assert [line[1:] for line in log.since(count)] == [("rank 0", "news")]
+    news, place = read(place)
+    assert news == {"lines": [["rank 0", "news"]], "error": ""}
     files[0].write_text("another start\n")
-    streams["node2"] = Unreachable()
-    count = log.count
-    read()
-    assert [line[2] for line in log.since(count)] == [AGAIN, "another start"]
-    assert log.error == "node2 does not answer"
+    streams["node2"].answers = False
+    news, place = read(place)
+    assert [line for _, line in news["lines"]] == [AGAIN, "another start"]
+    assert news["error"] == "the host does not answer" and len(read(None)[0]["lines"]) == 303
 
 
 # Progress ---------------------------------------------------------------------------------------------------------------
 
 
-def watch(cluster: Cluster, home: Path) -> Pages:
-    pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
-    pages.progress = ProgressWatch(cluster, Project(home))
+def models_page(home: Path) -> str:
+    pages = pages_of(ClusterView(hosts()))
+    pages.progress = ProgressWatch(pages.cluster, Project(home))
     asyncio.run(pages.progress.update())
-    return pages
+    return pages.page("models")
 
 
 def test_progress_is_shown_escaped_and_without_guesses(tmp_path: Path) -> None:
-    assert "trainyard distill <span>--teacher" in (empty := watch(Cluster(hosts()), tmp_path).page("models"))
-    assert "trainyard deploy RUN" in empty
+    empty = models_page(tmp_path)
+    assert "trainyard distill <span>--teacher" in empty and "trainyard deploy RUN" in empty
     work = tmp_path / ".trainyard"
     node = {"name": "node1", "answers": 3, "tokens_per_second": 80.0, "in_flight": 1, "down": ""}
     numbers = {"answers": 3, "total": 10, "tokens_per_second": 80.0, "eta": 42.0, "nodes": [node], "before": 2}
@@ -200,7 +161,7 @@ def test_progress_is_shown_escaped_and_without_guesses(tmp_path: Path) -> None:
     ):
         deploy.update_part("hosts", "node1", state="deployed", text="merged, f16: 20 of 20 answers as trained")
         raise UserError("node2 is full")
-    html = watch(Cluster(hosts()), tmp_path).page("models")
+    html = models_page(tmp_path)
     assert SCRIPT not in html and "&lt;script&gt;" in html
     for text in ("3 <small>of 10; 2 from before", "80 tok/s", "42 s", "1 of 2 hosts", "node2 is full", "20 of 20"):
         assert text in html, text
@@ -225,10 +186,8 @@ def test_a_record_whose_process_is_gone_is_interrupted(tmp_path: Path) -> None:
 
 def keep(home: Path, **more: Any) -> None:
     spec = make_spec({"run": "r", "dataset": "data.jsonl", **more}, "the test")
-    prepared = PreparedRun(spec, [], {})
     given = {"max_restarts": 3, "run_env": {"HF_TOKEN": "secret"}, "head": "node2", "follow": False}
-    options = LaunchOptions.model_validate(given)
-    keep_start(home, prepared, options, ["node1", "node2"])
+    keep_start(home, PreparedRun(spec, [], {}), LaunchOptions.model_validate(given), ["node1", "node2"])
 
 
 def test_a_start_is_kept_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +206,8 @@ def test_a_start_is_kept_without_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     options = options_of(record, LaunchOptions.model_validate({"stall_limit": 5.0, "max_restarts": 1}))
     assert (options.max_restarts, options.head, options.stall_limit) == (3, "node2", 5.0)
     assert record.hosts == ["node1", "node2"] and record.spec.run == "r"
-    assert options.follow and record.variables == ["HF_TOKEN"], (
-        "the dashboard follows the run, and names what is missing"
-    )
+    # The dashboard follows the run, and names what is missing.
+    assert options.follow and record.variables == ["HF_TOKEN"]
     monkeypatch.chdir(tmp_path / "there")
     keep(tmp_path, script="work.py")
     monkeypatch.chdir(tmp_path)
@@ -264,8 +222,8 @@ def test_what_cannot_be_started_again_says_why(tmp_path: Path) -> None:
         raise RemoteError(f"{host.name} is off")
 
     async def act(run: str, hosts: list[Host]) -> str:
-        cluster = Cluster(hosts)
-        pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
+        cluster = ClusterView(hosts)
+        pages = pages_of(cluster)
         actions = Actions(hosts, connect, LaunchOptions(), pages, Project(tmp_path))
         assert actions.start(run) and not actions.start(run), "one action at a time on a run"
         await asyncio.gather(*actions._tasks)
@@ -284,7 +242,5 @@ def test_what_cannot_be_started_again_says_why(tmp_path: Path) -> None:
     Project(tmp_path).session_of("r", hosts(), connect, LaunchOptions(), report=said.append)
     assert said == ["warning: HF_TOKEN of run_env is not set: values are not kept, set them in the inventory"]
     known = LaunchOptions.model_validate({"run_env": {"HF_TOKEN": "x"}})
-    assert (
-        Project(tmp_path).session_of("r", hosts(), connect, known, report=said.append).options.run_env
-        and len(said) == 1
-    )
+    session = Project(tmp_path).session_of("r", hosts(), connect, known, report=said.append)
+    assert session.options.run_env == {"HF_TOKEN": "x"} and len(said) == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from dashboard_lines import SCRIPT, hosts, pages_of, receive, run_line
 from fake_slurm import FakeSlurm
 from test_queue_front_state import NOW, answer, state, utc
 
@@ -25,7 +26,7 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch, make_view
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import Timeline
 from trainyard.dashboard.views import Pages
 from trainyard.queue.client import QueueClient, QueueState
@@ -38,11 +39,6 @@ from trainyard.replies import checked_reply
 from trainyard.run.options import LaunchOptions
 
 __all__ = ["utc"]
-SCRIPT = "<script>alert(1)</script>"
-
-
-def cluster() -> Cluster:
-    return Cluster([Host("node1", "127.0.0.1", "/data", "/usr/bin/python3")])
 
 
 class QueueHost:
@@ -60,12 +56,18 @@ class QueueHost:
 
 
 def watch(host: QueueHost, name: str = "node1") -> QueueWatch:
-    return QueueWatch(cluster(), {"node1": host}, lambda: name)
+    return QueueWatch(ClusterView(hosts()), {"node1": host}, lambda: name)
+
+
+def updated(host: QueueHost) -> QueueWatch:
+    """Return the queue after an answer."""
+    found = watch(host)
+    asyncio.run(found.update())
+    return found
 
 
 def page(found: QueueWatch) -> str:
-    pages = Pages(found._cluster, "token", found)
-    return pages.page("queue", queue=found)
+    return Pages(found._cluster, "token", found).page("queue", queue=found)
 
 
 def attempts(**runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,9 +78,9 @@ def attempts(**runs: list[dict[str, Any]]) -> dict[str, Any]:
     return folders
 
 
-def make_timeline(queue: QueueState, found: Cluster | None = None, scale: str = "6 hours") -> Timeline:
+def make_timeline(queue: QueueState, found: ClusterView | None = None, scale: str = "6 hours") -> Timeline:
     """Return the timeline of a new answer of a cluster without hosts."""
-    return Allocation(found or Cluster([])).timeline(scale, queue, time.time())[1]
+    return Allocation(found or ClusterView([])).timeline(scale, queue, time.time())[1]
 
 
 def bars(found: Timeline) -> dict[str, list[str]]:
@@ -91,26 +93,18 @@ def test_the_page_has_the_words_of_list_and_the_runs_that_have_just_ended() -> N
     assert [(run["run"], run["reason"]) for run in found.live] == [(run["run"], run["reason"]) for run in listed]
     assert next(run for run in found.live if run["run"] == "two")["start"] == 1795431930  # as Slurm expects
     assert [run["run"] for run in found.ended] == ["ok", "bad", "gone"]
-    html = page_after_answer(QueueHost())
+    html = page(updated(QueueHost()))
     assert "busy with run busy until about 11:05" in html and "is held: release it with do=release run=held" in html
     assert html.count("/queue/held/release") == 1 and "/queue/held/hold" not in html and "/queue/busy/hold" not in html
     assert "/queue/busy/cancel" in html and "1 held" in html and "waits for the end of runs busy and small" in html
-
-
-def page_after_answer(host: QueueHost) -> str:
-    found = watch(host)
-    asyncio.run(found.update())
-    assert not found.error
-    return page(found)
 
 
 def test_the_timeline_has_gpus_of_the_drivers_and_the_jobs_of_slurm() -> None:
     gpus = {"node2": {"gpus": ["0"]}, "node1": {"gpus": []}}
     first = {"hosts": gpus, "begin": NOW - 7200, "end": NOW - 3600, "reason": "preempted"}
     runs = attempts(busy=[first, {"hosts": {"node2": {"gpus": ["0", "1"]}}, "begin": NOW - 8, "end": None}])
-    found = make_timeline(
-        state(runs=runs, hosts={"node2": ["node2"], "node3": ["node3"], "node[1-2]": ["node1", "node2"]})
-    )
+    names = {"node2": ["node2"], "node3": ["node3"], "node[1-2]": ["node1", "node2"]}
+    found = make_timeline(state(runs=runs, hosts=names))
     assert bars(found) == {
         "node1": ["busy"],
         "node2 GPU 0": ["busy", "busy"],
@@ -130,23 +124,18 @@ def test_the_timeline_has_gpus_of_the_drivers_and_the_jobs_of_slurm() -> None:
 def test_the_drawing_moves_every_30_seconds_so_that_an_equal_answer_sends_nothing() -> None:
     drawn = {}
     for later in (0, 3, 29, 31):
-        found = watch(QueueHost(now=NOW // 30 * 30 + 60 + later, completed=[]))
-        asyncio.run(found.update())
-        pages = Pages(found._cluster, "token", found)
-        drawn[later] = pages.regions("queue")["timeline"]
+        found = updated(QueueHost(now=NOW // 30 * 30 + 60 + later, completed=[]))
+        drawn[later] = Pages(found._cluster, "token", found).regions("queue")["timeline"]
     assert drawn[0] == drawn[3] == drawn[29] != drawn[31]
 
 
 def test_jobs_of_other_users_and_lists_of_hosts_are_in_the_timeline() -> None:
     noon = "JobId=20 UserId=a(1) Name=other JobState=COMPLETED Partition=low StartTime={} EndTime={} NodeList=node[1-2] x=1"
     times = [time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(NOW - ago)) for ago in (3000, 1000)]
-    found = make_timeline(
-        state(jobs=[], completed=[noon.format(*times)], hosts={"node[1-2]": ["node1", "node2"]}, runs={})
-    )
-    assert {label: runs for label, runs in bars(found).items() if runs} == {
-        "node1": ["other"],
-        "node2, no recorded GPU": ["other"],
-    }
+    names = {"node[1-2]": ["node1", "node2"]}
+    found = make_timeline(state(jobs=[], completed=[noon.format(*times)], hosts=names, runs={}))
+    shown = {label: runs for label, runs in bars(found).items() if runs}
+    assert shown == {"node1": ["other"], "node2, no recorded GPU": ["other"]}
     assert found.spans[0].end - found.spans[0].begin == 2000
 
 
@@ -165,11 +154,7 @@ def test_runs_that_share_a_host_have_lanes_of_their_own() -> None:
     [
         {"nodes": [f"{SCRIPT[:60]}|idle|2|100|gpu:x:999999"] + [f"n{n}|idle|1|1|gpu:9999" for n in range(4000)]},
         {"jobs": [f"1|low|RUNNING|None|{NOW - 9:.0f}|1|1|node1|{SCRIPT}"], "hosts": {"node1": [SCRIPT] * 4000}},
-        {
-            "runs": attempts(
-                ok=[{"hosts": {SCRIPT: {"gpus": [SCRIPT, "0", 7, None]}}, "begin": NOW - 9, "end": NOW}] * 5000
-            )
-        },
+        {"runs": attempts(ok=[{"hosts": {SCRIPT: {"gpus": [SCRIPT, "0", 7]}}, "begin": NOW - 9, "end": NOW}] * 5000)},
         {"runs": attempts(ok=[{"hosts": {"node1": {"gpus": "01"}}, "begin": -1e300, "end": "x"}])},
         {"now": -1e15},
         {"jobs": ["1|low|RUNNING|None|9999999999|0|1|node1|x"], "now": 1e15},
@@ -177,15 +162,16 @@ def test_runs_that_share_a_host_have_lanes_of_their_own() -> None:
 )
 def test_hostile_answers_are_bounded_and_escaped(changed: dict[str, Any]) -> None:
     begun = time.process_time()
-    html = page_after_answer(QueueHost(**changed))
+    found = updated(QueueHost(**changed))
+    html = page(found)
+    assert not found.error
     assert time.process_time() - begun < 3 and len(html) < 2_000_000
     assert "<script>alert" not in html and not re.search(r"(nan|inf)%", html)
 
 
 def test_a_queue_that_does_not_answer_says_since_when_and_keeps_its_last_answer() -> None:
     host = QueueHost()
-    found = watch(host)
-    asyncio.run(found.update())
+    found = updated(host)
     host.error = "squeue: Unable to contact slurm controller"
     asyncio.run(found.update())
     since = found.since
@@ -266,9 +252,8 @@ def test_an_action_changes_the_job_and_shows_its_lines() -> None:
     changes = [request for verb, request in connection.calls if verb == "queue_change"]
     assert changes == [{"do": "priority", "jobs": [3], "priority": "high"}]
     assert pages.actions["wantvram"].lines == ["run wantvram, which is waiting, changed to high"]
-    assert (
-        pages.actions["busy"].state == "failed" and "only a run that waits can be held" in pages.actions["busy"].error
-    )
+    busy = pages.actions["busy"]
+    assert busy.state == "failed" and "only a run that waits can be held" in busy.error
 
 
 class AgainConnection(SlurmConnection):
@@ -341,9 +326,7 @@ def page_of(connection: AgainConnection) -> str:
         folders[run]["state"] = json.dumps(
             {"phase": "failed", "attempts": [{"begin": NOW - 60, "end": NOW - 9, "hosts": []}]}
         )
-    found = watch(QueueHost(runs=folders, jobs=connection.told["jobs"], completed=[]))
-    asyncio.run(found.update())
-    return page(found)
+    return page(updated(QueueHost(runs=folders, jobs=connection.told["jobs"], completed=[])))
 
 
 def test_the_queue_host_submits_the_last_request_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,11 +383,8 @@ def test_a_hanging_slurm_blocks_neither_the_sampler_nor_the_next_question(
     ask = lambda number: sampler._reply(json.dumps({"id": number, "query": "queue", "recent": 5}).encode())  # noqa: E731
     ask(1)
     ask(2)
-    assert sent.get(timeout=5) == {
-        "kind": "reply",
-        "id": 2,
-        "error": "Slurm has not answered the question before this one",
-    }
+    first = sent.get(timeout=5)
+    assert first["id"] == 2 and first["error"] == "Slurm has not answered the question before this one"
     sampler._reply(b"[]")
     assert sent.get(timeout=5)["id"] == 0
     answers.set()
@@ -434,50 +414,46 @@ def test_recent_runs_are_those_with_a_job_and_the_newest_others(
     assert remote_queue.info(asked)["hosts"] == {"a,b": ["a", "b"]}
 
 
-def run_of(host: str, run: str, begin: float, end: float | None, devices: Sequence[str] = (), **first: Any) -> Any:
+def run_of(name: str, begin: float, end: float | None, devices: Sequence[str] = (), **rank: Any) -> dict[str, Any]:
     """Return a line of a host's sampler about a run that began and ended then."""
     status = "running" if end is None else "finished"
-    node = {"run": run, "node_rank": 0, "ranks": [0], "hosts": [host], "attempt": 1, "started": begin, "ended": end}
-    node |= {"status": status, "failures": [], "devices": list(devices)}
-    ranks = {"0": {"rank": 0, "status": "training", "step": 7, "steps": 40, "time": begin + 5, **first}}
-    state = {"status": status, "alive": end is None, "now": begin + 5, "run_dir": "/x", "node": node, "ranks": ranks}
-    return "run", {"kind": "run", "name": run, "state": state, "checkpoints": [], "result": None}
+    line = run_line(name=name, status=status, started=begin, ended=end, devices=list(devices))
+    line["state"]["ranks"]["0"] |= {"time": begin + 5, **rank}
+    return line
 
 
 def test_without_a_queue_the_run_folders_say_who_had_which_gpu() -> None:
-    hosts = [Host(name, "127.0.0.1", "/data", "/usr/bin/python3") for name in ("node1", "node2")]
-    found, now = Cluster(hosts), time.time()
+    found, now = ClusterView(hosts()), time.time()
     found.hosts["node1"].sample = {"gpus": [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]}
-    for run in (
-        run_of("node1", "trains", now - 600, None, ["GPU-b"], eta=1200.0),
-        run_of("node1", "before", now - 4000, now - 700, ["GPU-a", "GPU-b"]),
-        run_of("node2", "cores", now - 20_000, now - 10_000),
-        run_of("node2", "yesterday", now - 90_000, now - 80_000),
-        run_of("node2", "future", now + 90_000, now + 91_000),
+    for host, run in (
+        ("node1", run_of("trains", now - 600, None, ["GPU-b"], eta=1200.0)),
+        ("node1", run_of("before", now - 4000, now - 700, ["GPU-a", "GPU-b"])),
+        ("node2", run_of("cores", now - 20_000, now - 10_000)),
+        ("node2", run_of("yesterday", now - 90_000, now - 80_000)),
+        ("node2", run_of("future", now + 90_000, now + 91_000)),
     ):
-        found.receive("node2" if run[1]["name"] in ("cores", "yesterday", "future") else "node1", *run)
+        receive(found, host, run)
     drawn = Allocation(found).timeline("6 hours", None, 0.0)[1]
     assert bars(drawn) == {"node1 GPU 0": ["before"], "node1 GPU 1": ["before", "trains"], "node2": ["cores"]}
     [running] = [span for span in drawn.spans if span.running]
     assert running.until == pytest.approx(now + 1200, abs=5)
     week = Allocation(found).timeline("7 days", None, 0.0)[1]
     assert bars(week)["node2"] == ["yesterday", "cores"]
-    html = Pages(found, "token", QueueWatch(found, {}, lambda: "node1")).page(
-        "queue", "7 days", queue=QueueWatch(found, {}, lambda: "")
-    )
+    pages = pages_of(found)
+    html = pages.page("queue", "7 days", queue=pages.queue)
     assert 'href="/runs/yesterday"' in html and "in the last 7 days" in html
 
 
 def test_a_run_of_the_queue_is_not_shown_twice_and_the_timeline_follows_new_runs() -> None:
-    found = Cluster([Host("node2", "127.0.0.1", "/data", "/usr/bin/python3")])
+    found = ClusterView(hosts())
     first = {"hosts": {"node2": {"gpus": ["0"]}}, "begin": NOW - 7200, "end": NOW - 3600, "reason": "", "order": 10}
     queue = state(runs=attempts(busy=[first]), completed=[], jobs=[])
     allocation = Allocation(found)
     asked = time.time()
     runs = lambda: [span.run for span in allocation.timeline("6 hours", queue, asked)[1].spans]  # noqa: E731
     assert runs() == ["busy"]
-    found.receive("node2", *run_of("node2", "busy", NOW - 7199, NOW - 3601, ["GPU-a"]))
-    found.receive("node2", *run_of("node2", "by-hand", NOW - 500, NOW - 400, ["GPU-a"]))
+    receive(found, "node2", run_of("busy", NOW - 7199, NOW - 3601, ["GPU-a"]))
+    receive(found, "node2", run_of("by-hand", NOW - 500, NOW - 400, ["GPU-a"]))
     assert runs() == ["by-hand", "busy"]
 
 
@@ -488,8 +464,7 @@ def test_preemptions_and_lost_hosts_of_the_queue_are_events() -> None:
         one | {"begin": NOW - 500, "end": NOW - 400, "reason": "node1: does not answer"},
         one | {"begin": NOW - 300, "end": NOW - 200, "order": 1, "reason": SCRIPT},
     ]
-    found = watch(QueueHost(runs=attempts(busy=ended)))
-    asyncio.run(found.update())
+    found = updated(QueueHost(runs=attempts(busy=ended)))
     asyncio.run(found.update())
     events = [(one.kind, one.text, one.run) for one in found._cluster.events.values() if one.run == "busy"]
     assert events == [

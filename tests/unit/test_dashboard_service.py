@@ -12,8 +12,7 @@ import pytest
 from trainer.errors import UserError
 from trainyard.connection import Host, Login
 from trainyard.dashboard.pack import pack
-from trainyard.dashboard.service import KEY, read_config
-from trainyard.dashboard.service_config import service_config
+from trainyard.dashboard.service import KEY, read_config, service_config
 
 TOP = Path(__file__).resolve().parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -12,8 +12,10 @@ import pytest
 
 from trainer.errors import UserError
 from trainyard.evaluate.questions import Question
-from trainyard.evaluate.subjects import ask_servers, parse_subjects, server_nodes
+from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
 from trainyard.ollama import pool
+from trainyard.ollama.client import Cancel, OllamaError
+from trainyard.ollama.pool import Node, Prompt
 
 QUESTIONS = [Question("q", ({"role": "user", "content": f"{n}?"},), str(n)) for n in range(5)]
 SETTINGS = {"temperature": 0.0, "num_predict": 9, "seed": 1}
@@ -40,10 +42,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, body))
         number = body["messages"][-1]["content"].rstrip("?")
         choice = {"message": {"role": "assistant", "content": f"It is {number}."}, "finish_reason": "stop"}
-        reply = (
-            {"choices": [choice], "usage": {"completion_tokens": 4}} if self.server.reply is None else self.server.reply
-        )
-        data = json.dumps(reply).encode()
+        right = {"choices": [choice], "usage": {"completion_tokens": 4}}
+        data = json.dumps(right if self.server.reply is None else self.server.reply).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -60,31 +60,34 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def ask(server: Server, count: int = 1) -> Any:
+def nodes(server: Server) -> tuple[Subject, Sequence[Node]]:
     [subject] = parse_subjects([f"openai:m@http://127.0.0.1:{server.server_port}/v1"])
-    return ask_servers(subject, server_nodes(subject, [], print), QUESTIONS[:count], SETTINGS, lambda line: None)
+    return subject, server_nodes(subject, [], print)
 
 
 def test_a_server_with_the_api_of_openai(server: Server) -> None:
-    found = ask(server, 5)
-    assert [answer.text for answer in found.answers] == [f"It is {n}." for n in range(5)]
-    assert {answer.tokens for answer in found.answers} == {4} and found.tokens_per_second > 0
+    found = ask_servers(*nodes(server), QUESTIONS, SETTINGS, print)
+    assert [answer and answer.text for answer in found.answers] == [f"It is {n}." for n in range(5)]
+    assert {answer and answer.tokens for answer in found.answers} == {4} and found.tokens_per_second > 0
     for path, body in server.asked:
         assert path == "/v1/chat/completions"
         assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 9)
 
 
-@pytest.mark.parametrize(
-    "reply", [{}, {"choices": []}, {"choices": [7]}, {"choices": [{"message": {"content": ["x"]}}]}]
-)
-def test_a_reply_without_an_answer(server: Server, reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MAX_DELAY", 0.01)
-    server.reply = reply
-    with pytest.raises(UserError, match="the reply of /chat/completions has no"):
-        ask(server)
-
-
-def test_a_number_of_tokens_that_is_none(server: Server) -> None:
+def test_hostile_replies(server: Server) -> None:
+    _, [node] = nodes(server)
+    prompt = Prompt(QUESTIONS[0].messages, SETTINGS, 0)
+    for reply in ({}, {"choices": []}, {"choices": [7]}, {"choices": [{"message": {"content": ["x"]}}]}):
+        server.reply = reply
+        with pytest.raises(OllamaError, match="the reply of /chat/completions has no"):
+            node.ask(prompt, Cancel())
     for usage in ({"completion_tokens": -1}, {"completion_tokens": "x"}, None, 7):
         server.reply = {"choices": [{"message": {"content": "1"}}], "usage": usage}
-        assert {answer.tokens for answer in ask(server).answers} == {0}
+        assert node.ask(prompt, Cancel()).tokens == 0
+
+
+def test_a_server_without_any_answer_is_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_DELAY", 0.01)
+    server.reply = {}
+    with pytest.raises(UserError, match="the reply of /chat/completions has no answer"):
+        ask_servers(*nodes(server), QUESTIONS[:1], SETTINGS, print)

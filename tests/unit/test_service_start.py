@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trainyard.run.transfer import receive_request, staged_copies
 from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
 
 HOSTS = {name: Host(name, "10.0.0.1", "/data", "/usr/bin/python3", env={"A": name}) for name in ("node1", "node2")}
+OUTSIDE = ("/etc/passwd", "store/../../x", "store/a/../../../x", "runs/r/x")
 ON_HOSTS = StagedFile("dataset", "", "store/datasets/abc.jsonl", {}, "a" * 64, 0, on_hosts="/mnt/data.jsonl")
 
 
@@ -82,3 +84,31 @@ def test_no_path_of_the_controller_is_in_a_record_and_its_hosts_and_name_are_che
         service_hosts(read_service_start(tmp_path / "r.json", "r"), [HOSTS["node1"]])
     with pytest.raises(UserError, match="that of another run"):
         read_service_start(tmp_path / "r.json", "other")
+
+
+BAD: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    *((lambda bad, path=path: bad["files"][1].update(dest=path), "dest") for path in OUTSIDE),
+    (lambda bad: bad["files"][1].update(src="/etc/shadow"), "src"),
+    (lambda bad: bad["files"][1].update(sha256={"../x": "0" * 64}), "sha256"),
+    (lambda bad: bad["files"][1].update(sha256={"": "0"}), "sha256"),
+    (lambda bad: bad["files"][1].update(kind="trainer"), "kind"),
+    (lambda bad: bad["launch"].update(collect_to="/tmp/x"), "collect_to"),
+    (lambda bad: bad["launch"].update(evil=1), "unknown launch option"),
+    (lambda bad: bad["spec"].update(run="other"), "another run"),
+    (lambda bad: bad.update(env={}), "another run"),
+    (lambda bad: bad["spec"].update(strategy="evil"), "strategy"),
+    (lambda bad: bad.update(more=1), "more"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), BAD)
+def test_a_record_that_is_not_valid_is_refused(tmp_path: Path, change: Callable[[Any], Any], why: str) -> None:
+    bad = record(tmp_path, [PlanEntry("node1")])
+    change(bad)
+    (tmp_path / "r.json").write_text(json.dumps(bad))
+    with pytest.raises(UserError, match="the record of its start is not valid") as error:
+        read_service_start(tmp_path / "r.json", "r")
+    assert why in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / "r.json").write_text("[" * 5000)
+    with pytest.raises(UserError, match="not valid"):
+        read_service_start(tmp_path / "r.json", "r")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from trainer.errors import MAX_MESSAGE, UserError
@@ -161,10 +162,21 @@ class Actions:
         return True
 
     async def _carry_out(self, action: Action, work: Work) -> None:
+        progress = Progress(action, self._pages, self._connect)
+        done: Future[dict[str, Any]] = Future()
+        done.set_running_or_notify_cancel()  # the end of the server does not cancel it
+
+        def run() -> None:
+            try:
+                done.set_result(work(progress))
+            except Exception as error:
+                done.set_exception(error)
+
+        # The thread ends with the process: it may follow a run for days.
+        threading.Thread(target=run, name="action", daemon=True).start()
         try:
-            progress = Progress(action, self._pages, self._connect)
-            done = await _in_thread(lambda: work(progress))
-            lines, action.state = [str(line) for line in done.get("lines", [])], "done"
+            result = await asyncio.wrap_future(done)
+            lines, action.state = [str(line) for line in result.get("lines", [])], "done"
         except Exception as error:
             action.error, action.state = _one_line(error), "failed"
             lines = [str(line) for line in getattr(error, "details", {}).get("lines", [])]
@@ -182,29 +194,3 @@ def _one_line(error: Exception) -> str:
     """Return the message of an error that names what to do; for an unexpected error, also its type."""
     expected = isinstance(error, RunError | RemoteError | UserError | InventoryError)
     return printable(str(error) if expected else f"{type(error).__name__}: {error}", MAX_MESSAGE)
-
-
-async def _in_thread(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `work` returns. Its thread ends with the process: it may follow a run for days."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[dict[str, Any]] = loop.create_future()
-
-    def tell(result: dict[str, Any] | None, error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result or {})
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the dashboard has ended
-            loop.call_soon_threadsafe(tell, result, failure)
-
-    threading.Thread(target=run, name="action", daemon=True).start()
-    return await done

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainyard.dashboard.state import WAITING, Cluster, RunState
+from trainyard.dashboard.state import WAITING, ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES, STEP, Scale, Span, Timeline, make_timeline
 from trainyard.queue.client import MAX_TIME, Job, QueueState
 from trainyard.queue.history import ENDED, read_attempts, run_state
@@ -22,7 +22,7 @@ HOSTS = 300  # of the queue that are shown
 class Allocation:
     """The timelines of a cluster; each is rebuilt when its contents change. Used in the event loop only."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
         self._known: dict[str, tuple[Any, Timeline]] = {}
 
@@ -47,7 +47,7 @@ class Allocation:
 
 
 def _timeline(
-    cluster: Cluster, queue: QueueState | None, gpus: Mapping[str, list[str]], now: float, scale: Scale
+    cluster: ClusterView, queue: QueueState | None, gpus: Mapping[str, list[str]], now: float, scale: Scale
 ) -> Timeline:
     numbers = {host: [str(number) for number in range(len(uuids))] for host, uuids in gpus.items()}
     for node in itertools.islice(queue.nodes.values() if queue else (), HOSTS):
@@ -69,7 +69,7 @@ def _with_number(span: Span, uuids: list[str]) -> Span:
     return Span(span.run, span.host, str(uuids.index(span.gpu)), span.begin, span.end, span.until, span.state)
 
 
-def run_spans(cluster: Cluster, known: Iterable[Span], now: float, before: float) -> Iterator[Span]:
+def run_spans(cluster: ClusterView, known: Iterable[Span], now: float, before: float) -> Iterator[Span]:
     """Yield the newest start of each run on each host, as the run folders describe them.
 
     Args:

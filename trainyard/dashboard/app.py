@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from trainer.errors import UserError
 from trainyard.connection import RemoteError
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
+from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.logs import Key, RunLog
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
-from trainyard.dashboard.security import NOT_OUR_FORM, Access, Guard, LoginForm
-from trainyard.dashboard.shown_last import ShownLast
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
@@ -39,6 +40,7 @@ PAUSE = 0.4  # s between two messages to a browser
 END = 1.5  # s for the last message when the server ends
 IDLE = 15.0  # s after which a message without content is sent
 PAGES = ("nodes", "runs", "events", "queue", "models", "run")
+RECENT = 32  # runs whose metrics stay in memory, and logs
 UNFINISHED = ("stopped", "failed", "lost")  # states of a run that can be started again
 BROWSERS = 64  # pages that receive messages at the same time
 STATIC = Path(__file__).with_name("static")
@@ -49,29 +51,30 @@ class Dashboard:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterView,
         streams: Mapping[str, HostStream],
         pages: Pages,
         actions: Actions,
-        access: Access,
+        access: SessionAuth,
         project: Project,
     ) -> None:
         self.cluster, self.streams, self.pages, self.actions, self.access = cluster, streams, pages, actions, access
-        self.records = ShownLast[str, RunRecords](RunRecords, cluster, streams)
-        self.logs = ShownLast[Key, RunLog](RunLog, cluster, streams)
+        # All browsers that show the same one share it.
+        self.records = functools.lru_cache(RECENT)(RunRecords)
+        self.logs = functools.lru_cache(RECENT)(RunLog)
         self.project = project
         self.listeners = 0
 
-    def app(self) -> Starlette:
-        """Return the application."""
+    def app(self, listener: LimitedListener) -> Starlette:
+        """Return the application, for the connections of a listener."""
         routes = [
             Route("/login", self.login, methods=["GET", "POST"]),
             Route("/logout", self.logout, methods=["POST"]),
-            Route("/", self.nodes),
+            Route("/", self._page("nodes")),
             Route("/runs", self.runs),
-            Route("/events", self.events),
+            Route("/events", self._page("events")),
             Route("/queue", self.queue),
-            Route("/models", self.models),
+            Route("/models", self._page("models")),
             Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
             Route("/runs/{run}/series", self.series),
@@ -83,21 +86,20 @@ class Dashboard:
             Route("/metrics", self.metrics),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        middleware = [Middleware(Guard, access=self.access)]
-        return Starlette(
-            routes=routes, middleware=middleware, lifespan=self._lifespan, exception_handlers={404: _not_found}
-        )
 
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(stream.run()) for stream in self.streams.values()]
-        tasks.append(asyncio.create_task(self.pages.queue.run()))
-        if self.pages.progress:
-            tasks.append(asyncio.create_task(self.pages.progress.run()))
-        yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        @contextlib.asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            work = [*(stream.run() for stream in self.streams.values()), self.pages.queue.run(), listener.watch()]
+            if self.pages.progress:
+                work.append(self.pages.progress.run())
+            tasks = [asyncio.create_task(one) for one in work]
+            yield
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        middleware = [Middleware(AuthMiddleware, access=self.access, listener=listener)]
+        return Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={404: _not_found})
 
     def _run(self, request: Request) -> RunState:
         name = request.path_params["run"]
@@ -107,10 +109,7 @@ class Dashboard:
 
     async def login(self, request: Request) -> Response:
         """Log in, by the URL that was printed or with the password."""
-        answer = await self.access.login(request)
-        if isinstance(answer, LoginForm):
-            return HTMLResponse(self.pages.login(answer.message), answer.status)
-        return answer
+        return await self.access.login(request, self.pages.login)
 
     async def logout(self, request: Request) -> Response:
         """End the session."""
@@ -118,27 +117,23 @@ class Dashboard:
             return PlainTextResponse(NOT_OUR_FORM, 403)
         return self.access.end_session(request)
 
-    async def nodes(self, request: Request) -> Response:
-        """Show the hosts."""
-        return HTMLResponse(self.pages.page("nodes"))
+    def _page(self, name: str) -> Callable[[Request], Awaitable[Response]]:
+        """Return what shows a page without arguments."""
+
+        async def show(request: Request) -> Response:
+            return HTMLResponse(self.pages.page(name))
+
+        return show
 
     async def runs(self, request: Request) -> Response:
         """Show the runs; `all=1` shows every ended one."""
         return HTMLResponse(self.pages.page("runs", "all" if request.query_params.get("all") == "1" else ""))
-
-    async def events(self, request: Request) -> Response:
-        """Show the events."""
-        return HTMLResponse(self.pages.page("events"))
 
     async def queue(self, request: Request) -> Response:
         """Show the queue, and who had which host when: in the time `time`, a key of SCALES."""
         scale = request.query_params.get("time", "")
         arguments = [scale] if scale in SCALES else []
         return HTMLResponse(self.pages.page("queue", *arguments, queue=self.pages.queue))
-
-    async def models(self, request: Request) -> Response:
-        """Show the progress of distillations and deployments."""
-        return HTMLResponse(self.pages.page("models"))
 
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
@@ -182,7 +177,8 @@ class Dashboard:
 
     async def series(self, request: Request) -> Response:
         """Return the metrics of a run."""
-        records = await self.records.read(self._run(request).name)
+        records = self.records(self._run(request).name)
+        await records.update(self.cluster, self.streams)
         return JSONResponse(records.series())
 
     async def log(self, request: Request) -> Response:
@@ -275,7 +271,7 @@ class Dashboard:
             if page == "models" and self.pages.progress:
                 stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
-            series, lines, asks_queue = SentSeries(), SentLines(), False
+            series, lines, asks_queue = None, None, False  # places in the metrics and in the log
             while (
                 not end.is_set()
                 and self.access.in_session(request.scope)
@@ -292,10 +288,14 @@ class Dashboard:
                 if changed or now.keys() != sent.keys():
                     yield {"event": "regions", "data": json.dumps({"order": order, "html": changed})}
                 sent = now
-                if page == "run" and (news := series.take(await self.records.read(arguments[0]))):
-                    yield {"event": "series", "data": json.dumps(news)}
-                if log[0] and (news := lines.take(await self.logs.read(log))):
-                    yield {"event": "log", "data": json.dumps(news)}
+                if page == "run":
+                    news, series = await self.records(arguments[0]).news(series, self.cluster, self.streams)
+                    if news:
+                        yield {"event": "series", "data": json.dumps(news)}
+                if log[0]:
+                    news, lines = await self.logs(log).news(lines, self.cluster, self.streams)
+                    if news:
+                        yield {"event": "log", "data": json.dumps(news)}
                 await asyncio.sleep(PAUSE)
                 await self.cluster.wait(version, IDLE)
 
@@ -306,33 +306,6 @@ class Dashboard:
 
     def _leave(self) -> None:
         self.listeners -= 1
-
-
-class SentSeries:
-    """The metrics of a run that a browser has."""
-
-    def __init__(self) -> None:
-        self._place = (-1, 0, 0)  # generation, and numbers of metrics and evaluations
-
-    def take(self, records: RunRecords) -> dict[str, Any]:
-        """Return the data that the browser lacks, or an empty dict."""
-        series = records.series(self._place[1] if self._place[0] == records.generation else 0)
-        before, self._place = self._place, (records.generation, series["count"], len(records.evals))
-        return series if self._place != before else {}
-
-
-class SentLines:
-    """The lines of a log that a browser has."""
-
-    def __init__(self) -> None:
-        self._next, self._error, self._begun = 0, "", False
-
-    def take(self, log: RunLog) -> dict[str, Any]:
-        """Return `lines`, pairs of label and text that the browser lacks, and `error`; an empty dict for no news."""
-        lines = [[label, text] for _, label, text in log.since(self._next)]
-        news = bool(lines) or log.error != self._error or not self._begun
-        self._next, self._error, self._begun = log.count, log.error, True
-        return {"lines": lines, "error": log.error} if news else {}
 
 
 def _log_files(run: RunState, logs: dict[str, dict[str, int]]) -> list[tuple[str, str, str]]:

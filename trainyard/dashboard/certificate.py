@@ -36,6 +36,7 @@ class Certificate:
         names: host names and IP addresses that it is valid for.
         fingerprint: SHA-256, as browsers show it.
         self_signed: whether `own_certificate` made it.
+        end: when it expires.
     """
 
     file: Path
@@ -43,6 +44,14 @@ class Certificate:
     names: tuple[str, ...]
     fingerprint: str
     self_signed: bool
+    end: datetime
+
+    @classmethod
+    def read(cls, file: Path, key_file: Path, self_signed: bool) -> Certificate:
+        """Read a certificate. Raises OSError and ValueError."""
+        found = x509.load_pem_x509_certificate(read_regular(file, FILE_LIMIT))
+        fingerprint = found.fingerprint(hashes.SHA256()).hex(":").upper()
+        return cls(file, key_file, _names(found), fingerprint, self_signed, found.not_valid_after_utc)
 
 
 def user_certificate(file: str, key_file: str) -> Certificate:
@@ -57,7 +66,7 @@ def user_certificate(file: str, key_file: str) -> Certificate:
     """
     path, key = user_path(file, "dashboard_certificate"), user_path(key_file, "dashboard_key")
     try:
-        found = x509.load_pem_x509_certificate(read_regular(path, FILE_LIMIT))
+        found = Certificate.read(path, key, self_signed=False)
         open_key = stat.S_IMODE(key.stat().st_mode) & 0o007
     except (OSError, ValueError) as error:
         raise UserError(f"dashboard_certificate: cannot read {path} and {key}: {error}") from None
@@ -66,9 +75,9 @@ def user_certificate(file: str, key_file: str) -> Certificate:
     problem = _key_problem(path, key)
     if problem:
         raise UserError(f"dashboard_key: {key} is not the key of {path}, or has a passphrase: {problem}")
-    if found.not_valid_after_utc < datetime.now(UTC):
-        raise UserError(f"dashboard_certificate: {path} expired on {found.not_valid_after_utc:%Y-%m-%d}: renew it")
-    return Certificate(path, key, _names(found), fingerprint(found), self_signed=False)
+    if found.end < datetime.now(UTC):
+        raise UserError(f"dashboard_certificate: {path} expired on {found.end:%Y-%m-%d}: renew it")
+    return found
 
 
 def own_certificate(folder: Path, address: str) -> Certificate:
@@ -83,24 +92,19 @@ def own_certificate(folder: Path, address: str) -> Certificate:
     path = folder / FILE
     try:
         with contextlib.suppress(FileNotFoundError, ValueError):
-            found = x509.load_pem_x509_certificate(read_regular(path, FILE_LIMIT))
-            current = found.not_valid_after_utc > datetime.now(UTC) + RENEW and address in _names(found)
+            found = Certificate.read(path, path, self_signed=True)
+            current = found.end > datetime.now(UTC) + RENEW and address in found.names
             if current and not _key_problem(path, path):
-                return Certificate(path, path, _names(found), fingerprint(found), self_signed=True)
+                return found
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made, text = _make(address)
-        write_atomic(path, text, 0o600)
+        write_atomic(path, _make(address), 0o600)
+        return Certificate.read(path, path, self_signed=True)
     except OSError as error:
         raise UserError(f"cannot write the certificate of the dashboard to {path}: {error.strerror}") from None
-    return Certificate(path, path, _names(made), fingerprint(made), self_signed=True)
 
 
-def fingerprint(certificate: x509.Certificate) -> str:
-    """Return the SHA-256 digest of a certificate as pairs of digits."""
-    return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
-
-
-def _make(address: str) -> tuple[x509.Certificate, bytes]:
+def _make(address: str) -> bytes:
+    """Return a new key and its certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "trainyard dashboard")])
     names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(address))]
@@ -113,10 +117,9 @@ def _make(address: str) -> tuple[x509.Certificate, bytes]:
     builder = builder.not_valid_after(now + VALID).add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(x509.ExtendedKeyUsage(usage), critical=False)
-    made = builder.sign(key, hashes.SHA256())
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    text = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain) + made.public_bytes(pem)
-    return made, text
+    text = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    return text + builder.sign(key, hashes.SHA256()).public_bytes(pem)
 
 
 def _names(certificate: x509.Certificate) -> tuple[str, ...]:

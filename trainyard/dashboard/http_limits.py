@@ -3,75 +3,78 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_LIMIT = 10.0  # s for the line and the headers of a request, and once more for its body
 ADDRESS_LIMIT = 128  # connections of one address; not of loopback, where all users have the same
 FORM_LIMIT = 16 << 10  # bytes
 
 
+@dataclass
+class _Connection:
+    socket: socket.socket
+    waits_since: float | None  # None during a request
+
+
 class LimitedListener(socket.socket):
-    """A listening socket that refuses a connection which exceeds the limit of its address, before TLS begins."""
+    """A listening socket whose connections have limits: their number for each address, and the time without a request.
+
+    Both apply before TLS begins, when the server does not know the connection yet.
+    """
 
     def __init__(self, family: int) -> None:
         super().__init__(family)
-        self._of_address: dict[str, list[socket.socket]] = {}
+        self._connections: dict[tuple[str, int], _Connection] = {}
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Return the next connection, which asyncio closes. Raises ConnectionAbortedError for one that is refused."""
         connection, peer = super().accept()
-        address = str(peer[0])
-        if is_loopback(address):
-            return connection, peer
-        self._of_address = {
-            name: left
-            for name, known in self._of_address.items()
-            if (left := [one for one in known if one.fileno() >= 0])
-        }
-        known = self._of_address.setdefault(address, [])
-        if len(known) >= ADDRESS_LIMIT:
+        address, port = str(peer[0]), int(peer[1])
+        self._connections = {name: one for name, one in self._connections.items() if one.socket.fileno() >= 0}
+        if not is_loopback(address) and sum(known == address for known, _ in self._connections) >= ADDRESS_LIMIT:
             connection.close()
             raise ConnectionAbortedError(f"{address} has {ADDRESS_LIMIT} connections")
-        known.append(connection)
+        self._connections[address, port] = _Connection(connection, time.monotonic())
         return connection, peer
+
+    @contextlib.contextmanager
+    def request(self, client: tuple[str, int]) -> Iterator[None]:
+        """Do not close the connection of a client as long as the context lasts."""
+        connection = self._connections.get(client)
+        if connection:
+            connection.waits_since = None
+        try:
+            yield
+        finally:
+            if connection:
+                connection.waits_since = time.monotonic()
+
+    def close_waiting(self) -> None:
+        """Close the connections that have waited for a request for too long."""
+        oldest = time.monotonic() - REQUEST_LIMIT
+        for connection in self._connections.values():
+            if connection.waits_since is not None and connection.waits_since < oldest:
+                with contextlib.suppress(OSError):  # it is closed
+                    connection.socket.shutdown(socket.SHUT_RDWR)
+
+    async def watch(self) -> None:
+        """Close waiting connections until the task is cancelled."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.close_waiting()
 
 
 def is_loopback(address: str) -> bool:
     """Return whether all users of this machine have an address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-class LimitedConnection(H11Protocol):
-    """A connection that is closed when no request arrives."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _seen: Any = None  # the request at the last check
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
-        super().connection_made(transport)
-        self._timer = self.loop.call_later(REQUEST_LIMIT, self._check)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer of the request that was awaited."""
-        if self._timer:
-            self._timer.cancel()
-        super().connection_lost(exc)
-
-    def _check(self) -> None:
-        """Close the connection if it has waited for a request since the last check."""
-        cycle = self.cycle
-        waits = cycle is None or cycle.response_complete
-        if waits and cycle is self._seen:
-            self.transport.abort()
-            return
-        self._seen = cycle if waits else self._seen
-        self._timer = self.loop.call_later(REQUEST_LIMIT, self._check)
 
 
 async def read_body(request: Request) -> bytes | None:

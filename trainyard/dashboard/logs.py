@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainyard.connection import RemoteError
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
 
 INTERVAL = 0.4  # s between two queries about a log, for any number of browsers
@@ -17,6 +17,7 @@ LINES = 2000  # lines that are kept
 BEGIN = 300  # lines of a log that a page shows at first, of all ranks together
 LEAST = 20  # of them from each rank
 AGAIN = "--- the log begins again"
+Place = tuple[int, str]  # number of the next line, and the error that was shown
 Key = tuple[str, str, str]  # run, host and file; host and file are empty for all ranks
 
 
@@ -36,16 +37,18 @@ class RunLog:
         self._read = 0.0
         self._lock = asyncio.Lock()
 
-    def since(self, number: int) -> list[tuple[int, str, str]]:
-        """Return the kept lines from `number` on."""
-        return [line for line in self._lines if line[0] >= number]
+    async def news(
+        self, place: Place | None, cluster: ClusterView, streams: Mapping[str, HostStream]
+    ) -> tuple[dict[str, Any], Place]:
+        """Return `lines` after a place, pairs of label and text, and `error`; an empty dict for no news; and the next place."""
+        await self.update(cluster, streams)
+        after = (self._count, self.error)
+        if after == place:
+            return {}, after
+        first = place[0] if place else 0
+        return {"lines": [line for number, *line in self._lines if number >= first], "error": self.error}, after
 
-    @property
-    def count(self) -> int:
-        """The number of the next line."""
-        return self._count
-
-    async def update(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
+    async def update(self, cluster: ClusterView, streams: Mapping[str, HostStream]) -> None:
         """Read the lines that are new."""
         async with self._lock:
             run = cluster.runs.get(self.run)

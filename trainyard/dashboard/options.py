@@ -89,9 +89,9 @@ def run_dashboard(
         raise UserError(
             f"the dashboard needs the package {missing[0]}: run {sys.executable} -m pip install 'trainyard[dashboard]'"
         )
-    from trainyard.dashboard.server import make_entry, serve
+    from trainyard.dashboard.server import login_method, serve
 
-    entry = make_entry(options, password, project.work / "dashboard", check)
+    method = login_method(options, password, project.work / "dashboard", check)
     if check:
         return {"skipped": True, "msg": f"would serve the dashboard on {options.address}"}
-    return serve(hosts, connect, launch, entry, report, find_queue, project)
+    return serve(hosts, connect, launch, method, report, find_queue, project)

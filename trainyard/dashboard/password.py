@@ -8,17 +8,18 @@ in place of the password. With FILE, it writes the hash there, unless the file h
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import getpass
-import hashlib
-import hmac
+import re
 import secrets
 import stat
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
+
+from cryptography.exceptions import InvalidKey
+from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
 from trainer.errors import UserError
 from trainer.files import write_atomic
@@ -26,52 +27,32 @@ from trainer.inputs import read_regular, user_path
 
 SHORTEST = 12  # characters
 FILE_LIMIT = 4096  # bytes of a file with a password
-# RFC 7914: 32 MiB of memory and about 0.1 s for each attempt.
-COST, BLOCKS, PARALLEL = 2**15, 8, 1
-MEMORY = 64 << 20  # bytes that scrypt may use
+MEMORY, PASSES = 32 << 10, 2  # KiB and passes of Argon2id: about 0.1 s for each attempt
 ATTEMPTS = 5  # wrong passwords of one address in WINDOW
 ALL_ATTEMPTS = 30  # of all addresses
 WINDOW = 300.0  # s
-_PREFIX = f"scrypt:{COST}:{BLOCKS}:{PARALLEL}"
+_HASH = re.compile(rf"\$argon2id\$v=19\$m={MEMORY},t={PASSES},p=1\$[A-Za-z0-9+/]{{22}}\$[A-Za-z0-9+/]{{43}}")
 
 
-@dataclass(frozen=True)
-class PasswordHash:
-    """A salted hash, as RFC 7914 defines it."""
-
-    salt: bytes
-    digest: bytes
-
-    @classmethod
-    def of(cls, password: str) -> PasswordHash:
-        """Return the hash of a password with a new salt. Raises UserError for a short one."""
-        if len(password) < SHORTEST:
-            raise UserError(f"the password of the dashboard has {len(password)} characters: give it {SHORTEST} or more")
-        salt = secrets.token_bytes(16)
-        return cls(salt, _scrypt(password, salt))
-
-    @classmethod
-    def parse(cls, line: str) -> PasswordHash:
-        """Return the hash that `str` has written. Raises ValueError."""
-        prefix, salt, digest = line.rsplit(":", 2)
-        if prefix != _PREFIX:
-            raise ValueError(f"expected {_PREFIX}:SALT:HASH")
-        found = cls(base64.b64decode(salt, validate=True), base64.b64decode(digest, validate=True))
-        if len(found.salt) != 16 or len(found.digest) != 32:
-            raise ValueError("expected 16 and 32 bytes")
-        return found
-
-    def __str__(self) -> str:
-        return f"{_PREFIX}:{base64.b64encode(self.salt).decode()}:{base64.b64encode(self.digest).decode()}"
-
-    def matches(self, password: str) -> bool:
-        """Return whether this is the hash of a password; the time reveals nothing about either."""
-        return hmac.compare_digest(_scrypt(password, self.salt), self.digest)
+def hash_password(password: str) -> str:
+    """Return the hash of a password with a new salt, as a line. Raises UserError for a short one."""
+    if len(password) < SHORTEST:
+        raise UserError(f"the password of the dashboard has {len(password)} characters: give it {SHORTEST} or more")
+    how = Argon2id(salt=secrets.token_bytes(16), length=32, iterations=PASSES, lanes=1, memory_cost=MEMORY)
+    return how.derive_phc_encoded(_encoded(password))
 
 
-def _scrypt(password: str, salt: bytes) -> bytes:
-    text = password.encode(errors="surrogatepass")
-    return hashlib.scrypt(text, salt=salt, n=COST, r=BLOCKS, p=PARALLEL, maxmem=MEMORY, dklen=32)
+def matches(hashed: str, password: str) -> bool:
+    """Return whether a hash is that of a password; the time reveals nothing about either."""
+    try:
+        Argon2id.verify_phc_encoded(_encoded(password), hashed)
+    except InvalidKey:
+        return False
+    return True
+
+
+def _encoded(password: str) -> bytes:
+    return password.encode(errors="surrogatepass")
 
 
 class AttemptLimit:
@@ -102,7 +83,7 @@ class AttemptLimit:
                 return
 
 
-def read_password(variable: str, file: str) -> PasswordHash | None:
+def read_password(variable: str, file: str) -> str | None:
     """Return the hash of the password that a user has set, or None without one.
 
     Args:
@@ -115,7 +96,7 @@ def read_password(variable: str, file: str) -> PasswordHash | None:
     if variable and file:
         raise UserError("dashboard_password and dashboard_password_file are set: remove one of them")
     if not file:
-        return PasswordHash.of(variable) if variable else None
+        return hash_password(variable) if variable else None
     path = user_path(file, "dashboard_password_file")
     try:
         mode = path.stat().st_mode
@@ -124,22 +105,19 @@ def read_password(variable: str, file: str) -> PasswordHash | None:
         raise UserError(f"dashboard_password_file: cannot read {path}: {getattr(error, 'strerror', error)}") from None
     if stat.S_IMODE(mode) & 0o077:
         raise UserError(f"dashboard_password_file: other users may read {path}: run chmod 600 {path}")
-    if not line.startswith("scrypt:"):
-        return PasswordHash.of(line)
-    try:
-        return PasswordHash.parse(line)
-    except ValueError as error:
-        raise UserError(f"dashboard_password_file: the hash in {path} is damaged ({error}): write it again") from None
+    if not line.startswith(("$argon2id$", "scrypt:")):
+        return hash_password(line)
+    if not _HASH.fullmatch(line):  # an earlier version used scrypt
+        raise UserError(f"dashboard_password_file: the hash in {path} is damaged or old: write it again")
+    return line
 
 
 def _write_hash(path: Path, password: str) -> str:
     """Write the hash of a password unless the file has one. Return `unchanged` or `changed`."""
-    try:
-        if PasswordHash.parse(path.read_text(encoding="utf-8").strip()).matches(password):
+    with contextlib.suppress(OSError, ValueError):
+        if matches(path.read_text(encoding="utf-8").strip(), password):
             return "unchanged"
-    except (OSError, ValueError):
-        pass
-    write_atomic(path, f"{PasswordHash.of(password)}\n", 0o600)
+    write_atomic(path, f"{hash_password(password)}\n", 0o600)
     return "changed"
 
 
@@ -148,7 +126,7 @@ def main() -> int:
     ask = sys.stdin.isatty()
     password = getpass.getpass("Password of the dashboard: ") if ask else sys.stdin.readline().rstrip("\r\n")
     try:
-        print(_write_hash(Path(sys.argv[1]), password) if len(sys.argv) > 1 else PasswordHash.of(password))
+        print(_write_hash(Path(sys.argv[1]), password) if len(sys.argv) > 1 else hash_password(password))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from trainyard.connection import RemoteError
 from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import Asks
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.progress_record import read_progress
 from trainyard.replies import ReplyError, checked_reply
 
@@ -33,7 +33,7 @@ class ProgressWatch(PageWatch):
         deployments: see `reply_types.DeployProgress`, the newest first.
     """
 
-    def __init__(self, cluster: Cluster, project: Project, queue: Asks | None = None) -> None:
+    def __init__(self, cluster: ClusterView, project: Project, queue: Asks | None = None) -> None:
         """Take the project with the records.
 
         Args:

@@ -8,7 +8,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HOST_VALUES = {
@@ -35,7 +35,7 @@ RUN_VALUES = {
 
 
 class _Collector:
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
 
     def collect(self) -> Iterator[Metric]:
@@ -73,7 +73,7 @@ def _family(name: str, text: str, labels: list[str], values: Iterable[tuple[list
     return family
 
 
-def exposition(cluster: Cluster) -> bytes:
+def exposition(cluster: ClusterView) -> bytes:
     """Return all metrics."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(cluster))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from trainer.errors import UserError
 from trainyard.connection import RemoteError
 from trainyard.dashboard.page_watch import PageWatch
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.queue.client import QueueState, parse_state
 from trainyard.queue.history import ENDED, describe, list_history, list_queue, read_attempts, run_state
 from trainyard.queue.lease import AGAIN, ASKED_FOR
@@ -69,7 +69,7 @@ class QueueWatch(PageWatch):
         since: when `error` began, in seconds since the epoch.
     """
 
-    def __init__(self, cluster: Cluster, streams: Mapping[str, Asks], find_queue: Callable[[], str]) -> None:
+    def __init__(self, cluster: ClusterView, streams: Mapping[str, Asks], find_queue: Callable[[], str]) -> None:
         """Find the queue host.
 
         Args:
@@ -127,7 +127,7 @@ def make_view(queue: QueueState, at: float) -> QueueView:
     return QueueView(live, past[:JUST_ENDED], queue, at)
 
 
-def add_events(queue: QueueState, cluster: Cluster) -> None:
+def add_events(queue: QueueState, cluster: ClusterView) -> None:
     """Add the events that only the queue records: runs that returned to it, and runs that failed before they had a
     folder."""
     for run in queue.requests:

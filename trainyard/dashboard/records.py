@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainyard.connection import RemoteError
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
 
 INTERVAL = 0.3  # s between two queries about a run, for any number of browsers
-STEPS = 16_000  # records of a run that are kept; of more, every second one, then every fourth one, and so on
+STEPS = 8000  # records of a run that are kept; of more, every second one, then every fourth one, and so on
 LISTED = 64  # ranks that are kept of each record
 DAMAGED = 1000  # lines of one answer; what follows more of them is ignored, because a host can send 100 000 at once
-POINTS = 4000  # steps that a browser receives at once; of more, every n-th one
+Place = tuple[int, int, int]  # generation, and numbers of metrics and evaluations
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
 
 
@@ -42,7 +42,7 @@ class RunRecords:
         self._read = 0.0
         self._lock = asyncio.Lock()
 
-    async def update(self, cluster: Cluster, streams: Mapping[str, HostStream]) -> None:
+    async def update(self, cluster: ClusterView, streams: Mapping[str, HostStream]) -> None:
         """Read the records that are new."""
         async with self._lock:
             if time.monotonic() - self._read < INTERVAL or self.run not in cluster.runs:
@@ -109,18 +109,23 @@ class RunRecords:
         if (not self.evals or record["step"] > self.evals[-1][0]) and len(self.evals) < STEPS:
             self.evals.append([record["step"], record["eval_loss"]])
 
+    async def news(
+        self, place: Place | None, cluster: ClusterView, streams: Mapping[str, HostStream]
+    ) -> tuple[dict[str, Any], Place]:
+        """Return the data after a place, or an empty dict, and the place after them."""
+        await self.update(cluster, streams)
+        after = (self.generation, len(self.columns["step"]), len(self.evals))
+        if after == place:
+            return {}, after
+        return self.series(place[1] if place and place[0] == self.generation else 0), after
+
     def series(self, first: int = 0) -> dict[str, Any]:
-        """Return the records from number `first` on as JSON data; of more than POINTS, every n-th one and the last."""
-        count = len(self.columns["step"])
-        stride = max(1, -(-(count - first) // POINTS))
-        places = list(range(first, count, stride))
-        if places and places[-1] != count - 1:
-            places.append(count - 1)
+        """Return the records from number `first` on as JSON data."""
         return {
             "run": self.run,
             "generation": self.generation,
             "first": first,
-            "count": count,
-            "columns": {name: [values[place] for place in places] for name, values in self.columns.items()},
+            "count": len(self.columns["step"]),
+            "columns": {name: values[first:] for name, values in self.columns.items()},
             "evals": self.evals,
         }

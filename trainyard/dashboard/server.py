@@ -19,14 +19,14 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.certificate import Certificate, own_certificate, user_certificate
 from trainyard.dashboard.history import History
-from trainyard.dashboard.http_limits import LimitedConnection, LimitedListener
+from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.options import LOOPBACK, DashboardOptions
-from trainyard.dashboard.password import SHORTEST, PasswordHash, read_password
+from trainyard.dashboard.password import SHORTEST, read_password
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.security import Access, PasswordAccess, Site, TokenAccess
-from trainyard.dashboard.state import Cluster
+from trainyard.dashboard.security import SessionAuth, Site
+from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import Pages
 from trainyard.run.options import LaunchOptions
@@ -35,20 +35,20 @@ CONNECTIONS = 512  # at the same time; a client without a password can open them
 
 
 @dataclass(frozen=True)
-class Entry:
+class LoginMethod:
     """How a browser gets in: with the token of this start over HTTP, or with a password over TLS.
 
     Attributes:
-        password: None for the token.
+        password: its hash; None for the token.
         certificate: None without a password.
     """
 
     options: DashboardOptions
-    password: PasswordHash | None = None
+    password: str | None = None
     certificate: Certificate | None = None
 
 
-def make_entry(options: DashboardOptions, password: str, home: Path, check: bool = False) -> Entry:
+def login_method(options: DashboardOptions, password: str, home: Path, check: bool = False) -> LoginMethod:
     """Read the password and the certificate.
 
     Args:
@@ -71,17 +71,17 @@ def make_entry(options: DashboardOptions, password: str, home: Path, check: bool
             )
         if options.dashboard_certificate:
             raise UserError("dashboard_certificate: TLS needs a password: set dashboard_password_file")
-        return Entry(options)
+        return LoginMethod(options)
     if options.dashboard_certificate:
-        return Entry(options, found, user_certificate(options.dashboard_certificate, options.dashboard_key))
-    return Entry(options, found, None if check else own_certificate(home, options.dashboard_listen))
+        return LoginMethod(options, found, user_certificate(options.dashboard_certificate, options.dashboard_key))
+    return LoginMethod(options, found, None if check else own_certificate(home, options.dashboard_listen))
 
 
 def serve(
     hosts: list[Host],
     connect: Callable[[Host], HostConnection],
     launch: LaunchOptions,
-    entry: Entry,
+    method: LoginMethod,
     report: Callable[[str], None],
     find_queue: Callable[[], str],
     project: Project,
@@ -97,16 +97,16 @@ def serve(
     Raises:
         UserError: the address is not one of this machine, or the port is in use.
     """
-    listener = _listen(entry.options)
-    access = _access(entry, listener.getsockname()[1], report)
-    cluster = Cluster(hosts, History(project.work / "dashboard", hosts))
+    listener = _listen(method.options)
+    access = _access(method, listener.getsockname()[1], report)
+    cluster = ClusterView(hosts, History(project.work / "dashboard", hosts))
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
-    pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=access.has_form)
+    pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=bool(access.password))
     pages.progress = ProgressWatch(cluster, project, streams.get(queue.host))
     actions = Actions(hosts, connect, launch, pages, project)
-    app = Dashboard(cluster, streams, pages, actions, access, project).app()
-    certificate = entry.certificate
+    app = Dashboard(cluster, streams, pages, actions, access, project).app(listener)
+    certificate = method.certificate
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -116,7 +116,6 @@ def serve(
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=2,
         ws="none",
-        http=LimitedConnection,
         ssl_certfile=certificate.file if certificate else None,
         ssl_keyfile=str(certificate.key_file) if certificate else None,
     )
@@ -131,15 +130,15 @@ def serve(
     return {"lines": []}
 
 
-def _access(entry: Entry, port: int, report: Callable[[str], None]) -> Access:
-    address = entry.options.dashboard_listen
-    if entry.password is None or entry.certificate is None:
-        return TokenAccess(Site(address, port, (address, "localhost") if address == LOOPBACK else (address,)))
-    names = (address, *(name for name in entry.certificate.names if name != address))
-    return PasswordAccess(Site(address, port, names, tls=True), entry.password, report)
+def _access(method: LoginMethod, port: int, report: Callable[[str], None]) -> SessionAuth:
+    address = method.options.dashboard_listen
+    if method.password is None or method.certificate is None:
+        return SessionAuth(Site(address, port, (address, "localhost") if address == LOOPBACK else (address,)))
+    names = (address, *(name for name in method.certificate.names if name != address))
+    return SessionAuth(Site(address, port, names, tls=True), method.password, report)
 
 
-def _listen(options: DashboardOptions) -> socket.socket:
+def _listen(options: DashboardOptions) -> LimitedListener:
     address, port = options.dashboard_listen, options.dashboard_port
     listener = LimitedListener(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

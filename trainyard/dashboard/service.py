@@ -2,7 +2,7 @@
 
     python -m trainyard.dashboard.service [--show] FOLDER
 
-config.json       what `service_config.service_config` returns
+config.json       what `service_config` returns
 password          the hash of the password
 certificate.pem   the user's certificate, and key.pem; without them, the service makes one
 .trainyard/       what the dashboard makes: its history and its certificate
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,25 @@ from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
 from trainyard.openssh import OpenSSHTransport
+from trainyard.queue.host import queue_host
 from trainyard.queue.run_folder import read_host
 from trainyard.run.options import LaunchOptions
 
 KEY = ".ssh/trainyard_dashboard_ed25519"  # in the home of the service's user; made by the role
+
+
+def service_config(hosts: Sequence[Host], groups: Mapping[str, Sequence[str]], address: str, port: int) -> str:
+    """Return the contents of `config.json`. They have no secret.
+
+    Args:
+        address: cluster address of the host of the service.
+    """
+    entries = []
+    for host in hosts:
+        login = {"user": host.login.user, "port": host.login.port}
+        entries.append(asdict(replace(host, env={})) | {"login": login})
+    config = {"hosts": entries, "queue": queue_host(groups), "address": address, "port": port}
+    return json.dumps(config, indent=1) + "\n"
 
 
 def read_config(folder: Path) -> tuple[list[Host], str, DashboardOptions]:
@@ -65,12 +82,12 @@ def serve(folder: Path) -> None:
 
 def show(folder: Path) -> None:
     """Print the URL and the fingerprint of the certificate. Raises UserError."""
-    from trainyard.dashboard.server import make_entry
+    from trainyard.dashboard.server import login_method
 
-    entry = make_entry(read_config(folder)[2], "", Project(folder).work / "dashboard")
-    print(f"dashboard: https://{entry.options.address}/")
-    if entry.certificate:
-        print(f"SHA-256 fingerprint of its certificate: {entry.certificate.fingerprint}")
+    method = login_method(read_config(folder)[2], "", Project(folder).work / "dashboard")
+    print(f"dashboard: https://{method.options.address}/")
+    if method.certificate:
+        print(f"SHA-256 fingerprint of its certificate: {method.certificate.fingerprint}")
 
 
 def main() -> int:

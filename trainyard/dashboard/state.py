@@ -28,7 +28,7 @@ ALIVE = (WAITING, "starting", "running", "unknown")
 
 
 @dataclass
-class HostState:
+class LiveHost:
     """A host and its newest sample.
 
     Attributes:
@@ -147,12 +147,12 @@ def overall_status(parts: list[Part]) -> str:
     return "unknown"
 
 
-class Cluster:
+class ClusterView:
     """The state of all hosts and runs. Used in the event loop only."""
 
     def __init__(self, hosts: list[Host], history: History | None = None) -> None:
         """`history`: receives events, and has those of earlier starts of the dashboard."""
-        self.hosts = {host.name: HostState(host) for host in hosts}
+        self.hosts = {host.name: LiveHost(host) for host in hosts}
         self.runs: dict[str, RunState] = {}
         self.events: OrderedDict[tuple[str, ...], Event] = OrderedDict()
         self.version = 0

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import time
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,8 +18,6 @@ from trainyard.replies import REPLY_LIMIT, ReplyError, checked_reply, untrusted_
 
 SILENT = 4.0  # s without a line after which a host counts as lost
 GIVE_UP = 12.0  # s without a line after which the connection is reopened
-RUN_BYTES = 64 << 20  # of the lines about the runs of one host: more of its runs are not shown
-SHARE, BURST = 0.25, 0.5  # part of the time that the lines of one host may take, and s that they may take at once
 KEEP_ALIVE = 5.0  # s between two empty lines to the host
 RETRY = (1.0, 2.0, 5.0, 10.0)  # s before the next attempts to connect
 QUERY_LIMIT = 15.0  # s for an answer
@@ -56,8 +53,6 @@ class HostStream:
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._silent = False
-        self._sizes: dict[str, int] = {}  # {run: bytes of its newest line}
-        self._spent, self._spent_at = 0.0, 0.0  # s that its lines have taken, and when
 
     async def run(self) -> None:
         """Keep the host connected until the task is cancelled."""
@@ -128,10 +123,8 @@ class HostStream:
             self._writer = process.stdin
             helpers.append(asyncio.create_task(_keep_alive(process.stdin)))
             while line := await self._read_line(process.stdout):
-                began = time.perf_counter()
                 if parsed := _parse(line):
-                    yield self._counted(*parsed, len(line))
-                await self._leave_time(began)
+                    yield parsed
             await asyncio.wait(helpers[:1], timeout=1.0)
             raise RemoteError(last_line(errors.decode(errors="replace")) or "the connection was closed")
         finally:
@@ -141,27 +134,6 @@ class HostStream:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-    def _counted(self, kind: str, line: dict[str, Any], size: int) -> tuple[str, dict[str, Any]]:
-        """Return a line; the kind `invalid` for a run with which those of the host take too much memory."""
-        if kind == "gone":
-            self._sizes.pop(line["name"], None)
-        elif kind == "run":
-            others = sum(self._sizes.values()) - self._sizes.get(line["name"], 0)
-            if others + size > RUN_BYTES:
-                return "invalid", {
-                    "error": f"describes its runs with more than {RUN_BYTES >> 20} MiB: some are not shown"
-                }
-            self._sizes[line["name"]] = size
-        return kind, line
-
-    async def _leave_time(self, began: float) -> None:
-        """Leave time to the other hosts after a line on which work began then: a host must not block them."""
-        now = time.perf_counter()
-        self._spent = max(0.0, self._spent - SHARE * (now - self._spent_at)) + now - began
-        self._spent_at = now
-        if self._spent > BURST:
-            await asyncio.sleep(min(2.0, (self._spent - BURST) / SHARE))
 
     async def _read_line(self, source: asyncio.StreamReader) -> bytes:
         """Return the next line, or nothing at the end. Raises RemoteError after GIVE_UP seconds."""

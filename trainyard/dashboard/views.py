@@ -20,7 +20,7 @@ from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.formats import FILTERS
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import Cluster, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES
 from trainyard.queue.slurm import PRIORITIES
 
@@ -60,7 +60,7 @@ class Pages:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterView,
         csrf: str,
         queue: QueueWatch,
         can_start: Callable[[str], bool] = lambda run: False,
@@ -115,6 +115,10 @@ class Pages:
     def _render(self, template: str, **values: Any) -> str:
         return self._templates.get_template(f"regions/{template}.html").render(**values)
 
+    def _region(self, template: str, **values: Any) -> Regions:
+        """Return a group of one region, whose id is the name of its template."""
+        return {template.replace("_", "-"): self._render(template, **values)}
+
     def _nodes(self) -> dict[str, Regions]:
         cluster = self.cluster
         busy: dict[str, list[str]] = {}
@@ -124,17 +128,16 @@ class Pages:
         cards = {}
         for number, (name, host) in enumerate(cluster.hosts.items()):
             runs = sorted(busy.get(name, []))
-            piece = self._piece(f"host-{number}", (host.version, runs), "host", host=host, runs=runs)
-            cards[f"host-{number}"] = piece
-        return {"summary": {"nodes-summary": self._render("nodes_summary", cluster=cluster)}, "hosts": cards}
+            id = f"host-{number}"
+            cards[id] = self._piece(id, (host.version, runs), "host", host=host, runs=runs)
+        return {"summary": self._region("nodes_summary", cluster=cluster), "hosts": cards}
 
     def _runs(self, every: str = "") -> dict[str, Regions]:
         runs = sorted(self.cluster.runs.values(), key=lambda run: (not run.alive, -run.started, run.name))
         alive = [run for run in runs if run.alive]
         shown = runs if every else runs[: len(alive) + LATEST]
         rows = {f"run-{run.name}": self._piece(f"run-{run.name}", run.version, "run_row", run=run) for run in shown}
-        summary = self._render("runs_summary", cluster=self.cluster, runs=runs, shown=shown, alive=alive)
-        return {"summary": {"runs-summary": summary}, "runs": rows}
+        return {"summary": self._region("runs_summary", runs=runs, shown=shown, alive=alive), "runs": rows}
 
     def _piece(self, id: str, version: Any, template: str, **values: Any) -> str:
         """Return a region, rendered again only when its `version` or the day has changed: there may be thousands of them."""
@@ -151,22 +154,18 @@ class Pages:
         queue, view = self.queue, self.queue.view
         scale = scale or next(iter(SCALES))
         key, timeline = self._allocation.timeline(scale, view.state if view else None, view.at if view else 0.0)
-        how = {"timeline": timeline, "scale": scale, "scales": list(SCALES), "known": self.cluster.runs}
-        more = {"actions": self.actions, "known": self.cluster.runs, "now": view.at if view else 0.0}
-        live = {
-            f"queued-{run['run']}": self._render(
-                "queue_row", id=f"queued-{run['run']}", run=run, priorities=PRIORITIES, **more
-            )
-            for run in (view.live if view else [])
-        }
-        ended = {
-            f"ended-{run['run']}": self._render("queue_ended", id=f"ended-{run['run']}", run=run, **more)
-            for run in (view.ended if view else [])
-        }
+        known = self.cluster.runs
+        how = {"timeline": timeline, "scale": scale, "scales": list(SCALES), "known": known}
+        more = {"actions": self.actions, "known": known, "now": view.at if view else 0.0, "priorities": PRIORITIES}
+
+        def rows(prefix: str, runs: list[dict[str, Any]]) -> Regions:
+            ids = {f"{prefix}-{run['run']}": run for run in runs}
+            return {id: self._render("queue_row", id=id, run=run, **more) for id, run in ids.items()}
+
         return {
-            "summary": {"queue-summary": self._render("queue_summary", queue=queue)},
-            "live": live,
-            "ended": ended,
+            "summary": self._region("queue_summary", queue=queue),
+            "live": rows("queued", view.live if view else []),
+            "ended": rows("ended", view.ended if view else []),
             "timeline": {"queue-timeline": self._piece(f"timeline {scale}", key, "queue_timeline", **how)},
         }
 
@@ -180,13 +179,11 @@ class Pages:
                 hosts.append(name)
                 if model in ollama["loaded"]:
                     loaded.append(name)
-        distill = self._render("distill", distillations=watch.distillations if watch else [])
-        deploy = self._render("deploy", deployments=watch.deployments if watch else [], known=self.cluster.runs)
-        deployed = self._render("deployed", models=dict(sorted(models.items())))
+        known = self.cluster.runs
         return {
-            "distill": {"distill": distill},
-            "deploy": {"deploy": deploy},
-            "deployed": {"deployed-models": deployed},
+            "distill": self._region("distill", distillations=watch.distillations if watch else []),
+            "deploy": self._region("deploy", deployments=watch.deployments if watch else [], known=known),
+            "deployed": self._region("deployed_models", models=dict(sorted(models.items()))),
         }
 
     def _events(self) -> dict[str, Regions]:
@@ -197,25 +194,23 @@ class Pages:
             known = event.run in self.cluster.runs
             version = (event.time, event.kind, event.text, known)
             rows[name] = self._piece(name, version, "event", event=event, known=known)
-        summary = self._render("events_summary", events=events)
-        return {"summary": {"events-summary": summary}, "events": rows}
+        return {"summary": self._region("events_summary", events=events), "events": rows}
 
     def _run(self, name: str) -> dict[str, Regions]:
         run = self.cluster.runs[name]
-        slowest = _slowest(run)
-        head = self._render("run_head", run=run, cluster=self.cluster)
         view = self.queue.view
-        more = {"can_start": not run.alive and self._can_start(name), "deploy_name": f"{name.lower()}:latest"}
-        more["queued"] = bool(view and not run.alive and view.can_start(name))
-        more["has_job"] = bool(view and name in view.state.jobs)
-        action = self._render("run_action", run=run, action=self.actions.get(name), **more)
-        ranks = self._render("run_ranks", run=run, slowest=slowest)
-        kept = self._render("run_checkpoints", run=run, checkpoints=_checkpoints(run))
         return {
-            "head": {"run-head": head},
-            "action": {"run-action": action},
-            "ranks": {"run-ranks": ranks},
-            "checkpoints": {"run-checkpoints": kept},
+            "head": self._region("run_head", run=run),
+            "action": self._region(
+                "run_action",
+                run=run,
+                action=self.actions.get(name),
+                can_start=not run.alive and self._can_start(name),
+                queued=bool(view and not run.alive and view.can_start(name)),
+                has_job=bool(view and name in view.state.jobs),
+            ),
+            "ranks": self._region("run_ranks", run=run, slowest=_slowest(run)),
+            "checkpoints": self._region("run_checkpoints", run=run, checkpoints=_checkpoints(run)),
         }
 
 
