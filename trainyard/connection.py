@@ -142,17 +142,6 @@ class HostConnection:
         """
         return self.run(remote_command(verb, python or self.host.python), remote_input(request, verb), verb)
 
-    def start_run(self, request: dict[str, Any], verb: str = "start") -> dict[str, Any]:
-        """Start the host's part of a run, which outlives the connection. Raises RemoteError.
-
-        Args:
-            request: see trainer.supervise.start.
-            verb: `start`, or `prepare` for only the processes that wait for the start.
-        """
-        # From the archive of this controller, because code of a rank can write the staged trainer: only processes of the run, which
-        # its unit restricts, import that one.
-        return self.call(f"run_{verb}", request)
-
     def run(self, command: str, stdin: bytes | None = None, verb: str = "") -> dict[str, Any]:
         """Run a shell command on the host and return the last JSON object on its standard output.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from run_hosts import FAKE_RANK, Bed, bed, parent_of, until
-from standby_bed import LAUNCHER, WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
+from standby_bed import WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
 
 from trainer.supervise.files import SupervisorError, is_alive
 from trainer.supervise.link_free import link_free
@@ -48,50 +48,6 @@ def test_a_restart_forks_from_the_standby_process(bed: Bed) -> None:
     assert is_alive(link_free(bed.run_dir(0))) and not (bed.run_dir(0) / STATE).exists()
     assert ask(bed, "stop", now=True)["status"] == "stopped"
     assert not bed.live_processes(), "a stop ends the standby process, too"
-
-
-def early(bed: Bed, **more: Any) -> dict[str, Any]:
-    request = {"command": [*LAUNCHER, "1000", "0.02"], "backend": "process", "standby": WAIT}
-    return ask(bed, "prepare", **request | more)
-
-
-def test_a_host_imports_before_its_start(bed: Bed) -> None:
-    """After the end of its supervisor, as that of a host which lost power, and again, as by a second session."""
-    prepare(bed)
-    first = start(bed)["pid"]
-    assert "running" in early(bed)["error"], "the run is alive"
-    bed.at_step(0, 1)
-    os.kill(first, signal.SIGKILL)
-    until(lambda: not bed.live_processes(), 5, what="the end of all processes")
-    before = ask(bed, "status")
-    assert early(bed) == early(bed) == {"waits": True}
-    supervisor, standby = waiting(bed)
-    assert set(bed.live_processes()) == {supervisor, standby}
-    after = ask(bed, "status")
-    assert (after["status"], after["node"]) == (before["status"], before["node"]), "the state of the last start remains"
-    assert start(bed)["pid"] == supervisor
-    assert parent_of(parent_of(bed.at_step(0, 1)["pid"])) == supervisor and bed.node(0)["attempt"] == 2
-    assert log(bed).count("imported") == 2, "once for each supervisor"
-    assert ask(bed, "stop", now=True)["status"] == "stopped" and not bed.live_processes()
-
-
-def test_early_imports_end_by_themselves_or_by_a_stop(bed: Bed) -> None:
-    prepare(bed)
-    start(bed, steps=2)
-    until(lambda: not bed.live_processes(), 10, what="the end of the run")
-    assert early(bed, standby=0.5) == {"waits": True}
-    until(lambda: not bed.live_processes(), 10, what="the end of the wait")
-    assert early(bed) == {"waits": True}
-    assert ask(bed, "stop", only_standby=True)["status"] == "finished"
-    assert not bed.live_processes() and not (bed.run_dir(0) / STATE).exists()
-
-
-def test_no_early_imports_without_a_staged_trainer_or_beside_another_run(bed: Bed) -> None:
-    prepare(bed)
-    prepare(bed, run="other")
-    assert "no standby process" in early(bed, standby=0)["error"]
-    start(bed, run="other")
-    assert "busy: run other is running here" in early(bed)["error"] and not waiting(bed)
 
 
 def test_a_run_that_ends_leaves_no_standby_process(bed: Bed) -> None:

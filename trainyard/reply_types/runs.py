@@ -139,10 +139,6 @@ class Started(OpenReply):
     ignored: NotRequired[Lines]
 
 
-class Prepared(OpenReply):
-    waits: bool
-
-
 class Begun(OpenReply):
     now: Number
 
@@ -300,7 +296,6 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "run_stop": RunStop,
     "run_list": RunList,
     "run_start": Started,
-    "run_prepare": Prepared,
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,

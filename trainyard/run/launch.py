@@ -56,10 +56,12 @@ def start_ranks(
         raise LaunchError(f"{host}: cannot stop the ranks of an earlier start: {error}")
     connections = {entry.host: connect(entry.host) for entry in entries}
     names = [entry.host for entry in entries]
+    # From the archive of this controller, because code of a rank can write the staged trainer: only processes of the run, which its
+    # unit restricts, import that one.
     ready = FanOut(
         {
             entry.host: functools.partial(
-                connections[entry.host].start_run, start_request(entry, names, properties, standby)
+                connections[entry.host].call, "run_start", start_request(entry, names, properties, standby)
             )
             for entry in entries
         }

@@ -25,7 +25,6 @@ from trainer.supervise.start import STOPPED
 from trainyard.connection import Host, HostConnection
 from trainyard.run.absent_hosts import end_standby, stop_absent, watch_absent
 from trainyard.run.artifacts import collect_artifacts
-from trainyard.run.early_imports import EarlyImports
 from trainyard.run.errors import LaunchError, LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
@@ -102,7 +101,6 @@ class RunSession:
         self.state = state or SessionState()
         self._result: dict[str, Any] = {}  # of `follow`
         self._speeds = Speeds()
-        self._early = EarlyImports(self.connect, options)
         self._failed_at: float | None = None  # when the start before the next one failed
 
     def connect(self, name: str) -> HostConnection:
@@ -257,10 +255,9 @@ class RunSession:
             while failure is not None:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
-                    self._end_standby([*state.plan, *self._early.requested.values()], failure.get("lost", []))
+                    self._end_standby(state.plan, failure.get("lost", []))
                     raise self._final(failure, why)
                 self._report_restart(failure, policy)
-                self._early.begin_after(failure)
                 due = time.monotonic() + policy.wait()
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
                 lost = failure.get("lost", [])
@@ -393,7 +390,6 @@ class RunSession:
         return write_scripts(self.state.plan, folder, self.check)
 
     def _monitor(self) -> None:
-        self._early.note_start(self.state.plan)
         parts = planned_parts(self.state.plan)
         keep, rejoin = standby_seconds(self.options) > 0, self._rejoin()
         how: dict[str, Any] = {"keep": keep, "rejoin": rejoin, "watch": self.watch}
@@ -412,7 +408,7 @@ class RunSession:
             return None
         failed_at, self._failed_at = self._failed_at, None
         run = (self.state.plan, self.plan_spec, self.hosts, self.connect, self.prepared, self.options)
-        return watch_absent(*run, self._speeds, self._early, failed_at)
+        return watch_absent(*run, self._speeds, failed_at)
 
     # Restarts ---------------------------------------------------------------------------------------------------------
 
@@ -441,7 +437,7 @@ class RunSession:
                         raise
                     self.state.phase = "stopped"
         if self.state.phase == "stopped":
-            self._end_standby([*before, *self._early.requested.values()], previous.lost)
+            self._end_standby(before, previous.lost)
             self.state.status = "stopped"
             self._result = {"changed": True, "status": "stopped", "lines": [stopped_line(self.run_name)]}
 
