@@ -107,10 +107,10 @@ def run_relay(
     upload = [copy for name, copy in wanted.items() if name in first.lacks]
     connections = {member.host: connect(member.host) for member in chain}
     putting = connect(first.host)
-    calls: dict[str, Callable[[], dict[str, Any]]] = {
+    calls = {
         host: functools.partial(connection.call, "relay", requests[host]) for host, connection in connections.items()
     }
-    done = FanOut({**calls, _UPLOAD: functools.partial(_put, putting, first, upload, token)})
+    done: FanOut[dict[str, Any]] = FanOut({**calls, _UPLOAD: functools.partial(_put, putting, first, upload, token)})
     deadline = time.monotonic() + START_LIMIT + sum(copy.size for copy in wanted.values()) / MIN_RATE
     while any(thread.is_alive() for thread in done.threads.values()) and time.monotonic() < deadline:
         time.sleep(POLL)
