@@ -155,20 +155,6 @@ def test_the_step_of_a_resumed_run_is_reported_once_per_start() -> None:
     assert progress.lines([resumed], 3.0)[0] == said
 
 
-def test_a_lag_is_reported_once() -> None:
-    progress = Progress(2, 0.0, 600)
-
-    def lines(first: int, second: int) -> list[str]:
-        parts = [part("a", 0, state={"step": first}), part("b", 1, state={"step": second})]
-        return [line for line in progress.lines(parts, 0.0) if "behind" in line]
-
-    assert lines(5, 1) == []
-    assert lines(9, 2) == ["rank 1 on b is 7 steps behind the first rank"]
-    assert lines(12, 3) == []
-    assert lines(12, 12) == []
-    assert len(lines(20, 12)) == 1
-
-
 def test_a_stall_needs_all_ranks_to_make_no_progress() -> None:
     progress = Progress(2, 2.0, stall_limit=60)
     waiting = part("a", 0)

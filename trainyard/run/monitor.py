@@ -5,7 +5,6 @@ A status is the answer of the verb `run_status` (docs/run-folder.md describes it
 
 from __future__ import annotations
 
-import itertools
 import signal
 import statistics
 from collections.abc import Callable, Iterable
@@ -19,7 +18,6 @@ from trainyard.run.job_words import waiting_line
 ENDED_WELL = ("finished", "stopped")
 ENDED = (*ENDED_WELL, "failed", "lost", "none")
 MESSAGE_LIMIT = 1000  # characters of a rank's error message
-LAG = 5  # steps behind the first rank that are reported
 SLOW = 1.5  # ratio of a rank's step time to the median of the others' that is reported
 GPU_INTERVAL = 10.0  # s between two lines about the GPUs
 GPU_RANKS = 16  # ranks in such a line
@@ -233,7 +231,6 @@ class Progress:
         self.phase = ""
         self.resumed = 0
         self.waits = ""
-        self.lagging: set[int] = set()
         self.slow: set[int] = set()
         self.times: list[list[float]] = []
         self.timed_step: int | None = 0
@@ -274,24 +271,7 @@ class Progress:
             self.phase = phase
             lines += [phase] if phase else []
         where = {rank: part for part in parts for rank in part.states}
-        return lines + self._lag_lines(where, states) + self._slow_lines(where, first)
-
-    def _lag_lines(self, where: dict[int, Part], states: dict[int, Heartbeat]) -> list[str]:
-        steps = {rank: state.get("step") or 0 for rank, state in states.items() if state.get("status") == "training"}
-        behind: dict[int, int] = {}
-        first = 0
-        # Statuses arrive at different times: compare a rank only with statuses that are not newer than its own.
-        by_age = sorted(steps, key=lambda rank: -where[rank].silent)
-        for _, ranks in itertools.groupby(by_age, key=lambda rank: where[rank].silent):
-            same_age = list(ranks)
-            first = max(first, *(steps[rank] for rank in same_age))
-            behind |= {rank: first - steps[rank] for rank in same_age if first - steps[rank] >= LAG}
-        new = {rank: gap for rank, gap in behind.items() if rank not in self.lagging}
-        self.lagging = set(behind)
-        return [
-            f"rank {rank} on {where[rank].host} is {gap} steps behind the first rank"
-            for rank, gap in sorted(new.items())
-        ]
+        return lines + self._slow_lines(where, first)
 
     def _slow_lines(self, where: dict[int, Part], first: Heartbeat) -> list[str]:
         """Report once a rank whose share of a step takes much longer than the other ranks' shares."""
