@@ -195,12 +195,16 @@ def read_metrics(one: HostCheck, text: str) -> str:
         records = checked_reply("metrics.jsonl", {"records": lines})["records"]
     except ReplyError as error:
         return str(error)
-    later = [record for record in records[len(records) // 2 :] if record["tokens_per_second"]]
+    later = [
+        (speed, max(1, record.get("tokens") or 0))
+        for record in records[len(records) // 2 :]
+        if (speed := record.get("tokens_per_second"))
+    ]
     if not later:
         return "has no metrics"
-    one.tokens_per_second = statistics.median(record["tokens_per_second"] for record in later)
-    one.steps_per_second = statistics.median(record["tokens_per_second"] / max(1, record["tokens"]) for record in later)
-    one.loss = records[-1]["loss"]
+    one.tokens_per_second = statistics.median(speed for speed, _ in later)
+    one.steps_per_second = statistics.median(speed / tokens for speed, tokens in later)
+    one.loss = records[-1].get("loss")
     return ""
 
 
