@@ -189,26 +189,6 @@ def test_a_failed_run_has_exit_code_1_and_its_evidence(bed: Bed) -> None:
     assert failed.returncode == 1 and "no host has a run nosuch" in failed.stderr + failed.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["plan", "--lr", "fast"], "run spec: lr: expected a number > 0 and <= 1e+38, got 'fast' (the command line)"),
-        (["plan", "-e", "lerning_rate=1"], "-e lerning_rate: unknown name; did you mean 'learning_rate'?"),
-        (["status", "--limit", "node9"], "no host matches node9: the hosts of the inventory are node1, node2"),
-        (["status", "-e", "limit=node9"], "no host matches node9: the hosts of the inventory are node1, node2"),
-        (["status", "-e", "lost_limt=1"], "-e lost_limt: unknown name; did you mean 'lost_limit'?"),
-        (["merge", "one", "one"], "merge: runs: name each run once, and give the result another name with run="),
-        (["deploy", "r"], "deploy: deploy_name is missing: set it with --deploy-name NAME"),
-        (["distill", "--teacher", "llama3"], "distill: set --prompts FILE"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-@pytest.mark.slow
-def test_a_mistake_of_the_user_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], said: str) -> None:
-    hosts = inventory(tmp_path, ansible_connection="ssh", ansible_host="127.0.0.1", ansible_port=1)
-    assert error_line(run(*words, "-i", hosts)) == f"error: {said}"
-
-
 def test_the_hosts_are_those_of_the_playbooks(tmp_path: Path) -> None:
     """Defaults of the role `cluster`, the launch options of the inventory, `-e` and the kinds of transport."""
     path = tmp_path / "inventory.yml"
