@@ -234,9 +234,8 @@ def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> t
     loader = DataLoader()
     loader.set_vault_secrets(_vault_secrets())
     before = context.CLIARGS
-    if extra_vars:  # paths in them are relative to the current folder
-        vars(load_extra_vars).pop("extra_vars", None)  # Ansible keeps them once per process
-        context.CLIARGS = CLIArgs({"extra_vars": tuple(extra_vars)})
+    vars(load_extra_vars).pop("extra_vars", None)  # Ansible keeps them once per process
+    context.CLIARGS = CLIArgs({"extra_vars": tuple(extra_vars)})  # paths in them are relative to the current folder
     try:
         load_extra_vars(loader)
     finally:
