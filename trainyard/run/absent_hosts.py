@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from trainer.config import RunSpec
 from trainyard.connection import Host
 from trainyard.run.gather import Connect, describe, fit_hosts
-from trainyard.run.launch import stop_parts
+from trainyard.run.launch import standby_seconds, stop_parts
 from trainyard.run.monitor import Part
 from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import surplus
@@ -71,5 +71,5 @@ def stop_absent(hosts: list[Host], run: str, connect: Connect) -> None:
 
 def end_standby(parts: list[Part], connect: Connect, options: LaunchOptions, lost: Collection[str]) -> None:
     """End the standby processes that only a restart could use, on all hosts but those of `lost`, where they end by themselves."""
-    if options.standby == "run" and options.max_restarts:
+    if standby_seconds(options):
         stop_parts([part for part in parts if part.host not in lost], connect, {"only_standby": True}, END_LIMIT)

@@ -1,12 +1,15 @@
-"""Decide whether a run that failed is restarted, and when."""
+"""Decide whether a run that failed is restarted, and when; say so."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from trainyard import front_end
+from trainyard.run.errors import RunError
 from trainyard.run.types import RunFailure, StepResult
 
+MANY = 1000  # restarts above which the limit is not shown
 MOST_DOUBLINGS = 64  # of a wait, which a limit ends long before; more would exceed the largest float
 
 
@@ -59,6 +62,18 @@ class RestartPolicy:
     def wait(self) -> float:
         """Return the seconds to wait before the next start."""
         return float(min(self.delay_max, self.delay * 2 ** min(self.failures - 1, MOST_DOUBLINGS)))
+
+    def lines(self, failure: RunFailure) -> list[str]:
+        """Return what a user is told about a failure, and about the restart that follows it."""
+        limit = f" of {self.max_restarts}" if self.max_restarts < MANY else ""
+        again = f"restarting in {self.wait():.0f} s (restart {self.failures}{limit} without progress in between)"
+        return [f"failed: {failure['msg']}", *failure.get("lines", []), again]
+
+    def error(self, failure: RunFailure, why: str) -> RunError:
+        """Return the error of a run that is not restarted."""
+        details: dict[str, Any] = {name: value for name, value in failure.items() if name != "msg"}
+        more = [f"not restarted: {why}"] if self.max_restarts else []
+        return RunError(failure["msg"], **details | {"lines": [*failure.get("lines", []), *more]})
 
 
 def furthest_step(failure: RunFailure | StepResult) -> int:

@@ -59,7 +59,6 @@ PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, 
 PLAN_AHEAD = 2.0  # s before a restart at which it is planned: a user may stop the run until then
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
 LINE_LIMIT = 2000  # characters of a reported line
-MANY = 1000  # restarts above which the limit is not shown
 KeepRecord = Callable[[str, str], None]
 _SKIPPED: StepResult = {"skipped": True}
 
@@ -265,8 +264,9 @@ class RunSession:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
                     self._end_standby(state.plan, failure.get("lost", []))
-                    raise self._final(failure, why)
-                self._report_restart(failure, policy)
+                    raise policy.error(failure, why)
+                for line in policy.lines(failure):
+                    self.report(line)
                 due = time.monotonic() + policy.wait()
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
                 lost = failure.get("lost", [])
@@ -484,21 +484,6 @@ class RunSession:
 
     def _planned_attempt(self) -> int:
         return max((entry.attempt for entry in self.state.plan), default=0)
-
-    def _final(self, failure: RunFailure, why: str) -> RunError:
-        """Return the error of a run that is not restarted."""
-        details: dict[str, Any] = {name: value for name, value in failure.items() if name != "msg"}
-        more = [f"not restarted: {why}"] if self.options.max_restarts else []
-        return RunError(failure["msg"], **details | {"lines": [*failure.get("lines", []), *more]})
-
-    def _report_restart(self, failure: RunFailure, policy: RestartPolicy) -> None:
-        """Report a failure and the restart that follows it."""
-        for line in [f"failed: {failure['msg']}", *failure.get("lines", [])]:
-            self.report(line)
-        limit = f" of {policy.max_restarts}" if policy.max_restarts < MANY else ""
-        self.report(
-            f"restarting in {policy.wait():.0f} s (restart {policy.failures}{limit} without progress in between)"
-        )
 
 
 def _failure(error: RunError) -> RunFailure:
