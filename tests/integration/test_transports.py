@@ -75,17 +75,11 @@ def connection(transport: Transport, tmp_path: Path) -> HostConnection:
 def test_a_command_has_input_output_and_an_exit_code(transport: Transport) -> None:
     assert transport.execute("cat; echo oops >&2; exit 7", b"in\0put\xff")[:2] == (7, b"in\0put\xff")
     assert b"oops" in transport.execute("echo oops >&2")[2]
+    assert transport.execute("cat")[1] == b"", "a command without input reads empty input"
+    assert transport.execute(f"printf %s {shlex.quote(HOSTILE)}")[1].decode() == HOSTILE
     assert transport.kind == {"LocalTransport": "local", "OpenSSHTransport": "ssh"}.get(
         type(transport).__name__, "ansible"
     )
-
-
-def test_a_command_without_input_reads_empty_input(transport: Transport) -> None:
-    assert transport.execute("cat")[1] == b""
-
-
-def test_quoting_survives_every_shell(transport: Transport) -> None:
-    assert transport.execute(f"printf %s {shlex.quote(HOSTILE)}")[1].decode() == HOSTILE
 
 
 def test_large_input_and_output(transport: Transport) -> None:
