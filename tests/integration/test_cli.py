@@ -25,7 +25,6 @@ from trainyard.openssh import LocalTransport
 __all__ = ["bed", "control_folder", "server"]
 
 INTERRUPTED = 99
-START_LIMIT = 240.0  # s for two ranks to import torch on a loaded machine
 
 
 @pytest.fixture(autouse=True)
@@ -133,20 +132,6 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_left_goes_on_until_it_is_stopped(bed: Bed) -> None:
-    hosts = inventory(bed.folder)
-    training, output = start(bed, "train", "train", *words_of_run(bed, hosts, 100_000))
-    until(lambda: "step 2" in output.read_text(), START_LIMIT, "a progress line")
-    os.killpg(training.pid, signal.SIGINT)
-    assert training.wait(30) == INTERRUPTED, output.read_text()
-    assert output.read_text().splitlines()[-1].startswith("error: interrupted; a run that has started continues: ")
-    assert bed.node(0)["status"] == "running"
-    assert run("stop", "r", "-i", hosts).returncode == 0
-    assert (bed.node(0)["status"], bed.node(1)["status"]) == ("stopped", "stopped")
-    assert not bed.live_processes()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> None:
     bed.make_run(2)
@@ -161,7 +146,8 @@ def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> Non
     until(lambda: "step " in output.read_text(), 60, "a progress line")
     os.killpg(following.pid, signal.SIGINT)
     assert following.wait(30) == INTERRUPTED, output.read_text()
-    assert "Traceback" not in output.read_text() and bed.node(0)["status"] == "running"
+    assert output.read_text().splitlines()[-1].startswith("error: interrupted; a run that has started continues: ")
+    assert bed.node(0)["status"] == "running"
 
     following, output = start(bed, "attach", "attach", "run=r", "-i", hosts)
     until(lambda: "step " in output.read_text(), 60, "a progress line")

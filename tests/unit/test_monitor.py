@@ -155,6 +155,18 @@ def test_the_step_of_a_resumed_run_is_reported_once_per_start() -> None:
     assert progress.lines([resumed], 3.0)[0] == said
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [([0.1, 0.2], ["rank 1 on b takes 0.2 s per step, the other ranks 0.1 s: they wait for it"]), ([0.1, 0.12], [])],
+)
+def test_a_slow_rank_is_reported_once(seconds: list[float], said: list[str]) -> None:
+    progress, lines = Progress(2, 0.0, 600), []
+    for step in range(1, 12):
+        parts = [part("a", 0, state={"step": step, "step_seconds": seconds}), part("b", 1, state={"step": step})]
+        lines += [line for line in progress.lines(parts, 0.0) if "per step" in line]
+    assert lines == said
+
+
 def test_a_stall_needs_all_ranks_to_make_no_progress() -> None:
     progress = Progress(2, 2.0, stall_limit=60)
     waiting = part("a", 0)
