@@ -24,7 +24,7 @@ from trainyard.playbook_options import option_table
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
-from trainyard.run.options import table as launch_options_table
+from trainyard.run.options import OPTIONS as LAUNCH_OPTIONS
 
 TOP = Path(__file__).resolve().parents[1]
 STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -203,7 +203,7 @@ Keep secrets for `run_env` in Ansible Vault.
 
 ## Options
 
-{launch_options_table()}
+{option_table(LAUNCH_OPTIONS)}
 
 [Train](train.md) describes how the options interact.
 """

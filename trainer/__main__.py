@@ -1,5 +1,6 @@
 """The command line of the trainer: ``python -m trainer [COMMAND] [SPEC.yml] [options] [--lr 1e-3 ...]``."""
 
+import argparse
 import json
 import logging
 import os
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer import unsloth_backend
-from trainer.config import FIELDS, RunSpec, parse_flags, plain_name, table
+from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, table
+from trainer.config.fields import expected_value
 from trainer.distributed.replica import Replica
 from trainer.errors import DiskError, UserError, disk_failure, memory_failure
 from trainer.formats import quoted
@@ -233,18 +235,16 @@ def evaluate(argv: list[str]) -> int:
 
 def show_help() -> int:
     """Print the usage, and the fields of the spec as flags."""
-    import tyro
-    from pydantic import Field, create_model
-
     print(USAGE)
     print("strategies:")
     for name, summary in STRATEGIES.items():
         print(f"  {name:<11}{summary}")
     print()
-    # tyro makes subcommands of a union with a model, and splits a mapping: both flags are one text.
-    columns = Field("", description=FIELDS["columns"].description)
-    flags = create_model("Flags", __base__=RunSpec, dataset=(str, FIELDS["dataset"]), columns=(str, columns))
-    tyro.cli(flags, prog="python -m trainer", args=["--help"], description=RunSpec.__doc__)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=RunSpec.__doc__, add_help=False)
+    for name, field in FIELDS.items():
+        words = f"{describe(name)} (default: {field.default})".replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=expected_value(field), help=words)
+    print(parser.format_help())
     return 0
 
 

@@ -52,7 +52,6 @@ __all__ = [
     "HostVariables",
     "Inventory",
     "failure",
-    "inventory_hosts",
 ]
 
 # Keys of a documented option that an argument spec also has.
@@ -223,33 +222,6 @@ class AnsibleTransport:
             raise RemoteError(f"cannot fetch {source}: {last_line(str(error))}") from None
 
 
-def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tuple[Host, AnsibleTransport]]:
-    """Return the hosts of an inventory that match a pattern, each with its transport, outside of any play.
-
-    Args:
-        sources: inventory files, folders or host lists, as `ansible-playbook -i` takes them.
-        pattern: as `--limit` takes it.
-
-    Raises:
-        InventoryError: a source cannot be read, or a host is not described completely.
-    """
-    from ansible.playbook.play_context import PlayContext
-    from ansible.template import Templar
-    from ansible.vars.hostvars import HostVars
-
-    try:
-        loader, inventory, manager = _load_inventory(sources)
-        hostvars = HostVars(inventory=inventory, variable_manager=manager, loader=loader)
-        found = []
-        for host in inventory.get_hosts(pattern):
-            templar = Templar(loader=loader, variables=manager.get_vars(host=host))
-            transport = _transport(host.name, hostvars[host.name], PlayContext(), templar, "ssh")
-            found.append((make_host(host.name, hostvars[host.name]), transport))
-    except AnsibleError as error:
-        raise InventoryError(last_line(str(error))) from error
-    return found
-
-
 def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> tuple[Any, Any, Any]:
     """Return Ansible's loader, inventory and variable manager for inventory sources and values of `-e`."""
     from ansible import context
@@ -262,9 +234,8 @@ def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> t
     loader = DataLoader()
     loader.set_vault_secrets(_vault_secrets())
     before = context.CLIARGS
-    if extra_vars:  # paths in them are relative to the current folder
-        vars(load_extra_vars).pop("extra_vars", None)  # Ansible keeps them once per process
-        context.CLIARGS = CLIArgs({"extra_vars": tuple(extra_vars)})
+    vars(load_extra_vars).pop("extra_vars", None)  # Ansible keeps them once per process
+    context.CLIARGS = CLIArgs({"extra_vars": tuple(extra_vars)})  # paths in them are relative to the current folder
     try:
         load_extra_vars(loader)
     finally:

@@ -13,13 +13,14 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from trainer.errors import MAX_MESSAGE, TrainyardError
 from trainer.formats import printable, quoted
 from trainyard.remote_archive import remote_command, remote_input
 from trainyard.replies import ReplyError, checked_reply, last_object
 
+R = TypeVar("R")
 OUTPUT_LIMIT = 16 << 20  # bytes that a host may answer: a reply, and what its login scripts print before it
 FILES_PER_REQUEST = 10  # pipes of the client process, its input, what waits for them, and what Ansible's plugins open
 FILES_BESIDE = 256  # that the process has open besides
@@ -142,17 +143,6 @@ class HostConnection:
         """
         return self.run(remote_command(verb, python or self.host.python), remote_input(request, verb), verb)
 
-    def start_run(self, request: dict[str, Any], verb: str = "start") -> dict[str, Any]:
-        """Start the host's part of a run, which outlives the connection. Raises RemoteError.
-
-        Args:
-            request: see trainer.supervise.start.
-            verb: `start`, or `prepare` for only the processes that wait for the start.
-        """
-        # From the archive of this controller, because code of a rank can write the staged trainer: only processes of the run, which
-        # its unit restricts, import that one.
-        return self.call(f"run_{verb}", request)
-
     def run(self, command: str, stdin: bytes | None = None, verb: str = "") -> dict[str, Any]:
         """Run a shell command on the host and return the last JSON object on its standard output.
 
@@ -199,7 +189,7 @@ def allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-class FanOut:
+class FanOut(Generic[R]):
     """Sends one request to many hosts in parallel, with a daemon thread per host: a host that hangs does not block the exit.
 
     `answers` and `errors` fill up while the threads run; both are keyed by the name of the host.
@@ -207,8 +197,8 @@ class FanOut:
 
     _all: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
-    def __init__(self, requests: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
-        self.answers: dict[str, dict[str, Any]] = {}
+    def __init__(self, requests: Mapping[str, Callable[[], R]]) -> None:
+        self.answers: dict[str, R] = {}
         self.errors: dict[str, str] = {}
         allow_open_files(FILES_PER_REQUEST * len(requests))
         self.threads = {
@@ -227,13 +217,13 @@ class FanOut:
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread for thread in list(cls._all) if thread.is_alive()]
 
-    def _request(self, host: str, request: Callable[[], dict[str, Any]]) -> None:
+    def _request(self, host: str, request: Callable[[], R]) -> None:
         try:
             self.answers[host] = request()
         except Exception as error:  # a connection plugin may raise anything; it concerns this host only
             self.errors[host] = printable(error, MAX_MESSAGE)
 
-    def wait(self, limit: float, doubtful: Collection[str] = (), grace: float = 0.0) -> FanOut:
+    def wait(self, limit: float, doubtful: Collection[str] = (), grace: float = 0.0) -> FanOut[R]:
         """Wait up to `limit` seconds for all hosts; then record an error for each host without an answer.
 
         Hosts in `doubtful` are not expected to answer: they get at most `grace` seconds more than the other hosts need.

@@ -1,4 +1,4 @@
-"""Options of one playbook, such as distill.yml: a typed model, its checks, and its table in the documentation."""
+"""Options of a playbook, or of a start: a typed model, its checks, and its table in the documentation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import check_input, expected_value, mismatch
+from trainer.config.fields import check_input, expected_value, metadata, mismatch
 from trainer.errors import UserError
 
 
@@ -42,9 +42,10 @@ class PlaybookOptions(BaseModel):
 
 
 def option_table(fields: Mapping[str, FieldInfo]) -> str:
-    """Return the options of a playbook as a Markdown table for the documentation."""
+    """Return options as a Markdown table for the documentation."""
     lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
     for name, info in fields.items():
-        shown = "" if info.default in ("", (), None) else f"`{str(info.default).lower()}`"
-        lines.append(f"| `{name}` | {expected_value(info)} | {shown} | {info.description} |")
+        shown = "" if info.default in ("", (), {}, None) else f"`{str(info.default).lower()}`"
+        others = "".join(f"; deprecated name: `{other}`" for other in metadata(info)["deprecated_names"])
+        lines.append(f"| `{name}` | {expected_value(info)} | {shown} | {info.description}{others} |")
     return "\n".join(lines)

@@ -39,9 +39,8 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _DOCSTRING = re.compile(rb'^([ \t]*)"""(?:[^"\\]|"(?!""))*"""$', re.MULTILINE)
-PACKAGE_VERBS = frozenset(
-    {"all_reduce", "hub_fetch", "run_start", "run_prepare"}
-)  # verbs that import installed packages; the others start without `site`
+# Verbs that import installed packages; the others start without `site`.
+PACKAGE_VERBS = frozenset({"all_reduce", "hub_fetch", "run_start"})
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from trainer.formats import printable
@@ -59,7 +59,6 @@ Measured = Annotated[list[float], BeforeValidator(_measured)]
 Optional = Annotated[float | None, BeforeValidator(_loss)]
 
 
+@with_config(ConfigDict(extra="allow"))
 class OpenReply(TypedDict):
     """A reply that may have more keys."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]

@@ -25,7 +25,6 @@ from trainyard.openssh import LocalTransport
 __all__ = ["bed", "control_folder", "server"]
 
 INTERRUPTED = 99
-START_LIMIT = 240.0  # s for two ranks to import torch on a loaded machine
 
 
 @pytest.fixture(autouse=True)
@@ -133,20 +132,6 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_left_goes_on_until_it_is_stopped(bed: Bed) -> None:
-    hosts = inventory(bed.folder)
-    training, output = start(bed, "train", "train", *words_of_run(bed, hosts, 100_000))
-    until(lambda: "step 2" in output.read_text(), START_LIMIT, "a progress line")
-    os.killpg(training.pid, signal.SIGINT)
-    assert training.wait(30) == INTERRUPTED, output.read_text()
-    assert output.read_text().splitlines()[-1].startswith("error: interrupted; a run that has started continues: ")
-    assert bed.node(0)["status"] == "running"
-    assert run("stop", "r", "-i", hosts).returncode == 0
-    assert (bed.node(0)["status"], bed.node(1)["status"]) == ("stopped", "stopped")
-    assert not bed.live_processes()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> None:
     bed.make_run(2)
@@ -161,7 +146,8 @@ def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> Non
     until(lambda: "step " in output.read_text(), 60, "a progress line")
     os.killpg(following.pid, signal.SIGINT)
     assert following.wait(30) == INTERRUPTED, output.read_text()
-    assert "Traceback" not in output.read_text() and bed.node(0)["status"] == "running"
+    assert output.read_text().splitlines()[-1].startswith("error: interrupted; a run that has started continues: ")
+    assert bed.node(0)["status"] == "running"
 
     following, output = start(bed, "attach", "attach", "run=r", "-i", hosts)
     until(lambda: "step " in output.read_text(), 60, "a progress line")
@@ -187,26 +173,6 @@ def test_a_failed_run_has_exit_code_1_and_its_evidence(bed: Bed) -> None:
     assert json.loads(answered.stdout)["error"].startswith("node1: there is no Python") and answered.returncode == 1
     failed = run("logs", "nosuch", "-i", inventory(bed.folder))
     assert failed.returncode == 1 and "no host has a run nosuch" in failed.stderr + failed.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["plan", "--lr", "fast"], "run spec: lr: expected a number > 0 and <= 1e+38, got 'fast' (the command line)"),
-        (["plan", "-e", "lerning_rate=1"], "-e lerning_rate: unknown name; did you mean 'learning_rate'?"),
-        (["status", "--limit", "node9"], "no host matches node9: the hosts of the inventory are node1, node2"),
-        (["status", "-e", "limit=node9"], "no host matches node9: the hosts of the inventory are node1, node2"),
-        (["status", "-e", "lost_limt=1"], "-e lost_limt: unknown name; did you mean 'lost_limit'?"),
-        (["merge", "one", "one"], "merge: runs: name each run once, and give the result another name with run="),
-        (["deploy", "r"], "deploy: deploy_name is missing: set it with --deploy-name NAME"),
-        (["distill", "--teacher", "llama3"], "distill: set --prompts FILE"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-@pytest.mark.slow
-def test_a_mistake_of_the_user_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], said: str) -> None:
-    hosts = inventory(tmp_path, ansible_connection="ssh", ansible_host="127.0.0.1", ansible_port=1)
-    assert error_line(run(*words, "-i", hosts)) == f"error: {said}"
 
 
 def test_the_hosts_are_those_of_the_playbooks(tmp_path: Path) -> None:

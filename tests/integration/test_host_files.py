@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 
 import pytest
 from fake_hub import FakeHub
-from run_hosts import free_port, until
+from run_hosts import free_port
 
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
@@ -312,42 +309,6 @@ def test_a_lost_first_host_of_a_pipeline_is_replaced_by_one_that_fetches(
     shutil.rmtree(cluster.hosts[2].data_dir + "/store/hub", ignore_errors=True)
     with pytest.raises(StageError, match="node2 has the files of org/small, and no other host can fetch them"):
         again._stage(lost)
-
-
-def lose(cluster: Here, name: str, witness: str, step: int) -> None:
-    """Wait until rank 1 on host `witness` has done `step`; then kill every process of the run on host `name`, which no longer answers."""
-    beat = cluster.folder / witness / "runs/r/state/rank1.json"
-    until(lambda: beat.exists() and (json.loads(beat.read_text()).get("step") or 0) >= step, 120)
-    cluster.failing.add((name, ""))
-    run_dir = f"{cluster.folder}/{name}/runs/r".encode()
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            other = entry.name.isdigit() and int(entry.name) != os.getpid()
-            if other and run_dir in (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("layers", ["", "2,1,1"], ids=["measured", "given"])
-def test_a_pipeline_continues_without_its_first_host(here: Here, stand_in: FakeHub, layers: str) -> None:
-    """The next host fetches the weights. With `pipeline_layers` for three ranks, the plan of the restart is refused in one line."""
-    cluster = Here(here.folder, remote=True)
-    fields = {"strategy": "pipeline", "run": "r", "max_steps": 40, "checkpoint_interval": 3, "epochs": 1000}
-    fields |= {"total_batch_size": 8, "batch_size": 2, "pipeline_layers": layers}
-    options = {"min_nodes": 2, "max_restarts": 2, "restart_delay": 1, "master_port": free_port()}
-    session = cluster.session(HUB | fields, **options)
-    losing = threading.Thread(target=lose, args=(cluster, "node1", "node2", 7), daemon=True)
-    losing.start()
-    if layers:
-        with pytest.raises(RunError, match="pipeline_layers: 2,1,1 has 3 ranks and 4 layers, but the run has 2 ranks"):
-            session.run()
-    else:
-        result = session.run()["result"]
-        assert (result["status"], result["step"], result["world_size"]) == ("finished", 40, 2)
-        assert any(line.startswith("fetching org/small from the hub on node2") for line in cluster.lines)
-    losing.join(10)
-    assert stand_in.downloads.count("model.safetensors") == (1 if layers else 2)
 
 
 @pytest.mark.slow

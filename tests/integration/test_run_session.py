@@ -89,6 +89,7 @@ def test_nothing_starts_if_a_host_refuses(bed: Bed, connect: Connect) -> None:
         session_of_plan(bed, connect, bed.plan(2), []).launch()
     assert list(raised.value.details["troubles"]) == ["node2"]
     assert not bed.live_processes()
+    assert bed.node(0)["status"] == "stopped"
 
 
 def test_check_mode_launches_nothing(bed: Bed, connect: Connect) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from run_hosts import FAKE_RANK, Bed, bed, parent_of, until
-from standby_bed import LAUNCHER, WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
+from standby_bed import WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
 
 from trainer.supervise.files import SupervisorError, is_alive
 from trainer.supervise.link_free import link_free
@@ -46,60 +46,10 @@ def test_a_restart_forks_from_the_standby_process(bed: Bed) -> None:
     assert parent_of(parent_of(rank)) == supervisor and bed.node(0)["attempt"] == 2
     assert standby in descendants(supervisor) and log(bed).count("imported") == 1
     assert is_alive(link_free(bed.run_dir(0))) and not (bed.run_dir(0) / STATE).exists()
+    assert ask(bed, "stop", only_standby=True)["status"] == "running", "it leaves a run alone"
+    bed.at_step(0, bed.state(0)["step"] + 1)
     assert ask(bed, "stop", now=True)["status"] == "stopped"
     assert not bed.live_processes(), "a stop ends the standby process, too"
-
-
-def early(bed: Bed, **more: Any) -> dict[str, Any]:
-    request = {"command": [*LAUNCHER, "1000", "0.02"], "backend": "process", "standby": WAIT}
-    return ask(bed, "prepare", **request | more)
-
-
-def test_a_host_imports_before_its_start(bed: Bed) -> None:
-    """After the end of its supervisor, as that of a host which lost power, and again, as by a second session."""
-    prepare(bed)
-    first = start(bed)["pid"]
-    assert "running" in early(bed)["error"], "the run is alive"
-    bed.at_step(0, 1)
-    os.kill(first, signal.SIGKILL)
-    until(lambda: not bed.live_processes(), 5, what="the end of all processes")
-    before = ask(bed, "status")
-    assert early(bed) == early(bed) == {"waits": True}
-    supervisor, standby = waiting(bed)
-    assert set(bed.live_processes()) == {supervisor, standby}
-    after = ask(bed, "status")
-    assert (after["status"], after["node"]) == (before["status"], before["node"]), "the state of the last start remains"
-    assert start(bed)["pid"] == supervisor
-    assert parent_of(parent_of(bed.at_step(0, 1)["pid"])) == supervisor and bed.node(0)["attempt"] == 2
-    assert log(bed).count("imported") == 2, "once for each supervisor"
-    assert ask(bed, "stop", now=True)["status"] == "stopped" and not bed.live_processes()
-
-
-def test_early_imports_end_by_themselves_or_by_a_stop(bed: Bed) -> None:
-    prepare(bed)
-    start(bed, steps=2)
-    until(lambda: not bed.live_processes(), 10, what="the end of the run")
-    assert early(bed, standby=0.5) == {"waits": True}
-    until(lambda: not bed.live_processes(), 10, what="the end of the wait")
-    assert early(bed) == {"waits": True}
-    assert ask(bed, "stop", only_standby=True)["status"] == "finished"
-    assert not bed.live_processes() and not (bed.run_dir(0) / STATE).exists()
-
-
-def test_no_early_imports_without_a_staged_trainer_or_beside_another_run(bed: Bed) -> None:
-    prepare(bed)
-    prepare(bed, run="other")
-    assert "no standby process" in early(bed, standby=0)["error"]
-    start(bed, run="other")
-    assert "busy: run other is running here" in early(bed)["error"] and not waiting(bed)
-
-
-def test_a_run_that_ends_leaves_no_standby_process(bed: Bed) -> None:
-    prepare(bed)
-    start(bed, steps=2)
-    until(lambda: bed.node(0).get("ended"), what="the end")
-    until(lambda: not bed.live_processes(), 5, what="the end of all processes")
-    assert bed.node(0)["status"] == "finished"
 
 
 def test_a_wait_ends_by_itself_or_by_a_stop(bed: Bed) -> None:
@@ -130,14 +80,6 @@ def test_a_stop_before_a_restart_keeps_the_standby_process(bed: Bed, how: dict[s
     bed.at_step(0, 1)
 
 
-def test_only_standby_leaves_a_run_alone(bed: Bed) -> None:
-    prepare(bed)
-    start(bed)
-    bed.at_step(0, 1)
-    assert ask(bed, "stop", only_standby=True)["status"] == "running"
-    bed.at_step(0, bed.state(0)["step"] + 1)
-
-
 def test_stopping_all_runs_ends_what_waits(bed: Bed) -> None:
     prepare(bed)
     start(bed, hosts=["node1"])
@@ -164,34 +106,23 @@ def test_after_a_user_stopped_the_run_or_made_a_mistake_nothing_waits(bed: Bed) 
     assert bed.node(0)["status"] == "failed"
 
 
-@pytest.mark.parametrize("victim", ["waiting", "running"])
+@pytest.mark.parametrize("victim", ["waiting", "supervisor", "running"])
 def test_without_its_standby_process_a_run_starts_again_with_imports(bed: Bed, victim: str) -> None:
     prepare(bed)
     first = start(bed)["pid"]
-    bed.at_step(0, 1)
-    if victim == "waiting":
-        os.kill(fail(bed)[1], signal.SIGKILL)
-        until(lambda: not bed.live_processes(), 5, what="the end of the supervisor")
-    else:
+    if victim == "running":
+        bed.at_step(0, 1)
         (standby,) = [pid for pid in descendants(first) if parent_of(pid) == first and not descendants(pid)]
         os.kill(standby, signal.SIGKILL)
-        step = bed.state(0)["step"]
-        bed.at_step(0, step + 2)
+        bed.at_step(0, bed.state(0)["step"] + 2)
         os.kill(bed.state(0)["pid"], signal.SIGKILL)
-        until(lambda: not bed.live_processes(), 5, what="the end of the supervisor")
+    else:
+        supervisor, standby = fail(bed)
+        os.kill(standby if victim == "waiting" else supervisor, signal.SIGKILL)
+    until(lambda: not bed.live_processes(), 5, what="the end of both processes")
     second = start(bed)["pid"]
     bed.at_step(0, 1)
     assert second != first and log(bed).count("imported") == 2
-
-
-def test_a_supervisor_that_is_killed_takes_its_standby_process_with_it(bed: Bed) -> None:
-    prepare(bed)
-    start(bed)
-    supervisor, _ = fail(bed)
-    os.kill(supervisor, signal.SIGKILL)
-    until(lambda: not bed.live_processes(), 5, what="the end of the standby process")
-    assert "pid" in start(bed)
-    bed.at_step(0, 1)
 
 
 def test_another_environment_is_not_served(bed: Bed) -> None:
@@ -227,20 +158,18 @@ def test_another_trainer_or_unit_is_not_served(bed: Bed) -> None:
     assert third != second and not is_running(second) and log(bed).count("imported") == 2
 
 
-def test_a_refusal_starts_torchrun_without_the_standby_process(bed: Bed) -> None:
-    prepare(bed, "REFUSE=1\n")
-    start(bed, steps=3)
-    until(lambda: bed.node(0).get("ended"), 10, what="the end")
-    assert "the standby process is not used: a test" in log(bed) and bed.node(0)["status"] == "finished"
-
-
-def test_torchrun_starts_itself_if_the_standby_process_cannot_import(bed: Bed) -> None:
-    prepare(bed, "FAKE_STANDBY=none\n")  # no number
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [("", ""), ("REFUSE=1\n", "a test"), ("FAKE_STANDBY=none\n", "it ended during the imports")],
+    ids=["serves", "refuses", "cannot import"],
+)
+def test_a_run_ends_with_and_without_its_standby_process(bed: Bed, environment: str, says: str) -> None:
+    prepare(bed, environment)
     start(bed, steps=3)
     until(lambda: bed.node(0).get("ended"), 10, what="the end")
     until(lambda: not bed.live_processes(), 5, what="the end of the supervisor")
     assert bed.node(0)["status"] == "finished"
-    assert "ValueError" in log(bed) and "the standby process is not used: it ended during the imports" in log(bed)
+    assert re.findall("the standby process is not used: (.*)", log(bed)) == ([says] if says else [])
 
 
 def test_stop_during_the_imports_ends_them(bed: Bed) -> None:

@@ -21,9 +21,8 @@ from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport
 from trainyard.remote.relay import ACCEPTED, relay
 from trainyard.run import relay as chain
-from trainyard.run.relay import Copy, Member, plan_relay
+from trainyard.run.relay import Copy, Member, make_transfer_key, plan_relay
 from trainyard.run.transfer import copy_to_hosts
-from trainyard.run.transfer_key import make_transfer_key
 from trainyard.run.types import PlanEntry, StagedFile
 
 SIZE = 2_000_000

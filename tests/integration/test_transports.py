@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.playbook.play_context import PlayContext
 from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
 
 from trainyard import openssh
-from trainyard.ansible_adapter import AnsibleTransport, inventory_hosts
+from trainyard.ansible_adapter import AnsibleTransport, Inventory, _transport
 from trainyard.connection import TOO_MUCH, FanOut, Host, HostConnection, InventoryError, Login, RemoteError, Transport
 from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote.__main__ import VERBS
@@ -38,8 +39,9 @@ HOSTILE = 'it\'s "quoted" $HOME `id` \\ ; * \t\n\u00e9'  # every character that 
 def ansible_transport(folder: Path, **variables: Any) -> tuple[Host, AnsibleTransport]:
     inventory = folder / "inventory.yml"
     inventory.write_text(yaml.safe_dump({"cluster": {"hosts": {"node1": variables}}}))
-    [found] = inventory_hosts([str(inventory)])
-    return found
+    found = Inventory([str(inventory)])
+    values = found.variables["node1"]
+    return found.hosts[0], _transport("node1", values, PlayContext(), values.templar, "ssh")
 
 
 def ssh_variables(login: Login, folder: Path) -> dict[str, Any]:
@@ -73,17 +75,11 @@ def connection(transport: Transport, tmp_path: Path) -> HostConnection:
 def test_a_command_has_input_output_and_an_exit_code(transport: Transport) -> None:
     assert transport.execute("cat; echo oops >&2; exit 7", b"in\0put\xff")[:2] == (7, b"in\0put\xff")
     assert b"oops" in transport.execute("echo oops >&2")[2]
+    assert transport.execute("cat")[1] == b"", "a command without input reads empty input"
+    assert transport.execute(f"printf %s {shlex.quote(HOSTILE)}")[1].decode() == HOSTILE
     assert transport.kind == {"LocalTransport": "local", "OpenSSHTransport": "ssh"}.get(
         type(transport).__name__, "ansible"
     )
-
-
-def test_a_command_without_input_reads_empty_input(transport: Transport) -> None:
-    assert transport.execute("cat")[1] == b""
-
-
-def test_quoting_survives_every_shell(transport: Transport) -> None:
-    assert transport.execute(f"printf %s {shlex.quote(HOSTILE)}")[1].decode() == HOSTILE
 
 
 def test_large_input_and_output(transport: Transport) -> None:
@@ -253,7 +249,8 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
     inventory.write_text(
         yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}, "other": {"hosts": {"x": {}}}})
     )
-    (first, _), (second, transport) = inventory_hosts([str(inventory)])
+    found = Inventory([str(inventory)])
+    first, second = found.hosts
     assert first == Host(
         "node1",
         "10.0.0.1",
@@ -264,13 +261,11 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
         ollama_urls=("http://127.0.0.1:11434", "http://10.0.0.1:11434"),
     )
     assert (second.name, second.managed, second.login) == ("node2", False, server.login)
-    assert transport.execute("echo there")[1] == b"there\n"
+    assert found.connect(second).transport.execute("echo there")[1] == b"there\n"
     first.check()
-    with pytest.raises(InventoryError, match="x: cluster_address is ''"):
-        inventory_hosts([str(inventory)], "x")[0][0].check()
     inventory.write_text(yaml.safe_dump({"cluster": {"hosts": {"x": {"cluster_processes": "two"}}}}))
     with pytest.raises(InventoryError, match=r"^x: cluster_processes is 'two'"):
-        inventory_hosts([str(inventory)])
+        Inventory([str(inventory)])
 
 
 @pytest.mark.slow
@@ -282,8 +277,8 @@ def test_vault_values_of_an_inventory(tmp_path: Path) -> None:
     secret = subprocess.run(vault, env=environment, capture_output=True, text=True, check=True).stdout
     variables = textwrap.indent(secret, " " * 6)
     (tmp_path / "hosts.yml").write_text(f"cluster:\n  hosts:\n    node1:\n{variables}")
-    program = "import sys; from trainyard.ansible_adapter import inventory_hosts as found\n"
-    program += "print(found([sys.argv[1]])[0][0].login.user)"
+    program = "import sys; from trainyard.ansible_adapter import Inventory\n"
+    program += "print(Inventory([sys.argv[1]]).hosts[0].login.user)"
     command = [sys.executable, "-c", program, tmp_path / "hosts.yml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "ali\n"

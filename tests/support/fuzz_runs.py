@@ -178,12 +178,8 @@ def show(verb: str, answer: dict[str, Any]) -> None:
     elif verb == "read_files":
         if result := parse_result("h", answer["text"].get("result.json")):
             summary(
-                result | {"run": "r"},
-                PlanEntry("h", run_dir="/r"),
-                1,
-                HostConnection(Host("h", "::1", "/d", "p"), None),
-                None,
-            )  # type: ignore[arg-type]
+                "r", result, PlanEntry("h", run_dir="/r"), 1, HostConnection(Host("h", "::1", "/d", "p"), None), None
+            )
         text = answer["text"].get("plan.json") or "[]"
         entries = checked_reply("plan.json", {"entries": untrusted_json(text)})["entries"]
         for entry in entries:

@@ -132,6 +132,8 @@ def test_a_limit_selects_hosts(cluster: Cluster, answer: Callable[..., list[Call
     cluster.command("plan", limit="node2")
     cluster.command("plan")
     assert [[host.name for host in call.cluster.hosts] for call in calls] == [["node2"], ["node1", "node2"]]
+    assert Cluster.local(variables={"lost_limit": 7}).call("plan", {}).launch.lost_limit == 7
+    assert Cluster.local().call("plan", {}).launch.lost_limit is None, "variables belong to one cluster"
     second = Cluster.local(limit="node2")
     for name in ("plan", "data"):  # `data` has no option limit
         assert [host.name for host in second.call(name, {}).cluster.hosts] == ["node2"]

@@ -172,6 +172,8 @@ def test_a_traceback_that_the_log_has_too_is_shown_once() -> None:
     assert shown[3:5] == ["last lines of rank0.log:", "  before the end"] and shown[5].endswith("/logs/rank0.log")
     host.more = False
     assert "last lines of rank0.log:" not in found()
+    error["plain"] = True
+    assert found() == ["rank0.log on node1: /logs/rank0.log", "torchrun.0.log on node1: /run/logs/torchrun.0.log"]
 
 
 def test_each_of_several_problems_is_in_one_line() -> None:

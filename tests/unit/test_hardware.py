@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import json
 import os
 import sys
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from fake_nvidia_smi import write_nvidia_smi
-from fake_target import serve_target
+from fake_target import Target, serve_target
 
 from trainyard.connection import HostConnection, InventoryError
 from trainyard.extra_vars import check_names
@@ -29,12 +28,12 @@ TOP = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def ollama(body: bytes, status: int = 200) -> Iterator[int]:
-    """A server that answers /api/tags; yields its port."""
+def other_server(body: bytes) -> Iterator[str]:
+    """A server that answers every path with the same body; yields its URL."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status if self.path == "/api/tags" else 404)
+            self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
 
@@ -43,17 +42,24 @@ def ollama(body: bytes, status: int = 200) -> Iterator[int]:
 
     with http.server.ThreadingHTTPServer(("127.0.13.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
+        yield f"http://127.0.13.1:{server.server_address[1]}"
         server.shutdown()
+
+
+@contextmanager
+def ollama(*models: str) -> Iterator[Target]:
+    """Serve an Ollama with these models."""
+    with serve_target("127.0.13.1", "0.30.0", lambda model, question: "") as server:
+        server.models |= {name: {} for name in models}
+        yield server
 
 
 def test_the_hardware_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     write_nvidia_smi(tmp_path, 2)
-    names = json.dumps({"models": [{"name": "b:1b"}, {"name": "a:1b"}]}).encode()
-    with ollama(names) as port:
+    with ollama("b:1b", "a:1b") as server:
         variables = {"cluster_data_dir": str(tmp_path / "data"), "cluster_python": sys.executable}
-        host = make_host("here", variables | {"ollama_url": f"http://127.0.13.1:{port}/"})
+        host = make_host("here", variables | {"ollama_url": f"{server.url}/"})
         found = gather_hardware([host], lambda name: HostConnection(host, LocalTransport()), 30)
     here = found["here"]
     assert here["gpus"] == [{"name": "Stand-in GPU", "memory_mib": 24576}] * 2
@@ -63,16 +69,11 @@ def test_the_hardware_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     assert table[2].split() == ["away", *["-"] * 7]
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{}", b'{"models": 5}', b'{"models": [1]}', b"[" * 100_000, b'{"models": [{}]}', b"\xff"]
-)
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"version": "1.0.0", "models": 5}', b"[" * 100_000, b"\xff"])
 def test_another_server_on_ollamas_port_has_no_models(body: bytes) -> None:
-    with ollama(body) as port:
-        assert ollama_models([f"http://127.0.13.1:{port}"]) is None
-    with ollama(b'{"models": []}', 500) as port:
-        assert ollama_models([f"http://127.0.13.1:{port}"]) is None
-    with ollama(b'{"models": []}') as port:
-        assert ollama_models([f"http://127.0.13.{n}:{port}" for n in (9, 1)]) == []
+    with other_server(body) as url, ollama() as server:
+        assert ollama_models([url]) is None
+        assert ollama_models(["http://127.0.13.9:1", url, server.url]) == []
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,7 @@ def test_the_servers_of_a_host_come_from_its_variables() -> None:
 
 
 def test_the_dashboard_asks_the_server_of_the_host(tmp_path: Path) -> None:
-    with serve_target("127.0.13.1", "0.30.0", lambda model, question: "") as target:
-        target.models["mine:latest"] = {}
+    with ollama("mine:latest") as target:
         host = make_host("a", {"cluster_data_dir": str(tmp_path), "ollama_url": target.url})
         found = ollama_use({"data_dir": str(tmp_path), "ollama_urls": host_urls(host)})
     assert (found["version"], found["installed"]) == ("0.30.0", ["mine:latest"])

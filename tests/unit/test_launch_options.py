@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec
-from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables, table
+from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables
 from trainyard.run.plan import environment
 from trainyard.run.types import PlanEntry
 
@@ -107,12 +107,6 @@ def test_options_come_from_variables_of_the_inventory() -> None:
     resolve = {"{{ two }}": 2}
     options = options_from_variables(variables, lambda value: resolve.get(value, value), {"max_restarts": 1})
     assert (options.min_nodes, options.max_restarts, options.head) == (2, 1, "")
-
-
-def test_the_table_lists_every_option() -> None:
-    lines = table().splitlines()
-    assert [line.split("`")[1] for line in lines[2:]] == list(OPTIONS)
-    assert "Deprecated name: `nodes_min`" in next(line for line in lines if line.startswith("| `min_nodes`"))
 
 
 def test_no_other_file_declares_a_launch_option() -> None:

@@ -250,6 +250,17 @@ def test_lies_in_result_json(cluster: Cluster, tmp_path: Path) -> None:
     assert outside(tmp_path) == []
 
 
+def test_hosts_that_ended_with_different_weights_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    other = encode(RESULT | {"adapter_sha256": "1" * 64}).decode()
+    cluster.transports["node2"].lie = lambda verb, request, truth: (
+        truth | {"text": {"result.json": other}} if verb == "read_files" else truth
+    )
+    with pytest.raises(
+        RunError, match=r"different weights \(adapter_sha256: node1 0{12}, node2 1{12}\): do not use them"
+    ):
+        collect(cluster, tmp_path)
+
+
 NAMES = [
     "../escaped", "/etc/escaped", ".ssh/authorized_keys", "adapter/../../escaped", "adapter/.hidden", "adapter/a/b",
     "adapter/\x1b[2J", "adapter/a\nb", "adapter/", "adapter", "adapter/..", "adapter/" + "x" * 300, "", "model/\0",

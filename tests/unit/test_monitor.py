@@ -155,18 +155,16 @@ def test_the_step_of_a_resumed_run_is_reported_once_per_start() -> None:
     assert progress.lines([resumed], 3.0)[0] == said
 
 
-def test_a_lag_is_reported_once() -> None:
-    progress = Progress(2, 0.0, 600)
-
-    def lines(first: int, second: int) -> list[str]:
-        parts = [part("a", 0, state={"step": first}), part("b", 1, state={"step": second})]
-        return [line for line in progress.lines(parts, 0.0) if "behind" in line]
-
-    assert lines(5, 1) == []
-    assert lines(9, 2) == ["rank 1 on b is 7 steps behind the first rank"]
-    assert lines(12, 3) == []
-    assert lines(12, 12) == []
-    assert len(lines(20, 12)) == 1
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [([0.1, 0.2], ["rank 1 on b takes 0.2 s per step, the other ranks 0.1 s: they wait for it"]), ([0.1, 0.12], [])],
+)
+def test_a_slow_rank_is_reported_once(seconds: list[float], said: list[str]) -> None:
+    progress, lines = Progress(2, 0.0, 600), []
+    for step in range(1, 12):
+        parts = [part("a", 0, state={"step": step, "step_seconds": seconds}), part("b", 1, state={"step": step})]
+        lines += [line for line in progress.lines(parts, 0.0) if "per step" in line]
+    assert lines == said
 
 
 def test_a_stall_needs_all_ranks_to_make_no_progress() -> None:

@@ -35,7 +35,7 @@ RESULT = {
 )
 def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, Any] | None, more: list[str]) -> None:
     known = make_spec(spec, "the test") if spec else None
-    lines = summary(RESULT, HEAD, 2, None, known)  # type: ignore[arg-type]  # it is asked for TensorBoard only
+    lines = summary("r", RESULT, HEAD, 2, None, known)  # type: ignore[arg-type]  # it is asked for TensorBoard only
     assert lines[: 1 + len(more)] == ["run r finished: 1 of 1 steps on 2 ranks, 2 hosts", *more]
     assert lines[1 + len(more)] == "  loss         4.0000 -> 3.0000 (-25 %)"
     assert "  speed        47 tokens/s, 11 tokens of 1 sample (without the eval split)" in lines
@@ -43,7 +43,7 @@ def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, 
 
 def test_the_summary_has_the_totals_of_the_dataset() -> None:
     data = {"samples": 9, "answers": 12, "tokens": 80, "truncated": 2, "dropped": {"too long": 1}, "notes": {}}
-    lines = summary(RESULT | {"data": data}, HEAD, 2, None, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only
+    lines = summary("r", RESULT | {"data": data}, HEAD, 2, None, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only
     assert (
         lines[4] == "  data         9 samples: 12 answers and 80 tokens with loss, 2 truncated, 1 dropped (1 too long)"
     )
@@ -52,7 +52,7 @@ def test_the_summary_has_the_totals_of_the_dataset() -> None:
 
 def test_the_summary_names_the_part_of_the_samples() -> None:
     known = make_spec({"data_part": "shard:2/4"}, "the test")
-    lines = summary(RESULT | {"train_samples": 7}, HEAD, 2, None, known)  # type: ignore[arg-type]
+    lines = summary("r", RESULT | {"train_samples": 7}, HEAD, 2, None, known)  # type: ignore[arg-type]
     assert "  data part    shard:2/4: 7 different samples" in lines
 
 

@@ -112,24 +112,6 @@ def test_a_start_that_leaves_the_returning_host_out_counts_as_its_loss(monkeypat
     assert starts.session.follow()["status"] == "finished" and starts.session._speeds.losses == {"c": 2}
 
 
-def test_a_host_that_lost_its_supervisor_imports_before_the_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts, asked = Starts(monkeypatch, lambda names: None, returns=0), []
-    hosts = {"a": {"status": "failed"}, "b": {"status": "lost"}}
-    failures = iter(
-        [RunFailedError("the supervisor on b has exited", lost=[], cause={"kind": "supervisor"}, hosts=hosts)]
-    )
-
-    def follow(*args: Any, **more: Any) -> dict[str, Any]:
-        for failure in failures:
-            raise failure
-        return starts.follow(*args, **more)
-
-    monkeypatch.setattr(module, "follow_parts", follow)
-    monkeypatch.setattr(module, "plan_run", lambda *args: RunPlan(entries("ab"), "new", 1, [], SPEC))
-    monkeypatch.setattr(starts.session._early, "begin", asked.extend)
-    assert starts.session.follow()["status"] == "finished" and asked == ["b"]
-
-
 def test_failures_without_progress_still_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(names: list[str]) -> None:
         raise LaunchError("a: cannot start")

@@ -25,9 +25,6 @@ BASE = Imports("/venv/bin/python", "p", "t", {"OMP_NUM_THREADS": "2", "LD_PRELOA
         (replace(BASE, interpreter="/other/python"), "the interpreter changed"),
         (replace(BASE, packages="q"), "the installed packages changed"),
         (replace(BASE, trainer="u"), "the trainer changed"),
-        (replace(BASE, variables={**BASE.variables, "OMP_NUM_THREADS": "1"}), "the variable OMP_NUM_THREADS changed"),
-        (replace(BASE, variables={**BASE.variables, "LD_PRELOAD": ""}), "the variable LD_PRELOAD changed"),
-        (replace(BASE, variables={**BASE.variables, "HF_HUB_OFFLINE": "1"}), "the variable HF_HUB_OFFLINE changed"),
         (replace(BASE, variables={**BASE.variables, "TOKEN": "secret-two"}), "the variable TOKEN changed"),
     ],
 )
@@ -36,7 +33,7 @@ def test_the_first_difference_is_named_without_a_value(other: Imports, says: str
     assert "secret" not in says
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(10))
 def test_any_variable_counts_but_those_that_are_read_late(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     names = [f"V{n}" for n in range(8)] + sorted(LATE)

@@ -31,8 +31,6 @@ def carry_out(verb: str, request: dict[str, object]) -> dict[str, object]:
     """Return the answer to a request. Raises SupervisorError."""
     if verb == "start":
         from trainer.supervise.start import start as action
-    elif verb == "prepare":
-        from trainer.supervise.start import prepare as action
     elif verb == "stop":
         from trainer.supervise.stop import stop as action
     elif verb == "status":
@@ -40,7 +38,7 @@ def carry_out(verb: str, request: dict[str, object]) -> dict[str, object]:
     elif verb == "list":
         from trainer.supervise.status import list_runs as action
     else:
-        raise SupervisorError(f"unknown verb {verb!r}; use start, prepare, status, stop, list or run")
+        raise SupervisorError(f"unknown verb {verb!r}; use start, status, stop, list or run")
     return action(request)
 
 

@@ -40,7 +40,6 @@ class StartRequest:
     )
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
     standby: float = 0.0  # seconds for which a standby process waits for the next start; 0 for none
-    waits: bool = False  # start no torchrun: wait for the next start with the standby process, see `prepare`
     settings: str = ""  # digest of the unit's settings but for `reachable`, set by `start`
     script: str = ""  # batch script of Slurm that starts the ranks, with the backend slurm
     unit: str = ""  # the systemd unit, set by `start`
@@ -49,7 +48,7 @@ class StartRequest:
     @classmethod
     def from_json(cls, request: dict[str, Any]) -> StartRequest:
         """Return the request. Raises SupervisorError for a field that is missing or unknown."""
-        known = {entry.name for entry in fields(cls)} - {"unit", "settings", "waits", "data_dir"}
+        known = {entry.name for entry in fields(cls)} - {"unit", "settings", "data_dir"}
         if wrong := sorted({"run_dir", "command"} - set(request)) or sorted(set(request) - known):
             raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
         return cls(**{name: value for name, value in request.items() if value is not None})
@@ -72,7 +71,6 @@ class StartRequest:
         words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
         words += ["--lease", self.lease] if self.lease else []
         words += ["--standby", f"{self.standby:g}"] if self.standby else []
-        words += ["--waits"] if self.waits else []
         words += ["--settings", self.settings] if self.settings else []
         words += ["--reachable", _join(self.reachable)] if self.reachable else []
         return [*words, "--", *self.command]
@@ -94,7 +92,6 @@ def parse_flags(arguments: list[str]) -> StartRequest:
     parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to run the lighthouse")
     parser.add_argument("--lease", default="", help="file whose lock permits the run to use this host")
     parser.add_argument("--standby", type=float, default=0.0, help="seconds to wait for the next start")
-    parser.add_argument("--waits", action="store_true", help="start no torchrun before the next start")
     parser.add_argument("--settings", default="", help="digest of the settings of the unit")
     parser.add_argument("--reachable", default="", help="addresses to which the unit is limited")
     parser.add_argument("--unit", default="", help="the systemd unit of this process")

@@ -26,7 +26,6 @@ from trainer.supervise.environment import (
 from trainer.supervise.files import (
     SupervisorError,
     hold_lock,
-    is_alive,
     other_runs,
     read_json,
     read_node,
@@ -139,38 +138,6 @@ def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
     started = {"backend": "systemd" if systemd else "process", "pid": node["pid"], "started": node["started"]}
     ignored = {"ignored": wanted.properties} if wanted.properties and not systemd else {}
     return started | ({"unit": wanted.unit} if wanted.unit else {}) | ignored
-
-
-def prepare(request: dict[str, Any]) -> dict[str, Any]:
-    """Start a supervisor that waits, with its standby process, for the next start of a run, which then needs no imports.
-
-    Args:
-        request: the fields of StartRequest. The run folder is that of an earlier start.
-
-    Returns:
-        `waits`: true, also if one waits already.
-
-    Raises:
-        SupervisorError: the run, or another one, is running on this host, or the supervisor ended.
-    """
-    wanted = replace(StartRequest.from_json(request), waits=True)
-    run_dir = wanted.resolve()
-    if not (run_dir / TRAINER).is_file() or wanted.standby <= 0:
-        raise SupervisorError(f"no standby process can be started for {run_dir}")
-    with one_start(run_dir):
-        if waiting_supervisor(run_dir):
-            return {"waits": True}
-        check_lease(wanted.lease)
-        check_idle(run_dir, wanted.devices, wanted.lease)
-        systemd = choose_backend(wanted.backend)
-        start_supervisor(wanted, run_dir, systemd, complete(wanted, run_dir, systemd))
-        deadline = time.monotonic() + START_LIMIT
-        # A start that follows finds the record of the wait, and not a process that it does not know.
-        while waiting_supervisor(run_dir) is None or is_alive(run_dir):
-            if not run_processes(run_dir) or time.monotonic() > deadline:
-                raise SupervisorError(f"the supervisor does not wait; see {log_file(wanted, run_dir)}")
-            time.sleep(0.02)
-    return {"waits": True}
 
 
 def complete(wanted: StartRequest, run_dir: LinkFreePath, systemd: list[str] | None) -> list[str]:

@@ -63,7 +63,8 @@ def run_supervisor(arguments: list[str]) -> None:
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
             supervisor = Supervisor(request, run_dir, log, standby)
-            waits = supervisor.begin_first_wait() if request.waits else supervisor.run_and_wait()
+            supervisor.run()
+            waits = supervisor.begin_waiting()
         request, standby = (supervisor.wait_for_start() if waits else None), supervisor.standby
 
 
@@ -111,22 +112,13 @@ class Supervisor:
             "failures": [],
         }
 
-    def run_and_wait(self) -> bool:
-        """Run torchrun to its end; return whether to wait for the next start."""
-        self.run()
-        return self.begin_waiting()
-
-    def set_up_process(self) -> None:
-        """Set the attributes of this process that its children need."""
+    def run(self) -> None:
+        """Run torchrun until it ends and is not restarted; record the end."""
         # Orphans become children of this process: torchrun starts its workers in separate sessions.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         if not self.request.unit:  # a unit has the property for this
             prctl(PR_SET_NO_NEW_PRIVS, 1)
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
-
-    def run(self) -> None:
-        """Run torchrun until it ends and is not restarted; record the end."""
-        self.set_up_process()
         if self.request.hold and not self.wait_for_go():
             return
         while True:
@@ -364,33 +356,16 @@ class Supervisor:
 
     # Between two starts
 
-    def begin_first_wait(self) -> bool:
-        """Let the standby process import before there is a start that needs it; return whether to wait for that start.
-
-        The state of the last start on this host remains.
-        """
-        self.set_up_process()
-        with contextlib.suppress(SupervisorError):  # the start reports it
-            self.prepare_standby()
-        return self.record_wait()
-
-    def record_wait(self) -> bool:
-        """Record that this process waits with its standby process; return whether it can."""
-        if self.standby and self.standby.is_idle:
-            with contextlib.suppress(OSError):  # a full disk
-                begin_waiting(self.run_dir, self.request, self.standby.pid, self.standby.imports.trainer)
-                return True
-        self.end_standby()
-        return False
-
     def begin_waiting(self) -> bool:
         """Return whether to wait for the next start, which is then recorded: after a failure that no user must fix."""
         failed = self.node["status"] == "failed" and not self.stop_requested
         again = self.to_be_started or (self.run_dir / AGAIN).exists()
         wanted = ((self.run_dir / "stop").exists() and not again) or (self.run_dir / "state/stop-wanted").exists()
         expected = self.node["status"] != "finished" and (failed or again) and not self.ranks.mistake()
-        if expected and not wanted and "error" not in self.node:
-            return self.record_wait()
+        if expected and not wanted and "error" not in self.node and self.standby and self.standby.is_idle:
+            with contextlib.suppress(OSError):  # a full disk
+                begin_waiting(self.run_dir, self.request, self.standby.pid, self.standby.imports.trainer)
+                return True
         self.end_standby()
         return False
 

@@ -156,7 +156,7 @@ def _result(name: str, values: Mapping[str, Any]) -> RunResult:
 def _records(host: str, text: str | None) -> list[dict[str, Any]]:
     try:
         lines = [untrusted_json(line) for line in (text or "").splitlines(keepends=True) if line.endswith("\n")]
-        found: list[dict[str, Any]] = checked_reply("steps of metrics.jsonl", {"records": lines})["records"]
+        found: list[dict[str, Any]] = checked_reply("metrics.jsonl", {"records": lines})["records"]
     except ReplyError as error:
         raise RunError(f"{host}: {error}") from None
     return found

@@ -20,16 +20,14 @@ from trainyard.cli.output import Output
 
 INTERRUPTED = 99
 _UTF8_LOCALE = "C.UTF-8"
-PACKAGES = {"ansible": "controller", "tyro": "cli"}  # and the extra that installs them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = with_verb(list(sys.argv[1:] if argv is None else argv))
-    if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
-        extras = ",".join(PACKAGES.values())
-        command = f"{sys.executable} -m pip install 'trainyard[{extras}]'"
-        print(f"error: the command line needs the package {missing[0]}: run {command}", file=sys.stderr)
+    if importlib.util.find_spec("ansible") is None:
+        command = f"{sys.executable} -m pip install 'trainyard[controller]'"
+        print(f"error: the command line needs the package ansible: run {command}", file=sys.stderr)
         return 2
     output = Output(as_json="--json" in words)  # for errors in the words themselves
     try:
@@ -72,15 +70,17 @@ def with_verb(words: list[str]) -> list[str]:
 
 
 def _dispatch(words: list[str]) -> int:
-    before = words[: words.index("--")] if "--" in words else words
-    if words[:1] == ["completion"] and not {"-h", "--help"} & set(before):
-        return _completion(words[1:])
-    if {"-h", "--help"} & set(before) or words[:1] == ["--tyro-print-completion"]:
-        # The name of the command, if there is one: the parser accepts more flags than tyro.
-        named = [] if words[0].startswith("-") else words[0].split(" ", 1)
-        return _help([*named, "--help"] if words[0] != "--tyro-print-completion" else words)
     from trainyard.commands.table import COMMANDS
 
+    before = words[: words.index("--")] if "--" in words else words
+    asks = {"-h", "--help"} & set(before)
+    if asks and (words[0].startswith("-") or words[0] in (*COMMANDS, "queue", "completion")):
+        from trainyard.cli.help import help_text
+
+        print(help_text("" if words[0].startswith("-") else words[0]))
+        return 0
+    if words[:1] == ["completion"]:
+        return _completion(words[1:])
     if not words or words[0] not in COMMANDS:
         if words and (near := nearest(words[0], COMMANDS)):
             raise UserError(f"unknown command {quoted(words[0])}{near} trainyard --help describes all commands")
@@ -92,21 +92,12 @@ def _dispatch(words: list[str]) -> int:
 def _completion(words: list[str]) -> int:
     """Print the script of a shell."""
     from trainyard.cli.flags import parse
+    from trainyard.cli.help import completion
     from trainyard.commands.options import CompletionOptions
     from trainyard.commands.table import COMPLETION
 
     given = parse("completion", (COMPLETION,), "shell", words).of(COMPLETION)
-    options = CompletionOptions.from_variables(given, "completion")
-    return _help(["--tyro-print-completion", options.shell])
-
-
-def _help(words: list[str]) -> int:
-    from trainyard.cli.help import show
-
-    try:
-        show(words)
-    except SystemExit as end:
-        return int(end.code or 0)
+    print(completion(CompletionOptions.from_variables(given, "completion").shell), end="")
     return 0
 
 

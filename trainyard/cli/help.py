@@ -1,13 +1,11 @@
-"""`--help` and the completion of shells, by tyro, from the same options as the parser."""
+"""`--help` and the completion of shells, from the same options as the parser."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Union, get_origin
+import argparse
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
 
-import tyro
 from pydantic.fields import FieldInfo
 
 from trainer.config import describe
@@ -17,74 +15,125 @@ from trainyard.commands.options import SHORT
 from trainyard.commands.table import COMMANDS, COMPLETION, Command
 
 PROGRAM = "trainyard"
-QUEUE_SUMMARY = "add runs to the queue, list or change them"
-COMPLETION_SUMMARY = "print the script that completes commands and flags in a shell"
+_OVERVIEW = f"""\
+usage: {PROGRAM} COMMAND [--help] ...
+
+Train language models on a few Linux machines. docs/command-line.md describes the commands, and
+{PROGRAM} COMMAND --help their options.
+"""
+_OTHERS = {
+    "queue": Command("queue", "add runs to the queue, list or change them", None, ()),
+    "completion": Command(
+        "completion",
+        "print the script that completes commands and flags in a shell",
+        None,
+        (COMPLETION,),
+        "shell",
+        on_hosts=False,
+    ),
+}
+_SCRIPT = """\
+_trainyard_words() {
+    local command="${COMP_WORDS[1]}" before="${COMP_WORDS[COMP_CWORD-1]}" found
+    if [ "$COMP_CWORD" -eq 1 ]; then command=""; fi
+    if [ "$command" = queue ]; then command="queue ${COMP_WORDS[2]}"; fi
+    case "$command $before" in
+%s
+    esac
+    COMPREPLY=($(compgen -W "$found" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _trainyard_words trainyard
+"""
+# The script is sourced, or it is the file of a function that zsh has just called.
+_ZSH = """\
+#compdef trainyard
+autoload -U +X bashcompinit && bashcompinit
+%s
+if [[ $zsh_eval_context[-1] != (eval|file) ]]; then _bash_complete -o default -F _trainyard_words; fi
+"""
 
 
-def show(words: Sequence[str]) -> None:
-    """Let tyro answer `--help` or `--tyro-print-completion`, and exit."""
-    commands: list[Any] = [_subcommand(name, command) for name, command in COMMANDS.items() if " " not in name]
-    commands.append(_queue())
-    completion = dataclasses.make_dataclass("completion", _group_fields([COMPLETION]))
-    commands.append(
-        Annotated[completion, tyro.conf.subcommand("completion", description=COMPLETION_SUMMARY, prefix_name=False)]
+def help_text(name: str) -> str:
+    """Return the help of a command, of `queue` with its verbs, or of the program for an empty name."""
+    if name in COMMANDS or name == "completion":
+        return _command_help(COMMANDS.get(name) or _OTHERS[name])
+    verbs = {each.removeprefix("queue "): command for each, command in COMMANDS.items() if each.startswith("queue ")}
+    listed = (
+        verbs if name == "queue" else {each: command for each, command in COMMANDS.items() if " " not in each} | _OTHERS
     )
-    program: Any = Union[tuple(commands)]  # noqa: UP007
-    tyro.cli(
-        program,
-        prog=PROGRAM,
-        description="Train language models on a few Linux machines. docs/command-line.md describes the commands, "
-        f"and {PROGRAM} COMMAND --help their options.",
-        args=words,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-    )
+    head = f"usage: {PROGRAM} queue VERB [--help] ...\n" if name == "queue" else _OVERVIEW
+    width = max(map(len, listed)) + 2
+    return "\n".join([head, *(f"  {each:<{width}}{command.summary}" for each, command in listed.items())])
 
 
-def _queue() -> Any:
-    """Return the command `queue`, whose verbs are commands of their own."""
-    verbs: list[Any] = [_subcommand(name, command) for name, command in COMMANDS.items() if " " in name]
-    fields: list[Any] = [("verb", Union[tuple(verbs)])]  # noqa: UP007
-    queue = dataclasses.make_dataclass("queue", fields)
-    return Annotated[queue, tyro.conf.subcommand("queue", description=QUEUE_SUMMARY, prefix_name=False)]
+def completion(shell: str) -> str:
+    """Return the script that completes commands, flags and choices. zsh runs the one of bash."""
+    cases = []
+    for command in (*COMMANDS.values(), _OTHERS["completion"]):
+        options = [
+            (f"--{field.replace('_', '-')}", option)
+            for group in _groups(command)
+            for field, option in group.fields.items()
+        ]
+        cases += [
+            f'"{command.name} {flag}") found="{" ".join(_choices(option))}" ;;'
+            for flag, option in options
+            if _choices(option)
+        ]
+        cases.append(f'"{command.name} "*) found="{" ".join(flag for flag, _ in options)}" ;;')
+    verbs = [name.removeprefix("queue ") for name in COMMANDS if name.startswith("queue ")]
+    cases.append(f'"queue "*) found="{" ".join(verbs)}" ;;')
+    cases.append(f'*) found="{" ".join([*(name for name in COMMANDS if " " not in name), *_OTHERS])}" ;;')
+    script = _SCRIPT % "\n".join(f"    {case}" for case in cases)
+    return _ZSH % script if shell == "zsh" else script
 
 
-def _subcommand(name: str, command: Command) -> Any:
-    flags = dataclasses.make_dataclass(re.sub("[- ]", "_", name), _group_fields(command.all_groups))
-    usage = f"{PROGRAM} {name} [{command.positional.upper()}]: " if command.positional else ""
+def _command_help(command: Command) -> str:
+    words = f" [{command.positional.upper()}]" if command.positional else ""
     same = f" The same as {command.playbook}." if command.playbook else ""
-    text = f"{usage}{command.summary}.{same}"
-    return Annotated[flags, tyro.conf.subcommand(name.split(" ")[-1], description=text, prefix_name=False)]
+    parser = argparse.ArgumentParser(
+        PROGRAM,
+        f"{PROGRAM} {command.name}{words} [--FLAG VALUE ...]",
+        f"{command.summary}.{same}".replace("%", "%%"),
+        add_help=False,
+    )
+    for group in _groups(command):
+        section = parser.add_argument_group(group.title)
+        for name, option in group.fields.items():
+            kind: dict[str, Any] = (
+                {"metavar": _metavar(option)} if option.annotation is not bool else {"action": "store_true"}
+            )
+            section.add_argument(*_flags(name, option), help=_help(group, name, option).replace("%", "%%"), **kind)
+    return parser.format_help().rstrip("\n")
 
 
-def _group_fields(groups: Sequence[Group]) -> list[Any]:
-    """Return the fields of a class with one class for each group, which is one section of the help."""
-    found = []
-    for group in groups:
-        name = group.title.removesuffix(" options").replace(" ", "_")  # tyro appends "options"
-        section = dataclasses.make_dataclass(name, _flags(group))
-        found.append((name, section, dataclasses.field(default_factory=section)))
-    return found
+def _groups(command: Command) -> tuple[Group, ...]:
+    return command.groups if command is _OTHERS["completion"] else command.all_groups
 
 
-def _flags(group: Group) -> list[Any]:
-    """Return the fields of a class whose flags are those of the options. Values other than choices are text."""
-    short = {name: f"-{letter}" for letter, name in SHORT.items()}
-    found = []
-    for name, option in group.fields.items():
-        kind = option.annotation if option.annotation is bool or get_origin(option.annotation) is Literal else str
-        shown = tyro.conf.arg(
-            help=describe(name) if isinstance(group, SpecGroup) else option.description,
-            metavar=_metavar(option) if kind is str else None,
-            aliases=[short[name]] if name in short else None,
-            help_behavior_hint=f"(default: {_text(option.default)})" if _text(option.default) else "",
-        )
-        default = option.default if kind is not str else _text(option.default)
-        found.append((name, Annotated[kind, shown], dataclasses.field(default=default)))  # type: ignore[valid-type]
-    return found
+def _flags(name: str, option: FieldInfo) -> Iterator[str]:
+    flag = name.replace("_", "-")
+    yield from (f"-{letter}" for letter, long in SHORT.items() if long == name)
+    yield f"--{flag}"
+    if option.annotation is bool:
+        yield f"--no-{flag}"
+
+
+def _help(group: Group, name: str, option: FieldInfo) -> str:
+    text = describe(name) if isinstance(group, SpecGroup) else str(option.description)
+    default = option.default
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+    return f"{text} (default: {shown})" if default not in (None, (), {}, "", ...) else text
+
+
+def _choices(option: FieldInfo) -> list[str]:
+    return [str(word) for word in get_args(option.annotation)] if get_origin(option.annotation) is Literal else []
 
 
 def _metavar(option: FieldInfo) -> str:
-    """Return the placeholder of a flag's value in the help."""
+    """Return the placeholder of a flag's value."""
+    if choices := _choices(option):
+        return f"{{{','.join(choices)}}}"
     if expected := metadata(option)["expected"]:
         return str(expected)
     kind = get_origin(option.annotation) or option.annotation
@@ -93,10 +142,3 @@ def _metavar(option: FieldInfo) -> str:
     if kind is tuple:
         return "WORD[,WORD...]"
     return expected_value(option).removeprefix("an ").removeprefix("a ")
-
-
-def _text(value: Any) -> str:
-    """Return a default as the text of a flag."""
-    if value in (None, (), {}, ""):
-        return ""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()

@@ -54,7 +54,8 @@ class _Collector:
             yield _family(metric, text, ["host", "gpu"], values)
         alive = [run for run in self._cluster.runs.values() if run.alive]
         for key, (metric, text) in RUN_VALUES.items():
-            found = [([run.name], value) for run in alive if (value := run.first.get(key)) is not None]
+            beats = [(run.name, run.first.get(key)) for run in alive]
+            found = [([name], float(value)) for name, value in beats if isinstance(value, int | float)]
             yield _family(metric, text, ["run"], found)
         shares = [([run.name], run.comm_share) for run in alive if run.comm_share is not None]
         yield _family("trainyard_run_communication_share", "share of the time in communication", ["run"], shares)

@@ -13,10 +13,11 @@ from trainer.formats import counted
 from trainyard.connection import Host
 from trainyard.dashboard.energy import Energy, EnergyMeter
 from trainyard.dashboard.history import History
-from trainyard.replies import ReplyError, checked_reply
+from trainyard.replies import ReplyError
+from trainyard.reply_types.runs import Heartbeat
 from trainyard.run.job_words import waiting_line, waits
 from trainyard.run.monitor import ENDED, Part, causes
-from trainyard.run.status import newest_start
+from trainyard.run.status import checked_status, newest_start
 
 EVENTS = 1000  # that are kept
 RUNS = 20_000  # of all hosts
@@ -102,16 +103,14 @@ class RunState:
         return self.status in ALIVE
 
     @property
-    def ranks(self) -> dict[int, tuple[str, dict[str, Any]]]:
+    def ranks(self) -> dict[int, tuple[str, Heartbeat]]:
         """{rank: (host, heartbeat)} of the newest start."""
-        return {
-            rank: (part.host, part.states.get(rank, {})) for part in self.newest for rank in part.ranks or part.states
-        }
+        return {rank: (part.host, part.state(rank)) for part in self.newest for rank in part.ranks or part.states}
 
     @property
-    def first(self) -> dict[str, Any]:
+    def first(self) -> Heartbeat:
         """The heartbeat of the first rank that has one."""
-        return next((state for _, (_, state) in sorted(self.ranks.items()) if state), {})
+        return next((state for _, (_, state) in sorted(self.ranks.items()) if state), Heartbeat())
 
     @property
     def comm_share(self) -> float | None:
@@ -277,7 +276,7 @@ class ClusterView:
     def _take_run(self, host: str, line: dict[str, Any]) -> None:
         name = line["name"]
         try:
-            answer = checked_reply("run_status", line["state"])
+            answer = checked_status(line["state"])
         except ReplyError as error:
             self.add_event("warning", f"{host}: run {name}: {error}", host=host, key=("warning", host, name))
             return
@@ -288,7 +287,8 @@ class ClusterView:
         # The folder comes from the inventory: a reply of a host never determines a path.
         folder = f"{self.hosts[host].host.data_dir}/runs/{name}"
         part = run.parts.setdefault(host, Part(host, folder))
-        part.answer, part.ranks = answer, (answer.get("node") or {}).get("ranks") or []
+        part.answer = answer
+        part.ranks = part.node.get("ranks") or []
         run.checkpoints[host], run.results[host] = line["checkpoints"], line["result"]
         self._judge(run, new)
 

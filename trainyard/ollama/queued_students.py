@@ -105,7 +105,7 @@ class StudentQueue:
             error = "" if result else f"{', '.join(hosts) or 'no host'}: has no result.json"
             if state != "finished":
                 error = str(about[run]["reason"]) or ("see its logs" if state == "failed" else f"it was {state}")
-            found.append(StudentRun(by_run[run], run, hosts, result or {}, error))
+            found.append(StudentRun(by_run[run], run, hosts, dict(result or {}), error))
         return found
 
     def _results(self, runs: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -17,13 +17,12 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError
-from trainer.formats import counted, printable
+from trainer.formats import counted, printable, table
 from trainyard.connection import Host, HostConnection, InventoryError
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
 from trainyard.run.session import KeepRecord, RunSession
-from trainyard.tables import table
 
 Connect = Callable[[Host], HostConnection]
 Report = Callable[[str], None]

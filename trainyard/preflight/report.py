@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.formats import counted
+from trainer.formats import counted, table
 from trainyard.preflight.hardware import hardware_table
 from trainyard.preflight.host_state import HostState
-from trainyard.tables import table
 
 LEVELS = ("failure", "warning", "note")  # a run fails; a run may be slower; information
 COLUMNS = ["host", "address", "device", "free memory", "to the head", "verdict"]

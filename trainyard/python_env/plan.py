@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.formats import table
 from trainyard.connection import Host
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
-from trainyard.tables import table
 
 UNCHANGED = {"key": "", "todo": "none", "flavour": "", "tag": "", "serves": False, "fetches": False}
 

@@ -45,14 +45,13 @@ VERBS: dict[str, tuple[str, str, float | None]] = {
     "evaluate": ("trainyard.remote.apart", "evaluate", None),
     "gguf_export": ("trainyard.remote.apart", "gguf_export", None),
     "run_start": ("trainer.supervise.start", "start", 120),
-    "run_prepare": ("trainer.supervise.start", "prepare", 120),
     "run_status": ("trainer.supervise.status", "status", 60),
     "run_stop": ("trainer.supervise.stop", "stop", 240),
     "run_list": ("trainer.supervise.status", "list_runs", 60),
     "sample": ("trainyard.remote.sampler", "sample", None),
 }
 # Half a start, or half a stop, is worse than one without its controller: these end with their work, not with their connection.
-FINISH = ("run_start", "run_prepare", "run_stop")
+FINISH = ("run_start", "run_stop")
 
 
 def main() -> NoReturn:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
-import json
+import contextlib
 import os
 import platform
 import shutil
-import urllib.parse
 from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
+from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.remote.host_facts import nearest_folder
 
-OLLAMA_PORT = 11434
 OLLAMA_LIMIT = 2.0  # s for each address
-ANSWER_LIMIT = 2 << 20  # bytes; a list of 1,000 models has about 0.4 MB
 MODELS = 100  # names in the answer
 
 
@@ -56,18 +53,8 @@ def cpu_model() -> str:
 def ollama_models(urls: list[str]) -> list[str] | None:
     """Return the names of the models of an Ollama at the first address that answers, or None."""
     for url in urls:
-        parts = urllib.parse.urlsplit(url)
-        address = urllib.parse.unquote(parts.hostname or "")  # the zone of a link-local IPv6 address
-        connection = http.client.HTTPConnection(address, parts.port or OLLAMA_PORT, timeout=OLLAMA_LIMIT)
-        try:
-            connection.request("GET", "/api/tags")
-            reply = connection.getresponse()
-            found = json.loads(reply.read(ANSWER_LIMIT)).get("models") if reply.status == 200 else None
-            names = [str(model["name"])[:200] for model in found or []]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, http.client.HTTPException):
-            continue
-        finally:
-            connection.close()
-        if found is not None:
-            return sorted(names)
+        with contextlib.suppress(OllamaError, OSError):
+            client = OllamaClient(url, connect_timeout=OLLAMA_LIMIT, idle_timeout=OLLAMA_LIMIT, deadline=OLLAMA_LIMIT)
+            client.version()
+            return sorted(client.tags())
     return None

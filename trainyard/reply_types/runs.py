@@ -139,10 +139,6 @@ class Started(OpenReply):
     ignored: NotRequired[Lines]
 
 
-class Prepared(OpenReply):
-    waits: bool
-
-
 class Begun(OpenReply):
     now: Number
 
@@ -258,19 +254,6 @@ class PlanFile(OpenReply):
     entries: Annotated[list[PlanEntry], Field(max_length=RANKS_LIMIT)]
 
 
-class MetricsRecord(OpenReply):
-    step: Count
-    loss: Optional
-    tokens: Count | Number
-    tokens_per_second: Optional
-
-
-class Metrics(OpenReply):
-    """The records of `metrics.jsonl`."""
-
-    records: Annotated[list[MetricsRecord], Field(max_length=FILES_LIMIT)]
-
-
 class Step(OpenReply):
     step: Count
     loss: NotRequired[Optional]
@@ -278,8 +261,8 @@ class Step(OpenReply):
     tokens_per_second: NotRequired[Optional]
 
 
-class Steps(OpenReply):
-    """The records of `metrics.jsonl`, also of a script."""
+class Metrics(OpenReply):
+    """The records of `metrics.jsonl`. Those of a script may have no more than `step`."""
 
     records: Annotated[list[Step], Field(max_length=FILES_LIMIT)]
 
@@ -300,7 +283,6 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "run_stop": RunStop,
     "run_list": RunList,
     "run_start": Started,
-    "run_prepare": Prepared,
     "begin": Begun,
     "plan.json": PlanFile,
     "result.json": FinalResult,
@@ -308,5 +290,4 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "merge": Merged,
     "evaluate": Evaluated,
     "metrics.jsonl": Metrics,
-    "steps of metrics.jsonl": Steps,
 }

@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from trainer.config import RunSpec
 from trainyard.connection import Host
-from trainyard.run.early_imports import EarlyImports
 from trainyard.run.gather import Connect, describe, fit_hosts
-from trainyard.run.launch import stop_parts
+from trainyard.run.launch import standby_seconds, stop_parts
 from trainyard.run.monitor import Part
 from trainyard.run.options import LaunchOptions
 from trainyard.run.planning import surplus
@@ -27,7 +26,6 @@ def watch_absent(
     prepared: PreparedRun,
     options: LaunchOptions,
     speeds: Speeds,
-    early: EarlyImports,
     failed_at: float | None,
 ) -> Rejoin | None:
     """Return what watches the hosts without which a start continues; None if the run may not be restarted for them.
@@ -37,7 +35,6 @@ def watch_absent(
         spec: its spec, whose strategy is never `auto`.
         hosts: all hosts of the run by name, in inventory order.
         speeds: measurements of earlier starts.
-        early: lets a host that returns import before it takes part again.
         failed_at: when the start before this one failed, on the monotonic clock; None if this is the first.
     """
     present = {entry.host for entry in plan}
@@ -61,7 +58,7 @@ def watch_absent(
 
         return check
 
-    return Rejoin(present, absent if options.min_nodes else [], connect, fits, early.begin, speeds, failed_at)
+    return Rejoin(present, absent if options.min_nodes else [], connect, fits, speeds, failed_at)
 
 
 def stop_absent(hosts: list[Host], run: str, connect: Connect) -> None:
@@ -74,5 +71,5 @@ def stop_absent(hosts: list[Host], run: str, connect: Connect) -> None:
 
 def end_standby(parts: list[Part], connect: Connect, options: LaunchOptions, lost: Collection[str]) -> None:
     """End the standby processes that only a restart could use, on all hosts but those of `lost`, where they end by themselves."""
-    if options.standby == "run" and options.max_restarts:
+    if standby_seconds(options):
         stop_parts([part for part in parts if part.host not in lost], connect, {"only_standby": True}, END_LIMIT)

@@ -8,8 +8,9 @@ import re
 import shlex
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from trainer.config import RunSpec
 from trainer.data.data_report import DataReport
@@ -17,10 +18,11 @@ from trainer.formats import counted
 from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.reply_types.runs import FinalResult
 from trainyard.run.copy_files import Exchange, copy_artifacts, fetch_file, lent_files, split_run
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
-from trainyard.run.types import PlanEntry
+from trainyard.run.types import PlanEntry, StepResult
 
 READ_LIMIT = 600.0  # s for a host to return results and digests
 # What is copied from a run folder: no checkpoints, no secrets.
@@ -42,9 +44,19 @@ _LOG = re.compile(r"logs/((?:rank|torchrun\.)\d{1,6}\.log)")
 _DIGESTS = ("adapter_sha256", "model_sha256")
 
 
+@dataclass(frozen=True)
+class _HostResult:
+    """What a host has of a run that has ended: its result and those of a job's other nodes, the ranks of the last start, sizes of logs."""
+
+    result: FinalResult | None
+    nodes: dict[str, FinalResult | None]
+    ranks: list[int]
+    logs: dict[str, int]
+
+
 def collect_artifacts(
     entries: list[PlanEntry], connect: Connect, copy_to: str = "", base_model: str = "", spec: RunSpec | None = None
-) -> dict[str, Any]:
+) -> StepResult:
     """Collect the results of a run that has ended.
 
     Args:
@@ -64,7 +76,7 @@ def collect_artifacts(
     run = Path(head.run_dir).name  # of the plan, not of a host's result
     results = _read_results(entries, connections)
     entries = [entry for entry in entries if entry.host in results]
-    result = results[head.host]["result"]
+    result = results[head.host].result
     if not result:
         raise RunError(f"{head.host}: {head.run_dir} has no result.json: see its logs in {head.run_dir}/logs")
     _check_weights(entries, results)
@@ -79,14 +91,14 @@ def collect_artifacts(
         raise RunError(f"{head.host}: {error}") from None
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from None
-    lines = summary(result | {"run": run}, head, len(entries), connections[head.host], spec)
+    lines = summary(run, result, head, len(entries), connections[head.host], spec)
     if copy_to:
         lines.insert(-1, f"  copy here    {target}")
     return {"result": result, "lines": lines, "changed": bool(copied)}
 
 
-def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnection]) -> dict[str, dict[str, Any]]:
-    """Return `result`, `ranks` of the last start, and `logs` with their sizes, for each host that answers.
+def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnection]) -> dict[str, _HostResult]:
+    """Return what each host that answers has.
 
     Raises:
         RunError: a host does not answer, and the run cannot have ended without it.
@@ -109,22 +121,21 @@ def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnectio
     results = {}
     for host, answer in asked.answers.items():
         sizes = answer["sizes"]
-        results[host] = {
-            "result": parse_result(host, answer["text"].get("result.json")),
-            "nodes": {name: parse_result(host, answer["text"].get(name)) for name in on_nodes[host]},
-            "ranks": [int(match[1]) for name in sizes if (match := _STATE.fullmatch(name))],
-            "logs": {match[1]: size for name, size in sizes.items() if (match := _LOG.fullmatch(name))},
-        }
+        results[host] = _HostResult(
+            parse_result(host, answer["text"].get("result.json")),
+            {name: parse_result(host, answer["text"].get(name)) for name in on_nodes[host]},
+            [int(match[1]) for name in sizes if (match := _STATE.fullmatch(name))],
+            {match[1]: size for name, size in sizes.items() if (match := _LOG.fullmatch(name))},
+        )
     return results
 
 
-def parse_result(host: str, text: str | None) -> dict[str, Any] | None:
+def parse_result(host: str, text: str | None) -> FinalResult | None:
     """Return a host's result.json, or None if it has none. Raises RunError if it is not valid."""
     if not text:
         return None
     try:
-        value = untrusted_json(text)
-        return checked_reply("result.json", value)
+        return cast("FinalResult", checked_reply("result.json", untrusted_json(text)))
     except ReplyError as error:
         raise RunError(f"{host}: {error}") from None
 
@@ -134,17 +145,17 @@ def _may_be_absent(entry: PlanEntry) -> bool:
     return entry.replica is not None and entry.node_rank > 0
 
 
-def _check_weights(entries: list[PlanEntry], results: dict[str, dict[str, Any]]) -> None:
+def _check_weights(entries: list[PlanEntry], results: dict[str, _HostResult]) -> None:
     """Check that all hosts ended with the same weights. Raises RunError."""
     head = entries[0]
     ended = {
-        entry.host: results[entry.host]["result"]
+        entry.host: results[entry.host].result
         for entry in entries
-        if results[entry.host]["result"] or not _may_be_absent(entry)
+        if results[entry.host].result or not _may_be_absent(entry)
     }
-    ended |= {f"{host} {name}": result for host in results for name, result in results[host]["nodes"].items() if result}
+    ended |= {f"{host} {name}": result for host in results for name, result in results[host].nodes.items() if result}
     for kind in _DIGESTS:
-        digests = {host: (result or {}).get(kind) for host, result in ended.items()}
+        digests = {host: result.get(kind) if result else None for host, result in ended.items()}
         if len(set(digests.values())) > 1:
             shown = ", ".join(f"{host} {str(digest)[:12]}" for host, digest in digests.items())
             raise RunError(
@@ -155,25 +166,25 @@ def _check_weights(entries: list[PlanEntry], results: dict[str, dict[str, Any]])
 
 def _gather_logs(
     entries: list[PlanEntry],
-    results: dict[str, dict[str, Any]],
+    results: dict[str, _HostResult],
     connections: dict[str, HostConnection],
     folder: Path,
 ) -> list[str]:
     """Copy the other hosts' logs to the head's run folder; return the names that were copied. Raises RemoteError."""
     head = entries[0]
-    present = results[head.host]["logs"]
+    present = results[head.host].logs
     # A host delivers the logs of its own ranks only, each file once.
-    taken = {f"rank{rank}.log" for rank in results[head.host]["ranks"]} | {"torchrun.0.log"}
+    taken = {f"rank{rank}.log" for rank in results[head.host].ranks} | {"torchrun.0.log"}
     copied: list[str] = []
     for entry in entries[1:]:
         answer = results[entry.host]
         # torchrun renumbers the ranks of an elastic run: logs of other ranks belong to earlier starts.
-        ranks = answer["ranks"] if entry.elastic else entry.ranks
+        ranks = answer.ranks if entry.elastic else entry.ranks
         current = {f"torchrun.{entry.node_rank}.log", *(f"rank{rank}.log" for rank in ranks)} - taken
         taken |= current
         wanted = {
             name: size
-            for name, size in sorted(answer["logs"].items())
+            for name, size in sorted(answer.logs.items())
             if name in current and present.get(name) != size and size <= LOG_LIMIT
         }
         try:
@@ -199,7 +210,7 @@ def _fetch_logs(connection: HostConnection, run_dir: str, sizes: Mapping[str, in
             fetch_file(connection, lent[f"{run}/logs/{name}"], folder / name, size)
 
 
-def _early_end(result: dict[str, Any], spec: RunSpec | None) -> list[str]:
+def _early_end(result: FinalResult, spec: RunSpec | None) -> list[str]:
     """Return a line that says why a run has fewer steps than its `max_steps`, or none."""
     wanted = spec.max_steps if spec else None
     if not spec or result["steps"] >= (wanted or 0):
@@ -207,7 +218,7 @@ def _early_end(result: dict[str, Any], spec: RunSpec | None) -> list[str]:
     return [f"  steps        epochs={spec.epochs} ends before max_steps={wanted}: more epochs give more steps"]
 
 
-def _data_part(result: dict[str, Any], spec: RunSpec | None) -> list[str]:
+def _data_part(result: FinalResult, spec: RunSpec | None) -> list[str]:
     """Return a line about the samples of a run that has trained on a part of them, or none."""
     if not spec or not spec.data_part or "train_samples" not in result:
         return []
@@ -215,20 +226,20 @@ def _data_part(result: dict[str, Any], spec: RunSpec | None) -> list[str]:
 
 
 def summary(
-    result: dict[str, Any], head: PlanEntry, hosts: int, connection: HostConnection, spec: RunSpec | None
+    run: str, result: FinalResult, head: PlanEntry, hosts: int, connection: HostConnection, spec: RunSpec | None
 ) -> list[str]:
     """Return the summary of a run, and the next command."""
     if result.get("script"):
-        return script_summary(result, head, hosts)
+        return script_summary(run, result, head, hosts)
     kind = "adapter" if result.get("adapter") else "model"
     where = f" on {head.host}" if hosts > 1 else ""
     eval_loss = result.get("eval_loss")
     first, last = result.get("loss_first"), result.get("loss_last")
     change = f" ({(last / first - 1) * 100:+.0f} %)" if first and last is not None else ""
     losses = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in (first, last))
-    samples = f"{result['tokens']} tokens of {counted(result['samples'], 'sample')} (without the eval split)"
+    samples = f"{result['tokens']} tokens of {counted(int(result['samples']), 'sample')} (without the eval split)"
     lines = [
-        f"run {result['run']} {result['status']}: {result['step']} of {result['steps']} steps on "
+        f"run {run} {result['status']}: {result['step']} of {result['steps']} steps on "
         f"{counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
         *_early_end(result, spec),
         f"  loss         {losses}{change}",
@@ -247,14 +258,14 @@ def summary(
     return lines
 
 
-def script_summary(result: dict[str, Any], head: PlanEntry, hosts: int) -> list[str]:
+def script_summary(run: str, result: FinalResult, head: PlanEntry, hosts: int) -> list[str]:
     """Return the summary of a run with a script."""
     losses = [result["loss_first"], result["loss_last"]]
     shown = " -> ".join(f"{loss:.4f}" for loss in losses if loss is not None)
     where = f" on {head.host}" if hosts > 1 else ""
     steps = f"{result['step']} of {counted(result['steps'], 'step')}" if result["steps"] else "no steps reported"
     lines = [
-        f"run {result['run']} {result['status']}: {steps} on {counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
+        f"run {run} {result['status']}: {steps} on {counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
         f"  script       {result['script']}",
         *([f"  loss         {shown}"] if shown else []),
         f"  result       {head.run_dir}/result.json{where}",
@@ -271,7 +282,7 @@ def with_base_model(name: str, config: bytes) -> bytes:
     return json.dumps(values | {"base_model_name_or_path": name}, indent=2, sort_keys=True).encode()
 
 
-def _averaged(result: dict[str, Any]) -> str:
+def _averaged(result: FinalResult) -> str:
     """Return the rank of an averaged adapter, which is not lora_r."""
     if not result.get("adapter_rank"):
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainyard.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.session import RunSession
-from trainyard.run.spec_files import Report
+from trainyard.run.types import PartEnd, Report, StepResult
 
 STEPS = 20  # of each host
 TOLERANCE = 0.02  # relative difference of a host's last loss from the median of all hosts that is reported
@@ -37,6 +37,7 @@ DEFAULTS = {
     "checkpoint_interval": 0,
     "loggers": "none",
 }
+_MEASURED = ("error", "device", "ranks", "steps_per_second", "tokens_per_second", "loss", "memory_gb")
 _NO_LAUNCH = {"head": "", "min_nodes": 0, "elastic": False, "render_only": False, "collect_to": ""}
 
 
@@ -63,7 +64,7 @@ class HostCheck:
     tokens_per_second: float = 0.0
     loss: float | None = None
     memory_gb: float | None = None
-    ended: dict[str, Any] = field(default_factory=dict)
+    ended: PartEnd | None = None
 
 
 def check_spec(spec: RunSpec, run: str) -> RunSpec:
@@ -82,7 +83,7 @@ def check_training(
     home: Path,
     report: Report,
     check: bool = False,
-) -> dict[str, Any]:
+) -> StepResult:
     """Train on every host alone, on all machines at once, and compare the hosts.
 
     Args:
@@ -124,7 +125,7 @@ def check_training(
         "run": spec.run,
         "changed": not check,
         "lines": [] if check else [*result_table(checks), *verdict(checks)],
-        "hosts": {one.host.name: _as_dict(one) for one in checks},
+        "hosts": {one.host.name: {name: getattr(one, name) for name in _MEASURED} for one in checks},
         "failed_hosts": failed,
     }
 
@@ -181,10 +182,9 @@ def _measure(checks: Sequence[HostCheck]) -> None:
         one.device = f"{len(gpus)} x {gpus[0]}" if gpus else f"CPU, {entry.threads * one.ranks} threads"
         if not one.error:
             one.error = read_metrics(one, asked.answers[name]["text"].get("metrics.jsonl") or "")
-        peaks = [
-            (state.get("gpu") or {}).get("memory_peak_gb") or state.get("memory_peak_gb")
-            for state in one.ended.get("ranks", {}).values()
-        ]
+        states = list(one.ended["ranks"].values()) if one.ended else []
+        on_gpu = [gpu.get("memory_peak_gb") if (gpu := state.get("gpu")) else None for state in states]
+        peaks = [peak or state.get("memory_peak_gb") for peak, state in zip(on_gpu, states, strict=True)]
         one.memory_gb = max((peak for peak in peaks if peak), default=None)
 
 
@@ -195,12 +195,16 @@ def read_metrics(one: HostCheck, text: str) -> str:
         records = checked_reply("metrics.jsonl", {"records": lines})["records"]
     except ReplyError as error:
         return str(error)
-    later = [record for record in records[len(records) // 2 :] if record["tokens_per_second"]]
+    later = [
+        (speed, max(1, record.get("tokens") or 0))
+        for record in records[len(records) // 2 :]
+        if (speed := record.get("tokens_per_second"))
+    ]
     if not later:
         return "has no metrics"
-    one.tokens_per_second = statistics.median(record["tokens_per_second"] for record in later)
-    one.steps_per_second = statistics.median(record["tokens_per_second"] / max(1, record["tokens"]) for record in later)
-    one.loss = records[-1]["loss"]
+    one.tokens_per_second = statistics.median(speed for speed, _ in later)
+    one.steps_per_second = statistics.median(speed / tokens for speed, tokens in later)
+    one.loss = records[-1].get("loss")
     return ""
 
 
@@ -248,8 +252,3 @@ def verdict(checks: Sequence[HostCheck]) -> list[str]:
         if not different:
             lines.append(f"the losses of {len(done)} hosts are equal within {TOLERANCE:.0%}")
     return lines + [f"failed: {one.host.name}: {one.error}" for one in checks if one.error]
-
-
-def _as_dict(one: HostCheck) -> dict[str, Any]:
-    names = ("error", "device", "ranks", "steps_per_second", "tokens_per_second", "loss", "memory_gb")
-    return {name: getattr(one, name) for name in names}

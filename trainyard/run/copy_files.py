@@ -102,11 +102,7 @@ def fetch_file(connection: HostConnection, source: str, target: Path, size: int)
     """
     name = connection.host.name
 
-    def fetch() -> dict[str, Any]:
-        connection.fetch(source, str(target))
-        return {}
-
-    done = FanOut({name: fetch})
+    done = FanOut({name: lambda: connection.fetch(source, str(target))})
     deadline = time.monotonic() + PATIENCE + size / MIN_RATE
     while done.threads[name].is_alive():
         done.threads[name].join(0.05)

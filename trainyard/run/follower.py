@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from trainer.formats import counted, printable
 from trainyard import front_end
 from trainyard.connection import FanOut
+from trainyard.reply_types.runs import RunStatus
 from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
 from trainyard.run.errors import RunFailedError
 from trainyard.run.gather import Connect
@@ -17,7 +17,8 @@ from trainyard.run.launch import STOP_LIMIT, stop_parts
 from trainyard.run.monitor import ENDED, Cause, Part, Progress, Watch, absent_replicas, causes, is_behind, last_step
 from trainyard.run.options import LaunchOptions
 from trainyard.run.rejoin import SIGN_OF_LIFE, Rejoin
-from trainyard.run.types import Report
+from trainyard.run.status import read_status
+from trainyard.run.types import PartEnd, Report, StepResult
 
 TICK = 0.1  # s between two checks of the answers
 POLL = 0.5  # s between two requests to a host, at least
@@ -50,7 +51,7 @@ class Follower:
         rejoin: Rejoin | None = None,
     ) -> None:
         self.rejoin = rejoin
-        self.stopping: FanOut | None = None  # the request to stop for hosts that return
+        self.stopping: FanOut[StepResult] | None = None  # the request to stop for hosts that return
         self.parts, self.progress, self.report = parts, progress, report
         self.connections = {part.host: connect(part.host) for part in parts}
         self.connect, self.fixed_limit = connect, options.lost_limit
@@ -58,9 +59,9 @@ class Follower:
         self.wait = min(longest, options.progress_interval, options.stall_limit / 4)
         self.waits: dict[str, float] = {}  # of the pending requests
         self.times = AnswerTimes()
-        self.probes: dict[str, FanOut] = {}
+        self.probes: dict[str, FanOut[StepResult]] = {}
         self.probed_at: dict[str, float] = {}
-        self.pending: dict[str, FanOut] = {}
+        self.pending: dict[str, FanOut[RunStatus]] = {}
         self.requested_at: dict[str, float] = {}
         self.answered_at = dict.fromkeys(self.connections, time.monotonic())
         self.alive_at = dict(self.answered_at)  # when a host answered a request or a probe
@@ -155,9 +156,9 @@ class Follower:
                 self.requested_at[part.host] = now
                 # Without what every host repeats: the bytes of all answers would grow with the square of the hosts.
                 self.waits[part.host] = self.delay(part)
-                request = {"run_dir": part.run_dir, "wait": 0.0 if at_once else self.waits[part.host], "brief": True}
-                call = functools.partial(self.connections[part.host].call, "run_status", request)
-                self.pending[part.host] = FanOut({part.host: call})
+                wait = 0.0 if at_once else self.waits[part.host]
+                ask = functools.partial(read_status, self.connections[part.host], part.run_dir, wait=wait, brief=True)
+                self.pending[part.host] = FanOut({part.host: ask})
             # An answer that the host delays is not late.
             part.silent = now - self.answered_at[part.host] - self.waits.get(part.host, self.wait)
             if self.fixed_limit is None:
@@ -171,7 +172,7 @@ class Follower:
         trains = any(state.get("status") == "training" for state in part.states.values())
         return min(self.wait, SHORT_POLL) if self.fixed_limit is None and trains else self.wait
 
-    def read_answer(self, part: Part, pending: FanOut) -> bool:
+    def read_answer(self, part: Part, pending: FanOut[RunStatus]) -> bool:
         """Update the part if its host answered; return whether it did."""
         if pending.threads[part.host].is_alive():
             return False
@@ -214,7 +215,7 @@ def follow_parts(
     keep: bool = False,
     rejoin: Rejoin | None = None,
     watch: Watch = lambda state: None,
-) -> dict[str, Any]:
+) -> StepResult:
     """Monitor a run's parts to their end. On the first failure, stop all of them.
 
     Args:
@@ -246,7 +247,7 @@ def follow_parts(
         raise failed_run(parts, cause, connect, follower.lost_limit, keep)
     for host, error in stop_parts(follower.left_out(), connect, {"now": True}).items():
         report(f"cannot stop {host}, which was absent at the end: {error}")
-    ended: dict[str, Any] = {"hosts": part_ends(parts)}
+    ended: StepResult = {"hosts": part_ends(parts)}
     if all(part.status != "stopped" for part in parts):
         return ended | {"status": "finished"}
     line = f"run {run} was stopped after step {last_step(parts)}: {front_end.playbook('train')} with the same spec continues it"
@@ -272,12 +273,12 @@ def failed_run(parts: list[Part], cause: Cause, connect: Connect, lost_limit: fl
             "blocked_by": cause.blocked_by,
         },
         lost=lost,
-        stop_wanted=any((part.answer or {}).get("stop_wanted") for part in parts),
+        stop_wanted=any(part.answer and part.answer.get("stop_wanted") for part in parts),
         hosts=part_ends(parts),
     )
 
 
-def part_ends(parts: Iterable[Part]) -> dict[str, Any]:
+def part_ends(parts: Iterable[Part]) -> dict[str, PartEnd]:
     """Return how each host's part ended."""
     return {part.host: {"status": part.status, "node": part.node, "ranks": part.states} for part in parts}
 
@@ -287,17 +288,17 @@ def evidence(parts: list[Part], cause: Cause, connect: Connect) -> list[str]:
     if cause.kind == "lost":
         return []
     part = next(part for part in parts if part.host == cause.host)
-    error = part.states.get(cause.rank, {}).get("error") or {}
+    error = part.state(cause.rank).get("error") or {}
     text = "" if error.get("plain") else str(error.get("traceback") or "").rstrip()
     traceback = [printable(line.expandtabs(), LINE_LIMIT) for line in text.splitlines()[-TRACEBACK:]]
     names = [*([f"rank{cause.rank}.log"] if cause.rank >= 0 else []), f"torchrun.{part.node_rank}.log"]
-    request = {"run_dir": part.run_dir, "logs_from": dict.fromkeys(names, -TAIL)}
-    call: Callable[[], dict[str, Any]] = functools.partial(connect(part.host).call, "run_status", request)
-    logs = FanOut({part.host: call}).wait(EVIDENCE_LIMIT).answers.get(part.host, {}).get("logs", {})
-    paths = [
-        f"{name} on {part.host}: {logs.get(name, {}).get('path') or f'{part.run_dir}/logs/{name}'}" for name in names
-    ]
-    shown = next((name for name in names if logs.get(name, {}).get("lines")), None)
+    tails = dict.fromkeys(names, -TAIL)
+    call = functools.partial(read_status, connect(part.host), part.run_dir, logs_from=tails)
+    answer = FanOut({part.host: call}).wait(EVIDENCE_LIMIT).answers.get(part.host)
+    logs = answer.get("logs", {}) if answer else {}
+    places = {name: logs[name]["path"] if name in logs else f"{part.run_dir}/logs/{name}" for name in names}
+    paths = [f"{name} on {part.host}: {place}" for name, place in places.items()]
+    shown = next((name for name in names if name in logs and logs[name]["lines"]), None)
     # The log has the traceback, too.
     known = {line.strip() for line in traceback}
     ends = [line for line in logs[shown]["lines"][-TAIL:] if line.strip() not in known] if shown else []

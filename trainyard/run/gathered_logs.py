@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from trainer.formats import mib
 from trainyard import front_end
@@ -16,6 +15,7 @@ from trainyard.run.copy_files import PATIENCE, check_space, fetch_file, in_time,
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.status import no_such_run
+from trainyard.run.types import StepResult
 
 FILES = [f"{folder}*.{kind}" for folder in ("", "logs/", "state/") for kind in ("log", "json", "jsonl")]
 FILES_LIMIT = 2000  # of one host
@@ -26,7 +26,7 @@ _NAME = re.compile(r"(?:(?:logs|state)/)?([A-Za-z0-9][A-Za-z0-9._-]{0,200})")
 
 def copy_logs(
     run: str, hosts: Iterable[Host], connect: Connect, folder: Path, limit: int, check: bool = False
-) -> dict[str, Any]:
+) -> StepResult:
     """Copy the logs of a run to `folder`/HOST; only the last `limit` bytes of a larger file.
 
     Args:
@@ -45,7 +45,7 @@ def copy_logs(
         for host in hosts
     }
     done = FanOut(requests).wait(TIME_LIMIT)
-    sizes = {host: found["sizes"] for host, found in sorted(done.answers.items())}
+    sizes = dict(sorted(done.answers.items()))
     if not any(sizes.values()) and not done.errors:
         raise no_such_run(run)
     cut = [
@@ -62,15 +62,15 @@ def copy_logs(
     return result
 
 
-def _copy(connection: HostConnection, run_dir: str, folder: Path, limit: int, check: bool) -> dict[str, Any]:
-    """Copy the logs of one host; return their `sizes` there, by name. Raises RemoteError and OSError."""
+def _copy(connection: HostConnection, run_dir: str, folder: Path, limit: int, check: bool) -> dict[str, int]:
+    """Copy the logs of one host; return their sizes there, by name. Raises RemoteError and OSError."""
     request = {"run_dir": run_dir, "sizes": FILES}
     answer = in_time(connection, lambda: connection.call("read_files", request), PATIENCE)
     sizes = {name: size for name, size in answer["sizes"].items() if _NAME.fullmatch(name)}
     if len(sizes) > FILES_LIMIT:
         raise RemoteError(f"{run_dir} has {len(sizes)} logs: remove those that are not of the run")
     if check or not sizes:
-        return {"sizes": sizes}
+        return sizes
     folder.mkdir(parents=True, exist_ok=True)
     check_space(folder, sum(min(size, limit) for size in sizes.values()), "logs")
     root, run = split_run(run_dir)
@@ -83,4 +83,4 @@ def _copy(connection: HostConnection, run_dir: str, folder: Path, limit: int, ch
             # A log grows while it is copied.
             fetch_file(connection, lent[f"{run}/{name}"], arrived, 2 * limit)
             arrived.replace(folder / Path(name).name)
-    return {"sizes": sizes}
+    return sizes

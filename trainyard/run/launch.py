@@ -16,7 +16,7 @@ from trainyard.run.errors import LaunchError
 from trainyard.run.gather import Connect
 from trainyard.run.monitor import Part, killed_ranks, last_step
 from trainyard.run.options import LaunchOptions
-from trainyard.run.types import PlanEntry, Report
+from trainyard.run.types import PlanEntry, Report, StepResult
 
 READY_LIMIT = 60.0  # s for a host to get ready
 BEGIN_LIMIT = 20.0  # s for a host to receive the command to begin
@@ -36,7 +36,7 @@ def start_ranks(
     report: Report,
     properties: Iterable[str] = (),
     standby: float = 0.0,
-) -> dict[str, Any]:
+) -> StepResult:
     """Start all ranks of a plan, or none of them.
 
     Every host gets ready first, which takes some hosts longer. Then a command of a few milliseconds starts all ranks.
@@ -56,10 +56,12 @@ def start_ranks(
         raise LaunchError(f"{host}: cannot stop the ranks of an earlier start: {error}")
     connections = {entry.host: connect(entry.host) for entry in entries}
     names = [entry.host for entry in entries]
+    # From the archive of this controller, because code of a rank can write the staged trainer: only processes of the run, which its
+    # unit restricts, import that one.
     ready = FanOut(
         {
             entry.host: functools.partial(
-                connections[entry.host].start_run, start_request(entry, names, properties, standby)
+                connections[entry.host].call, "run_start", start_request(entry, names, properties, standby)
             )
             for entry in entries
         }

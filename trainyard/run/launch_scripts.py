@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from trainer import slurm_script
 from trainyard.run.errors import RunError
-from trainyard.run.types import PlanEntry
+from trainyard.run.types import PlanEntry, StepResult
 
 # Exports the lines of `env`, as trainer.supervise does. They are read and not sourced, because a value may contain spaces
 # or quotes. Scripts contain no values, because these may be secrets.
@@ -20,7 +19,7 @@ done < {run_dir}/env
 """
 
 
-def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -> dict[str, Any]:
+def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -> StepResult:
     """Write the scripts of a plan into a folder on the controller.
 
     Args:

@@ -28,7 +28,7 @@ from trainyard.run.spec_files import trainer_file
 from trainyard.run.status import find_parts, no_such_run
 from trainyard.run.trainer_command import apart_request, copy_entry
 from trainyard.run.transfer import copy_to_hosts
-from trainyard.run.types import Report
+from trainyard.run.types import Report, StepResult
 
 MERGE_LIMIT = 24 * 3600.0  # s
 MAX_PROMPTS = 10_000
@@ -83,7 +83,7 @@ def merge_runs(
     home: Path,
     report: Report = print,
     check: bool = False,
-) -> dict[str, Any]:
+) -> StepResult:
     """Merge the runs on the host of the first one.
 
     Args:

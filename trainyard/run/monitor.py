@@ -5,25 +5,24 @@ A status is the answer of the verb `run_status` (docs/run-folder.md describes it
 
 from __future__ import annotations
 
-import itertools
 import signal
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from trainer.formats import clock, printable, thousands
+from trainyard.reply_types.runs import GpuUse, Heartbeat, Node, RunStatus
 from trainyard.run.job_words import waiting_line
 
 ENDED_WELL = ("finished", "stopped")
 ENDED = (*ENDED_WELL, "failed", "lost", "none")
 MESSAGE_LIMIT = 1000  # characters of a rank's error message
-LAG = 5  # steps behind the first rank that are reported
 SLOW = 1.5  # ratio of a rank's step time to the median of the others' that is reported
 GPU_INTERVAL = 10.0  # s between two lines about the GPUs
 GPU_RANKS = 16  # ranks in such a line
 SLOW_STEPS = 5  # steps over which step times are averaged
-IMPORTING = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
+IMPORTING: Heartbeat = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
 WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at a synchronization
 
 # torchrun ends the other workers of a dead one with SIGTERM, and gloo aborts a process whose peer has exited. Neither
@@ -31,7 +30,7 @@ WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at
 CONSEQUENCES = ("SIGTERM", "SIGABRT")
 
 
-Watch = Callable[[Mapping[str, Any]], None]
+Watch = Callable[[Heartbeat], None]
 
 
 @dataclass
@@ -51,7 +50,7 @@ class Part:
     run_dir: str
     node_rank: int = 0
     ranks: list[int] = field(default_factory=list)
-    answer: dict[str, Any] | None = None
+    answer: RunStatus | None = None
     silent: float = 0.0
     error: str = ""
     replica: int | None = None
@@ -63,14 +62,19 @@ class Part:
         return self.answer["status"] if self.answer else "unknown"
 
     @property
-    def node(self) -> dict[str, Any]:
-        """Contents of node.json on the host."""
-        return (self.answer or {}).get("node") or {}
+    def node(self) -> Node:
+        """Contents of node.json on the host; empty if it has none."""
+        return (self.answer and self.answer.get("node")) or cast("Node", {})
 
     @property
-    def states(self) -> dict[int, dict[str, Any]]:
+    def states(self) -> dict[int, Heartbeat]:
         """Heartbeats of the host's ranks, by global rank."""
-        return {int(rank): state for rank, state in ((self.answer or {}).get("ranks") or {}).items()}
+        found = (self.answer and self.answer.get("ranks")) or {}
+        return {int(rank): state for rank, state in found.items()}
+
+    def state(self, rank: int) -> Heartbeat:
+        """Return the heartbeat of a rank; empty before the first one."""
+        return self.states.get(rank, Heartbeat())
 
     @property
     def waits(self) -> str:
@@ -171,7 +175,7 @@ def part_causes(part: Part, lost_limit: float) -> list[Cause]:
 
 def rank_cause(part: Part, rank: int) -> Cause | None:
     """Return the evidence of a failure in the heartbeat or the exit of a rank; None if there is none."""
-    state = part.states.get(rank, {})
+    state = part.state(rank)
     if state.get("status") in ENDED_WELL:
         return None  # the rank's own report has precedence over that of torchrun
     place = part.name_of(rank)
@@ -227,7 +231,6 @@ class Progress:
         self.phase = ""
         self.resumed = 0
         self.waits = ""
-        self.lagging: set[int] = set()
         self.slow: set[int] = set()
         self.times: list[list[float]] = []
         self.timed_step: int | None = 0
@@ -260,7 +263,7 @@ class Progress:
         stepped = first.get("step") is not None and first["step"] != self.shown_step and first.get("loss") is not None
         if stepped and (done or now - self.shown_at >= self.interval):
             lines.append(progress_line(first, self.world_size))
-            self.shown_step, self.shown_at = first["step"], now
+            self.shown_step, self.shown_at = first["step"] or 0, now
             if now - self.gpu_shown_at >= GPU_INTERVAL and (line := gpu_line(states)):
                 lines.append(line)
                 self.gpu_shown_at = now
@@ -268,26 +271,9 @@ class Progress:
             self.phase = phase
             lines += [phase] if phase else []
         where = {rank: part for part in parts for rank in part.states}
-        return lines + self._lag_lines(where, states) + self._slow_lines(where, first)
+        return lines + self._slow_lines(where, first)
 
-    def _lag_lines(self, where: dict[int, Part], states: dict[int, dict[str, Any]]) -> list[str]:
-        steps = {rank: state.get("step") or 0 for rank, state in states.items() if state.get("status") == "training"}
-        behind: dict[int, int] = {}
-        first = 0
-        # Statuses arrive at different times: compare a rank only with statuses that are not newer than its own.
-        by_age = sorted(steps, key=lambda rank: -where[rank].silent)
-        for _, ranks in itertools.groupby(by_age, key=lambda rank: where[rank].silent):
-            same_age = list(ranks)
-            first = max(first, *(steps[rank] for rank in same_age))
-            behind |= {rank: first - steps[rank] for rank in same_age if first - steps[rank] >= LAG}
-        new = {rank: gap for rank, gap in behind.items() if rank not in self.lagging}
-        self.lagging = set(behind)
-        return [
-            f"rank {rank} on {where[rank].host} is {gap} steps behind the first rank"
-            for rank, gap in sorted(new.items())
-        ]
-
-    def _slow_lines(self, where: dict[int, Part], first: dict[str, Any]) -> list[str]:
+    def _slow_lines(self, where: dict[int, Part], first: Heartbeat) -> list[str]:
         """Report once a rank whose share of a step takes much longer than the other ranks' shares."""
         seconds = first.get("step_seconds") or []
         if first.get("status") != "training" or len(seconds) < 2 or first.get("step") == self.timed_step:
@@ -333,8 +319,7 @@ class Progress:
             (not is_halted(state), state.get("step") or 0, rank, part.host, part.name_of(rank), state)
             for part in parts
             for rank in part.ranks
-            if (state := part.states.get(rank, {})).get("status") not in ENDED_WELL
-            and (is_halted(state) or not part.teaches)
+            if (state := part.state(rank)).get("status") not in ENDED_WELL and (is_halted(state) or not part.teaches)
         ]
         since = f"no progress for {self.stall_limit:.0f} s"
         if not waiting:
@@ -349,31 +334,34 @@ class Progress:
         return Cause(1, rank, host, f"{since}: {name} {how}", "stall")
 
 
-def is_waiting(state: dict[str, Any]) -> bool:
+def is_waiting(state: Heartbeat) -> bool:
     """Return whether a rank waits for slower ranks at a synchronization."""
     return state.get("note") == WAITING
 
 
-def is_halted(state: dict[str, Any]) -> bool:
+def is_halted(state: Heartbeat) -> bool:
     """Return whether a rank's process is stopped by a signal or a debugger."""
     return state.get("process") in ("T", "t")
 
 
-def progress_line(state: dict[str, Any], world_size: int) -> str:
+def progress_line(state: Heartbeat, world_size: int) -> str:
     """Return a line such as ``step 12/80  loss 5.31  1.9k tok/s  ETA 0:42  (4 ranks)``."""
     words = [f"step {state['step']}/{state.get('steps') or '?'}", f"loss {state['loss']:.4g}"]
-    if state.get("tokens_per_second"):
-        words.append(f"{thousands(state['tokens_per_second'])} tok/s")
-    if state.get("eta") is not None and state.get("status") not in ENDED_WELL and state["step"] != state.get("steps"):
-        words.append(f"ETA {clock(state['eta'])}")
+    if speed := state.get("tokens_per_second"):
+        words.append(f"{thousands(speed)} tok/s")
+    eta = state.get("eta")
+    if eta is not None and state.get("status") not in ENDED_WELL and state["step"] != state.get("steps"):
+        words.append(f"ETA {clock(eta)}")
     return "  ".join([*words, f"({world_size} rank{'s' if world_size > 1 else ''})"])
 
 
-def gpu_cell(use: dict[str, float | None]) -> str:
+def gpu_cell(use: GpuUse | None) -> str:
     """Return the use of a rank's GPU, such as ``87% 11.2GB 65C 240W``; a dash without a GPU.
 
     The memory is what is in use on the GPU, or else the peak of the rank.
     """
+    if not use:
+        return "-"
     memory = use.get("memory_gb")
     shown = (
         (use.get("utilisation_percent"), "{:.0f}%"),
@@ -384,15 +372,15 @@ def gpu_cell(use: dict[str, float | None]) -> str:
     return " ".join(form.format(value) for value, form in shown if value is not None) or "-"
 
 
-def gpu_line(states: dict[int, dict[str, Any]]) -> str:
+def gpu_line(states: dict[int, Heartbeat]) -> str:
     """Return the use of all ranks' GPUs in one line; empty if no rank has one."""
-    cells = {rank: cell for rank, state in sorted(states.items()) if (cell := gpu_cell(state.get("gpu") or {})) != "-"}
+    cells = {rank: cell for rank, state in sorted(states.items()) if (cell := gpu_cell(state.get("gpu"))) != "-"}
     shown = [f"rank {rank} {cell}" for rank, cell in list(cells.items())[:GPU_RANKS]]
     more = [f"{len(cells) - GPU_RANKS} more ranks"] if len(cells) > GPU_RANKS else []
     return f"GPU  {', '.join([*shown, *more])}" if cells else ""
 
 
-def phase_line(state: dict[str, Any]) -> str:
+def phase_line(state: Heartbeat) -> str:
     """Return the activity of a rank outside of training steps; empty during those."""
     phases = {"starting": "starting", "evaluating": "evaluating", "saving": "saving a checkpoint"}
     words = (phases.get(state.get("status", ""), ""), state.get("note") or "")

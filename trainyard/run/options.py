@@ -10,16 +10,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.config.fields import (
     MAX_SECONDS,
     Words,
-    check_input,
     declare,
     expected_value,
-    metadata,
     mismatch,
     names_in,
 )
@@ -27,6 +25,7 @@ from trainer.errors import UserError, nearest
 from trainer.formats import quoted
 from trainer.inputs import user_path
 from trainer.slurm_script import ACCOUNT, GRES, MEMORY, PARTITION, TIME
+from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.answer_times import LONGEST
 
 _PATHS = ("spec", "render_to", "collect_to")  # options that name a path on the controller
@@ -68,10 +67,8 @@ Port = Annotated[int | None, BeforeValidator(lambda value: None if value == "" e
 Seconds = Annotated[float | None, BeforeValidator(lambda value: None if value == "" else value)]
 
 
-class LaunchOptions(BaseModel):
+class LaunchOptions(PlaybookOptions):
     """How a run is started and kept alive. The run itself, its steps and its result do not depend on these."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     spec: str = declare("", "YAML file of the run spec on the controller; `-e` overrides its values")
     limit: str = declare(
@@ -192,11 +189,6 @@ class LaunchOptions(BaseModel):
         """Seconds for a host to answer a single request."""
         return LONGEST if self.lost_limit is None else self.lost_limit
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_input(value, OPTIONS[str(info.field_name)])
-
 
 OPTIONS: dict[str, FieldInfo] = dict(LaunchOptions.model_fields)
 
@@ -248,18 +240,6 @@ def _reason(name: str, value: Any, problem: Mapping[str, Any]) -> str:
     if isinstance(value, Mapping):
         return str(problem["msg"]).removeprefix("Value error, ")
     return f"expected {expected_value(OPTIONS[name])}, got {type(value).__name__}"
-
-
-def table() -> str:
-    """Return the options as a Markdown table for the documentation."""
-    lines = ["| name | takes | default | description |", "| --- | --- | --- | --- |"]
-    for name, field in OPTIONS.items():
-        default = field.default
-        shown = "" if default in (None, "", (), {}) else f"`{str(default).lower()}`"
-        aliases = ", ".join(f"`{alias}`" for alias in metadata(field)["deprecated_names"])
-        deprecated = f" Deprecated name: {aliases}." if aliases else ""
-        lines.append(f"| `{name}` | {expected_value(field)} | {shown} | {field.description}.{deprecated} |")
-    return "\n".join(lines)
 
 
 def options_from_variables(

@@ -63,7 +63,6 @@ class Rejoin:
         connect: makes the connection to a host by its name; called in the thread of the caller.
         fits: prepares a check of absent hosts that answer, in the thread of the caller, and returns what then asks all of them and returns
             those that can take part. That runs in another thread, because hosts take seconds to answer and the run is watched meanwhile.
-        answered: is told of absent hosts that begin to answer.
         speeds: measurements of earlier starts, to which this one adds.
         failed_at: when the start before this one failed, on the clock of `update`; None if this is the first.
     """
@@ -74,13 +73,12 @@ class Rejoin:
         absent: Collection[str],
         connect: Callable[[str], HostConnection],
         fits: Callable[[list[str]], Callable[[], list[str]]],
-        answered: Callable[[list[str]], None],
         speeds: Speeds,
         failed_at: float | None = None,
     ) -> None:
         self.present, self.absent, self.speeds = frozenset(present), list(absent), speeds
         self.returning: list[str] = []  # with which the run starts again
-        self._connect, self._fits, self._answered = connect, fits, answered
+        self._connect, self._fits = connect, fits
         self._asked: FanOut | None = None
         self._asked_at = float("-inf")
         self._check: tuple[list[str], FanOut] | None = None  # hosts, and the check of whether they can take part
@@ -144,8 +142,6 @@ class Rejoin:
             return
         if self._asked is not None:
             answering = [name for name in self.absent if name in self._asked.answers]
-            if new := [name for name in answering if name not in self._since]:
-                self._answered(new)
             self._since = {name: self._since.get(name, now) for name in answering}
             self._asked = None
         if now - self._asked_at >= ASK:

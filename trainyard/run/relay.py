@@ -6,6 +6,7 @@ behind it, do not get the files; the caller sends these from the controller.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import ipaddress
@@ -18,7 +19,6 @@ from typing import Any
 
 from trainyard.connection import FanOut, HostConnection
 from trainyard.preflight.mesh import HIGH_PORTS
-from trainyard.run.transfer_key import make_transfer_key
 
 MINIMUM = 4 << 20  # bytes below which the start of a relay takes longer than a copy from the controller
 CONNECT = 20.0  # s for a host to listen
@@ -27,6 +27,7 @@ MIN_RATE = 100_000  # bytes per second; a slower relay is given up
 POLL = 0.05  # s between two checks of the hosts
 START_LIMIT = 60.0  # s in addition to the time that the bytes take
 
+_YEARS = (2000, 2100)  # of the certificate, which is used once: also valid on a host whose clock is wrong
 _UPLOAD = ""  # the place of the controller's own copy among the requests to hosts
 
 
@@ -107,10 +108,10 @@ def run_relay(
     upload = [copy for name, copy in wanted.items() if name in first.lacks]
     connections = {member.host: connect(member.host) for member in chain}
     putting = connect(first.host)
-    calls: dict[str, Callable[[], dict[str, Any]]] = {
+    calls = {
         host: functools.partial(connection.call, "relay", requests[host]) for host, connection in connections.items()
     }
-    done = FanOut({**calls, _UPLOAD: functools.partial(_put, putting, first, upload, token)})
+    done: FanOut[dict[str, Any]] = FanOut({**calls, _UPLOAD: functools.partial(_put, putting, first, upload, token)})
     deadline = time.monotonic() + START_LIMIT + sum(copy.size for copy in wanted.values()) / MIN_RATE
     while any(thread.is_alive() for thread in done.threads.values()) and time.monotonic() < deadline:
         time.sleep(POLL)
@@ -190,3 +191,22 @@ def _requests(chain: Sequence[Member], wanted: Mapping[str, Copy], token: str) -
             "idle": IDLE,
         }
     return requests
+
+
+def make_transfer_key() -> tuple[str, str]:
+    """Return a certificate that both sides of a transfer present and require, and its private key (EC P-256), both as PEM. No file holds them."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "trainyard transfer")])
+    first, last = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in _YEARS)
+    builder = x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(first).not_valid_after(last)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    certificate = builder.sign(key, hashes.SHA256())
+    encoding, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(encoding, pkcs8, serialization.NoEncryption())
+    return certificate.public_bytes(encoding).decode(), private.decode()

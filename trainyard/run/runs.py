@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from trainer.formats import counted
 from trainyard import front_end
@@ -27,7 +26,7 @@ from trainyard.run.status import (
     run_name,
     watch_runs,
 )
-from trainyard.run.types import Report
+from trainyard.run.types import Report, StepResult
 
 WATCH = 5.0  # s between two tables of a watched status
 GRACE = 60.0  # s that ranks have to save a checkpoint and exit
@@ -42,7 +41,7 @@ def stop_run(
     grace: float = GRACE,
     now: bool = False,
     check: bool = False,
-) -> dict[str, Any]:
+) -> StepResult:
     """Stop a run on all its hosts; return when none of its processes is left.
 
     Args:
@@ -81,7 +80,7 @@ def stop_all_runs(
     grace: float = GRACE,
     now: bool = False,
     check: bool = False,
-) -> dict[str, Any]:
+) -> StepResult:
     """Stop every run of every host, one after another; arguments as for `stop_run`.
 
     Args:
@@ -123,7 +122,7 @@ def follow_run(
     options: LaunchOptions,
     report: Report,
     watch: Watch = lambda state: None,
-) -> dict[str, Any]:
+) -> StepResult:
     """Monitor a run that was started before, to its end. Nothing restarts it.
 
     Returns and raises what `follow_parts` does. Raises RunError if the run cannot be found.
@@ -149,7 +148,7 @@ def manage_runs(
     every: bool = False,
     watch: float = 0.0,
     hardware: bool = False,
-) -> dict[str, Any]:
+) -> StepResult:
     """List the runs of the hosts, or stop or follow one run.
 
     Args:

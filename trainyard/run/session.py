@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainer.config import RunSpec
 from trainer.distributed import COPY_STAGES, TEACHER_TOKEN
@@ -25,7 +25,6 @@ from trainer.supervise.start import STOPPED
 from trainyard.connection import Host, HostConnection
 from trainyard.run.absent_hosts import end_standby, stop_absent, watch_absent
 from trainyard.run.artifacts import collect_artifacts
-from trainyard.run.early_imports import EarlyImports
 from trainyard.run.errors import LaunchError, LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
 from trainyard.run.follower import follow_parts
 from trainyard.run.gather import describe
@@ -44,16 +43,24 @@ from trainyard.run.stage import release_claims, stage_files
 from trainyard.run.start_record import keep_start, service_start
 from trainyard.run.status import planned_parts
 from trainyard.run.teacher_host import check_teacher_host, training_entries
-from trainyard.run.types import PlanEntry, PreparedRun, PreviousStart, Report, RunPlan, SessionState
+from trainyard.run.types import (
+    PlanEntry,
+    PreparedRun,
+    PreviousStart,
+    Report,
+    RunFailure,
+    RunPlan,
+    SessionState,
+    StepResult,
+)
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run
 PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, to be the same on all hosts
 PLAN_AHEAD = 2.0  # s before a restart at which it is planned: a user may stop the run until then
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
 LINE_LIMIT = 2000  # characters of a reported line
-MANY = 1000  # restarts above which the limit is not shown
 KeepRecord = Callable[[str, str], None]
-_SKIPPED: dict[str, Any] = {"skipped": True}
+_SKIPPED: StepResult = {"skipped": True}
 
 
 class RunSession:
@@ -87,7 +94,7 @@ class RunSession:
         report: Report = print,
         check: bool = False,
         state: SessionState | None = None,
-        veto: Callable[[dict[str, Any]], str] = lambda failure: "",
+        veto: Callable[[RunFailure], str] = lambda failure: "",
         keep_record: KeepRecord | None = None,
         watch: Watch = lambda state: None,
     ) -> None:
@@ -100,9 +107,8 @@ class RunSession:
         self.check = check
         self.veto, self.keep_record, self.watch = veto, keep_record, watch
         self.state = state or SessionState()
-        self._result: dict[str, Any] = {}  # of `follow`
+        self._result: StepResult = {}  # of `follow`
         self._speeds = Speeds()
-        self._early = EarlyImports(self.connect, options)
         self._failed_at: float | None = None  # when the start before the next one failed
 
     def connect(self, name: str) -> HostConnection:
@@ -136,7 +142,7 @@ class RunSession:
         """Name of the run."""
         return self.prepared.run if self.state.prepared else Path(self.state.plan[0].run_dir).name
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> StepResult:
         """Do all steps; return the result of `collect`. Reports the lines of each step. A run that is prepared stays so."""
         self.start()
         return self.finish()
@@ -145,19 +151,19 @@ class RunSession:
         """Do the steps up to `launch`."""
         self._do(self.plan, self.preflight, self.stage, self.launch)
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> StepResult:
         """Do the steps after `launch`; return the result of `collect`."""
         return self._do(self.follow, self.collect)
 
-    def _do(self, *steps: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
+    def _do(self, *steps: Callable[[], StepResult]) -> StepResult:
+        result: StepResult = {}
         for step in steps:
             result = step()
             for line in result.get("lines", [result["msg"]] if "msg" in result else []):
                 self.report(line)
         return result
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> StepResult:
         """Check the spec, the dataset and the model. No host is contacted unless the spec names files of the hosts.
 
         Raises:
@@ -176,7 +182,7 @@ class RunSession:
             self.state.prepared = prepare(self.spec, work, self.report, self._access())
         return {"changed": False}
 
-    def plan(self, preview: bool = False) -> dict[str, Any]:
+    def plan(self, preview: bool = False) -> StepResult:
         """Plan ranks, devices and ports over the hosts. This changes nothing. `preview`: no other step follows."""
         if self.state.prepared is None:
             self.prepare()
@@ -186,7 +192,7 @@ class RunSession:
             return self._postpone(error)
         return {"changed": False, "lines": plan.lines}
 
-    def preflight(self) -> dict[str, Any]:
+    def preflight(self) -> StepResult:
         """Check that every host reaches every other one, and that no two hosts share a data directory; or that Slurm accepts the job."""
         state = self.state
         if state.phase != "new" or self.options.render_only:
@@ -199,7 +205,7 @@ class RunSession:
         lines = check_plan_mesh(state.plan, self.hosts, state.port, self.connect, write=not self.check)
         return {"changed": False, "lines": lines}
 
-    def stage(self) -> dict[str, Any]:
+    def stage(self) -> StepResult:
         """Copy to every host what differs: trainer, spec, dataset, model."""
         if self.state.phase != "new":
             return _SKIPPED
@@ -211,7 +217,7 @@ class RunSession:
             return {"changed": False, "lines": [f"run {self.run_name} is already running: following it"]}
         return {"changed": any(files.values()), "files": files}
 
-    def launch(self) -> dict[str, Any]:
+    def launch(self) -> StepResult:
         """Start all ranks at once, or write the scripts that start them."""
         state = self.state
         if self.options.render_only:
@@ -228,7 +234,7 @@ class RunSession:
         except RunError as error:
             return self._postpone(error)
 
-    def follow(self) -> dict[str, Any]:
+    def follow(self) -> StepResult:
         """Monitor the run to its end, and restart it when it fails, as the launch options allow."""
         state = self.state
         if self.check or state.phase == "finished" or self.options.render_only:
@@ -246,7 +252,7 @@ class RunSession:
                 if failure is None and not self._result.get("returning"):
                     return self._result
                 self._failed_at = time.monotonic()
-                for name in failure.get("lost", []) if failure else []:
+                for name in failure.get("lost", []) if failure else ():
                     self._speeds.losses[name] = self._speeds.losses.get(name, 0) + 1
                 if failure is None:  # stopped for hosts that return
                     policy.note_progress(self._result)
@@ -257,10 +263,10 @@ class RunSession:
             while failure is not None:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
-                    self._end_standby([*state.plan, *self._early.requested.values()], failure.get("lost", []))
-                    raise self._final(failure, why)
-                self._report_restart(failure, policy)
-                self._early.begin_after(failure)
+                    self._end_standby(state.plan, failure.get("lost", []))
+                    raise policy.error(failure, why)
+                for line in policy.lines(failure):
+                    self.report(line)
                 due = time.monotonic() + policy.wait()
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
                 lost = failure.get("lost", [])
@@ -273,7 +279,7 @@ class RunSession:
             if state.phase == "stopped":
                 return self._result
 
-    def collect(self) -> dict[str, Any]:
+    def collect(self) -> StepResult:
         """Gather logs and artifacts of a run that has ended, and summarize it."""
         state = self.state
         # A stopped run has a checkpoint, but no result.
@@ -285,7 +291,7 @@ class RunSession:
             training_entries(state.plan), self.connect, self.options.collect_to, base_model, state.spec
         )
         if state.phase == "finished":
-            collected["lines"].insert(0, f"run {collected['result']['run']} is finished: nothing to do")
+            collected["lines"].insert(0, f"run {self.run_name} is finished: nothing to do")
         return collected
 
     def _access(self, hosts: Iterable[Host] | None = None) -> HostAccess:
@@ -360,7 +366,7 @@ class RunSession:
         copies = {COPY_STAGES: "1"} if fewer else {}
         return {name: {**copies, **host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
 
-    def _launch(self) -> dict[str, Any]:
+    def _launch(self) -> StepResult:
         try:
             settings = (self.options.unit_properties, standby_seconds(self.options))
             self.state.attempt = self._planned_attempt()
@@ -386,14 +392,13 @@ class RunSession:
     def _end_standby(self, entries: list[PlanEntry], lost: Iterable[str]) -> None:
         end_standby(planned_parts(entries), self.connect, self.options, set(lost))
 
-    def _render(self) -> dict[str, Any]:
+    def _render(self) -> StepResult:
         if not self.check:  # the scripts are started by hand, without this session
             release_claims(self.state.plan, self.connect, self.state.token)
         folder = Path(self.options.render_to or self.home / "runs" / self.run_name / "scripts").expanduser()
         return write_scripts(self.state.plan, folder, self.check)
 
     def _monitor(self) -> None:
-        self._early.note_start(self.state.plan)
         parts = planned_parts(self.state.plan)
         keep, rejoin = standby_seconds(self.options) > 0, self._rejoin()
         how: dict[str, Any] = {"keep": keep, "rejoin": rejoin, "watch": self.watch}
@@ -412,7 +417,7 @@ class RunSession:
             return None
         failed_at, self._failed_at = self._failed_at, None
         run = (self.state.plan, self.plan_spec, self.hosts, self.connect, self.prepared, self.options)
-        return watch_absent(*run, self._speeds, self._early, failed_at)
+        return watch_absent(*run, self._speeds, failed_at)
 
     # Restarts ---------------------------------------------------------------------------------------------------------
 
@@ -441,11 +446,11 @@ class RunSession:
                         raise
                     self.state.phase = "stopped"
         if self.state.phase == "stopped":
-            self._end_standby([*before, *self._early.requested.values()], previous.lost)
+            self._end_standby(before, previous.lost)
             self.state.status = "stopped"
             self._result = {"changed": True, "status": "stopped", "lines": [stopped_line(self.run_name)]}
 
-    def _restart_with(self, returning: list[str]) -> dict[str, Any] | None:
+    def _restart_with(self, returning: list[str]) -> RunFailure | None:
         """Start again with hosts that return; return the failure, or None.
 
         A host with which the run did not start counts as lost, so that it does not stop the run again and again.
@@ -457,22 +462,22 @@ class RunSession:
                 self._speeds.losses[name] = self._speeds.losses.get(name, 0) + 1
         return failure
 
-    def _postpone(self, error: RunError) -> dict[str, Any]:
+    def _postpone(self, error: RunError) -> StepResult:
         """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error."""
         if not (error.retryable and self.options.max_restarts) or self.options.render_only:
             raise error
         self.state.phase = "failed"
-        self.state.failure = error.as_dict() | {"lost": list(error.details.get("troubles", []))}
+        self.state.failure = _failure(error) | {"lost": list(error.details.get("troubles", []))}
         return {"changed": False}
 
-    def _attempt(self, step: Callable[[], None], lost: Iterable[str] = ()) -> dict[str, Any] | None:
+    def _attempt(self, step: Callable[[], None], lost: Iterable[str] = ()) -> RunFailure | None:
         """Do a step; return message and details of its failure, or None."""
         try:
             step()
         except PlanError as error:
-            return {"lost": list(lost)} | error.as_dict()
+            return {"lost": list(lost)} | _failure(error)
         except RunError as error:
-            return error.as_dict()
+            return _failure(error)
         except Exception as error:  # a defect, or a connection plugin's error: this start failed, the next one may not
             return {"msg": f"{type(error).__name__}: {error}"}
         return None
@@ -480,20 +485,9 @@ class RunSession:
     def _planned_attempt(self) -> int:
         return max((entry.attempt for entry in self.state.plan), default=0)
 
-    def _final(self, failure: dict[str, Any], why: str) -> RunError:
-        """Return the error of a run that is not restarted."""
-        details = {name: value for name, value in failure.items() if name != "msg"}
-        more = [f"not restarted: {why}"] if self.options.max_restarts else []
-        return RunError(failure["msg"], **details | {"lines": [*failure.get("lines", []), *more]})
 
-    def _report_restart(self, failure: dict[str, Any], policy: RestartPolicy) -> None:
-        """Report a failure and the restart that follows it."""
-        for line in [f"failed: {failure['msg']}", *failure.get("lines", [])]:
-            self.report(line)
-        limit = f" of {policy.max_restarts}" if policy.max_restarts < MANY else ""
-        self.report(
-            f"restarting in {policy.wait():.0f} s (restart {policy.failures}{limit} without progress in between)"
-        )
+def _failure(error: RunError) -> RunFailure:
+    return cast("RunFailure", error.as_dict())
 
 
 def _sleep_until(moment: float) -> None:

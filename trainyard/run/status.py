@@ -6,20 +6,29 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from trainer.formats import clock, counted, table, thousands
 from trainyard import front_end
 from trainyard.connection import FanOut, Host, HostConnection, InvalidReplyError
 from trainyard.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.reply_types.runs import RunStatus
 from trainyard.run.errors import RunError
 from trainyard.run.gather import Connect
 from trainyard.run.job_words import waiting_line, waits
 from trainyard.run.monitor import Part, gpu_cell
-from trainyard.run.types import PlanEntry
+from trainyard.run.types import PlanEntry, StepResult
 
 LATEST = 10  # ended runs in the table, unless all are wanted
 ROWS_LIMIT = 2000  # ranks of one host in the table
+
+
+class HostRunStatus(RunStatus):
+    """The status of a run on a host."""
+
+    host: str
+
+
 STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "heartbeat"]
 
 
@@ -42,19 +51,24 @@ def run_parts(hosts: Iterable[Host], run: str) -> list[Part]:
 
 def request_statuses(parts: list[Part], connect: Connect, limit: float) -> dict[str, str]:
     """Update the status of every part; return why a host did not answer within `limit` seconds, by name."""
-    requests = {part.host: functools.partial(_status, connect(part.host), part.run_dir) for part in parts}
+    requests = {part.host: functools.partial(_any_status, connect(part.host), part.run_dir) for part in parts}
     asked = FanOut(requests).wait(limit)
     for part in parts:
         part.answer = asked.answers.get(part.host, part.answer)
     return asked.errors
 
 
-def _status(connection: HostConnection, run_dir: str) -> dict[str, Any]:
+def read_status(connection: HostConnection, run_dir: str, **request: Any) -> RunStatus:
+    """Return the status of a run on a host. `request`: see trainer/supervise/status.py. Raises RemoteError."""
+    return cast("RunStatus", connection.call("run_status", {"run_dir": run_dir, **request}))
+
+
+def _any_status(connection: HostConnection, run_dir: str) -> RunStatus:
     """Return the status of a run on a host; without its records if those are not what the trainer writes. Raises RemoteError."""
     try:
-        return connection.call("run_status", {"run_dir": run_dir})
+        return read_status(connection, run_dir)
     except InvalidReplyError:
-        return connection.call("run_status", {"run_dir": run_dir, "plain": True})
+        return read_status(connection, run_dir, plain=True)
 
 
 def find_parts(
@@ -91,11 +105,11 @@ def newest_start(parts: Iterable[Part], *, every_start: bool = False) -> list[Pa
     parts = list(parts)
     known = [part for part in parts if part.node]
     # Two disconnected hosts may both have a start with the same number.
-    newest = max((part.node for part in known), key=lambda node: (node["attempt"], node["started"]), default={})
+    newest = max((part.node for part in known), key=lambda node: (node["attempt"], node["started"]), default=None)
     found = [
         part
         for part in known
-        if (part.node["attempt"] == newest["attempt"] and part.host in newest["hosts"])
+        if (newest and part.node["attempt"] == newest["attempt"] and part.host in newest["hosts"])
         or (every_start and is_left(part.answer or {}))
     ]
     # Their records cannot be read.
@@ -179,7 +193,7 @@ class RunList:
         }
         self._pending: dict[str, FanOut] = {}
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> StepResult:
         """Return what `list_runs` does."""
         busy = {name for name, asked in self._pending.items() if asked.threads[name].is_alive()}
         asked = FanOut({name: call for name, call in self._calls.items() if name not in busy})
@@ -189,7 +203,7 @@ class RunList:
         return _run_table(self.hosts, asked, self.run, self.latest)
 
 
-def watch_runs(listing: RunList, report: Callable[[str], None], interval: float) -> dict[str, Any]:
+def watch_runs(listing: RunList, report: Callable[[str], None], interval: float) -> StepResult:
     """Report the table of runs every `interval` seconds until no run is alive; return the result of `list_runs`.
 
     A host that does not answer counts as it did last.
@@ -207,7 +221,7 @@ def watch_runs(listing: RunList, report: Callable[[str], None], interval: float)
         time.sleep(max(0.0, interval - (time.monotonic() - started)))
 
 
-def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = "") -> dict[str, Any]:
+def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = "") -> StepResult:
     """List every run of every host, or one run.
 
     Returns:
@@ -216,9 +230,9 @@ def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = 
     return RunList(hosts, connect, limit, run).read()
 
 
-def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -> dict[str, Any]:
+def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -> StepResult:
     """Return the answers to `run_list` as `list_runs` does. `latest`: see RunList; the table leaves out older runs."""
-    runs: list[dict[str, Any]] = []
+    runs: list[HostRunStatus] = []
     rows, jobs, warnings = [], [], []
     for host in hosts:
         answer = asked.answers.get(host.name, {})
@@ -250,13 +264,13 @@ def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -
     return {"runs": runs, "troubles": asked.errors, "lines": lines}
 
 
-def _older_runs(runs: Iterable[dict[str, Any]], latest: int) -> set[str]:
+def _older_runs(runs: Iterable[RunStatus], latest: int) -> set[str]:
     """Return the names of the runs that have ended everywhere, without the `latest` ones that were started last."""
     started: dict[str, float] = {}
     alive = set()
     for state in runs:
         name = run_name(state)
-        started[name] = max(started.get(name, 0.0), float((state.get("node") or {}).get("started") or 0.0))
+        started[name] = max(started.get(name, 0.0), node["started"] if (node := state.get("node")) else 0.0)
         alive |= {name} if state.get("alive") else set()
     ended = sorted(started.keys() - alive, key=lambda name: (started[name], name))
     return set(ended[: max(0, len(ended) - latest)])
@@ -267,7 +281,12 @@ def run_name(state: Mapping[str, Any]) -> str:
     return str(state.get("run_dir", "")).rpartition("/")[2]
 
 
-def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+def checked_status(state: dict[str, Any]) -> RunStatus:
+    """Return the status of a run that a host sent in another reply. Raises ReplyError."""
+    return cast("RunStatus", checked_reply("run_status", state))
+
+
+def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[RunStatus], list[str]]:
     """Return the states of runs, and why each one that is not valid is not.
 
     An invalid state of a run with processes is returned without its records, so that the run can be stopped.
@@ -275,30 +294,29 @@ def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     valid, bad = [], []
     for state in states:
         try:
-            valid.append(checked_reply("run_status", state))
+            valid.append(checked_status(state))
         except ReplyError as error:
             bad.append(str(error))
-            kept: dict[str, Any] = {
-                name: state[name] for name in ("run_dir", "now", "alive", "waits", "left") if name in state
-            }
-            plain = kept | {"status": "unreadable", "node": None, "ranks": {}}
+            plain: dict[str, Any] = {"status": "unreadable", "node": None, "ranks": {}}
+            plain |= {name: state[name] for name in ("run_dir", "now", "alive", "waits", "left") if name in state}
             with contextlib.suppress(ReplyError):
-                valid += [known for known in [checked_reply("run_status", plain)] if is_left(known)]
+                valid += [known for known in [checked_status(plain)] if is_left(known)]
     return valid, bad
 
 
-def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
+def status_rows(host: str, answer: RunStatus) -> list[list[str]]:
     """Return one row for each rank of a run on a host, or one for all ranks of a job that waits in Slurm; see STATUS_HEAD."""
-    node, run = answer.get("node") or {}, run_name(answer)
+    node, run = answer.get("node"), run_name(answer)
     if waits(answer) or not node:
         doing = "waiting" if node else f"alive, {answer['status']}"
         return [[run, host, "-", doing, *["-"] * (len(STATUS_HEAD) - 4)]]
     part = Part(host, answer.get("run_dir", ""), ranks=node.get("ranks") or [], answer=answer)
     rows = []
     for rank in part.ranks or sorted(part.states):
-        state = part.states.get(rank, {})
+        state = part.state(rank)
         doing = part.status if part.status != "running" else state.get("status") or "starting"
         step, loss, speed = state.get("step"), state.get("loss"), state.get("tokens_per_second")
+        seen = state.get("time")
         rows.append(
             [
                 run,
@@ -308,8 +326,8 @@ def status_rows(host: str, answer: dict[str, Any]) -> list[list[str]]:
                 "-" if step is None else f"{step}/{state.get('steps') or '?'}",
                 "-" if loss is None else f"{loss:.4g}",
                 thousands(speed) if speed else "-",
-                gpu_cell(state.get("gpu") or {}),
-                f"{clock(answer['now'] - state['time'])} ago" if state.get("time") else "-",
+                gpu_cell(state.get("gpu")),
+                f"{clock(answer['now'] - seen)} ago" if seen else "-",
             ]
         )
     return rows

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SkipValidation, TypeAdapter
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from trainer.config import EMBEDDED_DATASET, FIELDS, RunSpec
 from trainer.data.data_report import DataReport
@@ -20,9 +21,15 @@ from trainer.errors import UserError
 from trainyard.remote.digests import Digests
 from trainyard.remote.local_files import tree_digest
 from trainyard.reply_fields import Digest
+from trainyard.reply_types.runs import Heartbeat, Node
 
 Report = Callable[[str], None]
 """Receives a line for a user."""
+
+StepResult = dict[str, Any]
+"""What a step of a session or a command returns, as the front ends print it in JSON. `changed`; `lines` or `msg`, readable text; `skipped` if
+there was nothing to do; and what the function names.
+"""
 
 Phase = Literal["new", "running", "finished", "stopped", "failed"]
 T = TypeVar("T")
@@ -291,6 +298,43 @@ class PreviousStart:
     barred: Collection[str] = ()
 
 
+class FailureCause(TypedDict):
+    """Why a run failed; `rank` is None if the cause is not one rank. See monitor.Cause."""
+
+    host: str
+    rank: int | None
+    kind: str
+    blocked_by: str
+
+
+class PartEnd(TypedDict):
+    """How a host's part of a run ended."""
+
+    status: str
+    node: Node
+    ranks: dict[int, Heartbeat]
+
+
+class RunFailure(TypedDict, total=False):
+    """Message and details of a RunError. A run that did not start has no `cause` and no `hosts`.
+
+    Attributes:
+        lines: evidence.
+        lost: hosts that did not answer.
+        stop_wanted: whether a user has stopped the run.
+        hosts: how each host's part ended.
+        troubles: why hosts did not start, by name.
+    """
+
+    msg: str
+    lines: list[str]
+    cause: FailureCause
+    lost: list[str]
+    stop_wanted: bool
+    hosts: dict[str, PartEnd]
+    troubles: dict[str, str]
+
+
 @dataclass
 class SessionState:
     """What one step of a session leaves for the next one.
@@ -312,7 +356,7 @@ class SessionState:
     spec: StoredSpec | None = None
     phase: Phase = "new"
     port: int = 0
-    failure: dict[str, Any] | None = None
+    failure: SkipValidation[RunFailure | None] = None
     status: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     staged: list[str] = field(default_factory=list)
