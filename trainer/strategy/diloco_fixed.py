@@ -23,11 +23,10 @@ from trainer.optim import learning_rate
 from trainer.strategy import four_bits
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP
-from trainer.strategy.diloco_costs import CHUNK
 from trainer.strategy.fsdp import FSDP
 from trainer.strategy.full_state_dict import MOMENTS
 from trainer.strategy.pipeline import Pipeline
-from trainer.strategy.replicas import Replicas, apportion, by_speed
+from trainer.strategy.replicas import CHUNK, Replicas, apportion, by_speed
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

@@ -24,9 +24,8 @@ from trainer.distributed.world import Transfers, World, start_exchange, wait_for
 from trainer.strategy import four_bits
 from trainer.strategy.base import Rows, Update
 from trainer.strategy.ddp import DDP
-from trainer.strategy.diloco_costs import CHUNK
 from trainer.strategy.diloco_fixed import DiLoCo
-from trainer.strategy.replicas import Replicas
+from trainer.strategy.replicas import CHUNK, Replicas
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

@@ -36,7 +36,7 @@ from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 from trainer.strategy.deepspeed_config import engine_config
-from trainer.strategy.diloco_costs import CHUNK
+from trainer.strategy.replicas import CHUNK
 from trainyard.remote.host_facts import allocator
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
