@@ -77,6 +77,7 @@ def test_names_of_opendiloco() -> None:
     assert changed.items() >= expected.items()
     assert "options of OpenDiLoCo imply strategy=diloco" in notes
     assert read_spec(None, {"hv.outer_lr": 0.5, "strategy": "ddp"}, "-e").strategy == "ddp"
+    assert resolve_aliases({"hv.outer_lr": 0.5}, {"strategy": "ddp"}) == ({"outer_lr": 0.5}, [])
     with pytest.raises(UserError, match=r"unknown name 'hv.world_rank' in the flags"):
         spec_of("--hv.local_steps 5 --hv.world-rank 0")
 
