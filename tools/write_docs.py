@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from trainer import config
-from trainer.config.alias_table import ACCUMULATION, REFUSED, WITHOUT_EFFECT, Alias
+from trainer.config.alias_table import ACCUMULATION, REFUSED, Alias
 from trainer.strategy import STRATEGIES
 from trainyard.commands.groups import COMMON
 from trainyard.commands.options import SHORT
@@ -169,10 +169,7 @@ YAML reads the words no, off, yes and on as false and true. A field with one of 
 `{ACCUMULATION}` counts the micro-batches of one rank. The trainer multiplies it by the number of ranks. `train.yml` refuses it, because a step has the same rows on any number of ranks: set `total_batch_size` to its product with
 `batch_size` and the number of ranks.
 
-Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`. With `hv.galaxy_size`, `total_batch_size` is that of one replica, and is multiplied;
-`sharding_strategy` is that of a replica.
-
-These names have no effect, and a message says so: {", ".join(f"`{name}`" for name in sorted(WITHOUT_EFFECT))}.
+Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`; `sharding_strategy` is that of a replica.
 
 These names are refused unless their value is false:
 

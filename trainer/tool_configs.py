@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.strategy import plan_of
 from trainer.strategy.deepspeed_config import file_config
-from trainer.strategy.fsdp import FSDPPlan, keeps_gathered
+from trainer.strategy.fsdp import FSDPPlan, tool_options
 
 KINDS = ("deepspeed", "fsdp", "accelerate", "slurm", "launcher")
 _MIXED = {"32-true": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
@@ -112,11 +112,6 @@ class Script:
         return [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
 
 
-def deepspeed(spec: RunSpec, world: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration file: https://www.deepspeed.ai/docs/config-json/"""
-    return file_config(spec, world)
-
-
 def fsdp(spec: RunSpec) -> dict[str, Any]:
     """Return the argument fsdp_config of transformers' TrainingArguments (FSDP2).
 
@@ -130,16 +125,8 @@ def fsdp(spec: RunSpec) -> dict[str, Any]:
             "config fsdp: fsdp_config of transformers has no fsdp_shard=host (HYBRID_SHARD) with FSDP2: use config accelerate with strategy=fsdp, "
             "or set fsdp_shard=all"
         )
-    return {
-        "version": 2,
-        "reshard_after_forward": not keeps_gathered(spec),
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": [layer_class(shape_of(spec).kind)],
-        "activation_checkpointing": spec.gradient_checkpointing,
-        "cpu_ram_efficient_loading": True,
-        "cpu_offload": spec.fsdp_offload,
-        "state_dict_type": "SHARDED_STATE_DICT",
-    }
+    layer = layer_class(shape_of(spec).kind)
+    return tool_options(spec, "cpu_offload") | {"transformer_layer_cls_to_wrap": [layer]}
 
 
 def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool) -> dict[str, Any]:
@@ -272,4 +259,4 @@ def render(
             )
         return yaml.safe_dump(made, sort_keys=False)
     world = sum(host["processes"] for host in hosts)
-    return json.dumps(deepspeed(spec, world) if kind == "deepspeed" else fsdp(spec), indent=2) + "\n"
+    return json.dumps(file_config(spec, world) if kind == "deepspeed" else fsdp(spec), indent=2) + "\n"

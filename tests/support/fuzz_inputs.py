@@ -11,7 +11,7 @@ from hostile import HOSTILE_BYTES, HOSTILE_STRINGS, UNENCODABLE_STRINGS
 SPECS = [
     "model: tiny\nlr: 1e-3\nmax_steps: 5\nloggers: [tensorboard]\n",
     "model: org/name\ndataset: data.jsonl\nstrategy: diloco\nouter_lr: 0.7\nlocal_steps: 50\nrun: mine\n",
-    "hv.local_steps: 50\nhv.outer_lr: 0.5\nhv.galaxy_size: 2\nfake_data: true\ntotal_batch_size: 64\n",
+    "hv.local_steps: 50\nhv.outer_lr: 0.5\nfake_data: true\ntotal_batch_size: 64\n",
     "lora_targets: [q_proj, v_proj]\nprecision: bf16-mixed\ncollective_timeout: 60\nseed: 7\neval_split: 0.1\n",
     "# comment\nbatch_size: &rows 4\ngradient_accumulation: *rows\nquantize: nf4\n---\n",
 ]

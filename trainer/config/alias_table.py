@@ -275,13 +275,6 @@ ALIASES: dict[str, Alias] = {
 } | _CONVERTED
 # Micro-batches of one rank. The field gradient_accumulation counts those of all ranks.
 ACCUMULATION = "gradient_accumulation_steps"
-# Names of the quick starts of both that have no effect on a run.
-WITHOUT_EFFECT = frozenset(
-    ("hv.galaxy_size", "hv.world_rank", "hv.initial_peers", "hv.host_maddrs", "hv.announce_maddrs", "ckpt.path")
-    + ("hv.matchmaking_time", "hv.skip_load_from_peers", "log_activations_steps", "logging_dir", "logging_steps")
-    + ("logging_strategy", "logging_first_step", "dataloader_num_workers", "dataset_num_proc", "overwrite_output_dir")
-    + ("do_train", "do_eval", "per_device_eval_batch_size", "ddp_find_unused_parameters", "remove_unused_columns")
-)
 _OPTIMIZER = "the optimizer is AdamW with torch's defaults: omit it"
 REFUSED: dict[str, str] = {
     "load_in_8bit": "weights in 8 bits are not supported: set quantize=nf4",

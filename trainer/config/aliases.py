@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.alias_table import ACCUMULATION, ALIASES, REFUSED, WITHOUT_EFFECT, Alias, Fields, is_off
+from trainer.config.alias_table import ACCUMULATION, ALIASES, REFUSED, Alias, Fields, is_off
 from trainer.config.fields import in_quotes, is_switch, metadata, names_in
 from trainer.config.run_spec import FIELDS
 from trainer.errors import UserError, nearest
@@ -44,15 +44,15 @@ def plain_name(name: object) -> str:
 
 def is_known(name: str) -> bool:
     """Return whether `name` is a field or another name that is understood."""
-    return any(name in names for names in (FIELDS, ALIASES, DEPRECATED, WITHOUT_EFFECT, REFUSED))
+    return any(name in names for names in (FIELDS, ALIASES, DEPRECATED, REFUSED))
 
 
 def takes_no_value(name: str) -> bool:
-    """Return whether a flag of this name may have no value: it is a switch, or has no effect."""
+    """Return whether a flag of this name may have no value: it is a switch, or refused unless it is false."""
     if name in ALIASES and ALIASES[name].words is not None:
         return ALIASES[name].is_switch
     target = field_of(name)
-    return is_switch(FIELDS[target]) if target in FIELDS else name in WITHOUT_EFFECT or name in REFUSED
+    return is_switch(FIELDS[target]) if target in FIELDS else name in REFUSED
 
 
 def field_of(name: str) -> str:
@@ -100,8 +100,9 @@ def resolve_aliases(
             f"run spec: assistant_only_loss=false{found.where} trains all of a chat, but only the completion of a pair, in TRL: "
             f"set train_on=all or train_on=answer{found.where} instead"
         )
-    if opendiloco:
-        _opendiloco(found, plain, defaults or {})
+    if opendiloco and "strategy" not in {**found.values, **(defaults or {})}:
+        found.values["strategy"] = "diloco"
+        found.notes.append("options of OpenDiLoCo imply strategy=diloco")
     return found.values, found.notes
 
 
@@ -110,8 +111,6 @@ def _resolve(found: Resolved, name: str, value: Any, ranks: int | None, opendilo
     plain = plain_name(name)
     if plain in FIELDS:
         found.set(name, plain, value)
-    elif plain in WITHOUT_EFFECT:
-        found.notes.append(f"{name} is ignored: it has no effect on a run")
     elif plain in REFUSED:
         if not is_off(value):
             raise UserError(f"run spec: {name}{found.where}: {REFUSED[plain]}")
@@ -163,8 +162,11 @@ def _plain_value(value: Any) -> str:
 
 def _accumulation(name: str, value: Any, where: str, ranks: int | None) -> int:
     """Return the micro-batches of all ranks for those of one rank. Raises UserError if the number of ranks is unknown."""
-    count = _count(value)
-    if not count:
+    try:
+        count = 0 if isinstance(value, bool) else int(value)
+    except (ValueError, TypeError, OverflowError):
+        count = 0
+    if not 0 < count <= MAX_ROWS:
         raise UserError(f"run spec: {name}: expected an integer >= 1, got {quoted(value)}{where}")
     if ranks is None:
         raise UserError(
@@ -172,30 +174,6 @@ def _accumulation(name: str, value: Any, where: str, ranks: int | None) -> int:
             f"ranks: set total_batch_size to {count} x batch_size x ranks, or gradient_accumulation to {count} x ranks"
         )
     return count * ranks
-
-
-def _count(value: Any) -> int:
-    """Return a value as a number of rows or micro-batches, or 0 if it is not a number."""
-    try:
-        number = 0 if isinstance(value, bool) else int(value)
-    except (ValueError, TypeError, OverflowError):
-        return 0
-    return number if 0 < number <= MAX_ROWS else 0
-
-
-def _opendiloco(found: Resolved, plain: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Apply what OpenDiLoCo's options imply: the strategy, and the rows of all replicas."""
-    rows = found.values.get("total_batch_size")
-    replicas, of_one = _count(plain.get("hv.galaxy_size")), _count(rows)
-    if replicas and of_one:  # otherwise the check of the field reports it
-        found.values["total_batch_size"] = replicas * of_one
-        found.notes.append(
-            f"with hv.galaxy_size={replicas}, total_batch_size={of_one} is that of a replica: it is understood as "
-            f"total_batch_size={replicas * of_one}"
-        )
-    if "strategy" not in {**found.values, **defaults}:
-        found.values["strategy"] = "diloco"
-        found.notes.append("options of OpenDiLoCo imply strategy=diloco")
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -66,7 +66,8 @@ def activation_alternatives(spec: RunSpec) -> list[Alternatives]:
 
 def whole_model_alternatives(spec: RunSpec) -> list[Alternatives]:
     """Return the alternatives of a strategy that needs the full model on every rank."""
-    return [quantize_alternatives(spec), *optimizer_alternatives(spec)]
+    cost = "the moments of the optimizer are rounded to 8 bits; requires bitsandbytes"
+    return [quantize_alternatives(spec), switch(spec, "optimizer", "adamw8bit", cost, 1)]
 
 
 def quantize_alternatives(spec: RunSpec) -> Alternatives:
@@ -75,12 +76,6 @@ def quantize_alternatives(spec: RunSpec) -> Alternatives:
         return [NONE]
     cost = "the frozen weights are rounded to 4 bits, and every pass unpacks them; requires bitsandbytes"
     return switch(spec, "quantize", "nf4", cost, 1)
-
-
-def optimizer_alternatives(spec: RunSpec) -> list[Alternatives]:
-    """Return the alternatives of the optimizer's moments."""
-    cost = "the moments of the optimizer are rounded to 8 bits; requires bitsandbytes"
-    return [switch(spec, "optimizer", "adamw8bit", cost, 1)]
 
 
 def gradient_alternatives(spec: RunSpec) -> list[Alternatives]:

@@ -28,11 +28,12 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from trainer import unsloth_backend
 from trainer.__main__ import main, needs_bitsandbytes, take_places, take_spec
-from trainer.config import RunSpec
-from trainer.distributed.model_preload import import_architecture, weights_in_memory
+from trainer.config import TINY, RunSpec
+from trainer.costs.model_shape import model_type
 from trainer.distributed.worker_process import exit_code_of
 from trainer.errors import UserError
 from trainer.imports import without_collector
+from trainer.inputs import path_kind
 
 RANK_COMMAND = ("-u", "-m", "trainer")  # what torchrun passes to Python for `-m trainer`
 _INITIALIZED = {"/dev/nvidia-uvm", "/dev/kfd"}  # CUDA and ROCm open them when they are initialized, NVML does not
@@ -52,9 +53,8 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
         return False
     os.environ.update(NVML_CHECK)
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # see trainer.__main__.train
-    run_dir, *_ = take_places(list(arguments))
     try:
-        with without_collector(), weights_in_memory(spec, run_dir):
+        with without_collector():
             import_architecture(spec)
             importlib.import_module("trainer.train")
     except Exception:
@@ -64,6 +64,18 @@ def import_for_ranks(arguments: Sequence[str]) -> bool:
     gc.freeze()  # the collector does not touch these objects: their pages stay shared
     api.get_subprocess_handler = _Handler
     return True
+
+
+def import_architecture(spec: RunSpec) -> None:
+    """Import the code of the spec's model. Most of that of Llama is needed by every architecture, and for an unknown one it is all."""
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    if spec.model != TINY and path_kind(Path(spec.model).expanduser()) != "folder":
+        return  # the configuration may not be on this host
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with contextlib.suppress(UserError, LookupError):  # the ranks report it
+        _ = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type(spec)]]  # which imports it
 
 
 def may_fork(arguments: Sequence[str]) -> bool:

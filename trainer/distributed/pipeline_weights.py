@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -55,16 +54,19 @@ class WeightFiles:
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise UserError(f"model: {_INDEX} of {model} is damaged: copy or download the model again") from None
             return
-        single = self._path(_SINGLE)
-        assert single
-        try:
-            with safe_open(single, "pt") as file:  # type: ignore[no-untyped-call]
-                self._file_of = dict.fromkeys(file.keys(), _SINGLE)
-        except (OSError, SafetensorError) as error:
-            raise UserError(self._damaged(_SINGLE, error)) from None
+        with self._open(_SINGLE) as file:
+            self._file_of = dict.fromkeys(file.keys(), _SINGLE)
 
-    def _damaged(self, name: str, error: Exception) -> str:
-        return f"model: cannot read {printable(name, 80)} of {self._model}: {first_line(error)}: copy or download the model again"
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        """Open one of the files. Raises UserError, also if the block cannot read it."""
+        try:
+            with safe_open(self._path(name), "pt") as file:  # type: ignore[no-untyped-call]
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"model: cannot read {printable(name, 80)} of {self._model}: {first_line(error)}: copy or download the model again"
+            ) from None
 
     def _path(self, name: str, *, required: bool = True) -> Path | None:
         folder = Path(self._model).expanduser()
@@ -95,19 +97,15 @@ class WeightFiles:
         """Return the shapes of all tensors that the files hold, whatever the index says. Raises UserError."""
         found: dict[str, list[int]] = {}
         for file_name in sorted(set(self._file_of.values())):
-            try:
-                with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
-                    found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  not a mapping
-            except (OSError, SafetensorError) as error:
-                raise UserError(self._damaged(file_name, error)) from None
+            with self._open(file_name) as file:
+                found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  not a mapping
         return found
 
     def header(self, stored: str) -> tuple[list[int], str]:
         """Return the shape of a tensor and its data type as safetensors names it, without reading it. Raises UserError."""
-        try:
-            return _header(self._path(self._file_of[stored]), stored)
-        except (OSError, SafetensorError) as error:
-            raise UserError(self._damaged(self._file_of[stored], error)) from None
+        with self._open(self._file_of[stored]) as file:
+            part = file.get_slice(stored)
+            return list(part.get_shape()), str(part.get_dtype())
 
     def tensor(self, stored: str) -> torch.Tensor:
         """Return a tensor in host memory. Raises UserError."""
@@ -120,12 +118,9 @@ class WeightFiles:
         for key, stored in names.items():
             by_file.setdefault(self._file_of[stored], []).append(key)
         for file_name, keys in by_file.items():
-            try:
-                with safe_open(self._path(file_name), "pt") as file:  # type: ignore[no-untyped-call]
-                    for key in keys:
-                        yield key, file.get_tensor(names[key])
-            except (OSError, SafetensorError) as error:
-                raise UserError(self._damaged(file_name, error)) from None
+            with self._open(file_name) as file:
+                for key in keys:
+                    yield key, file.get_tensor(names[key])
 
 
 class ReceivedWeights:
@@ -186,14 +181,6 @@ class Channel:
         return whole
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A tensor that ranks lack: its name in the files, and its data type."""
-
-    stored: str
-    dtype: torch.dtype
-
-
 class StageWeights:
     """The tensors of the model that a rank needs, wherever they are."""
 
@@ -229,9 +216,19 @@ class StageWeights:
         Raises:
             UserError: the files lack a tensor, it has another shape, or no host has the files.
         """
-        files, why = self._files()
+        files: WeightFiles | None = None
+        why = difference = ""  # why this host cannot read the files, or how they do not match the model
+        try:
+            files = WeightFiles(self._model)
+        except UserError as error:
+            why = str(error)
         complete = files is not None and files.complete
-        everywhere = self._world.gather([complete, self._difference(files) if complete and files else ""])
+        if files and complete:
+            try:
+                self._check_files(files)
+            except UserError as error:
+                difference = str(error)
+        everywhere = self._world.gather([complete, difference])
         if different := next((text for _, text in everywhere if text), ""):  # the same error on all ranks
             raise UserError(different)
         if all(each for each, _ in everywhere):
@@ -256,21 +253,6 @@ class StageWeights:
             channel = Channel(untimed.untimed_group, self._progress)
             yield from self._exchange(everywhere_lacking, sent, channel, owner, source)
             untimed.sum_without_timeout([0.0], lambda: None)
-
-    def _files(self) -> tuple[WeightFiles | None, str]:
-        """Return the files of the model, or None and why this host cannot read them."""
-        try:
-            return WeightFiles(self._model), ""
-        except UserError as error:
-            return None, str(error)
-
-    def _difference(self, files: WeightFiles) -> str:
-        """Return how complete files do not match the model; empty if they do."""
-        try:
-            self._check_files(files)
-        except UserError as error:
-            return str(error)
-        return ""
 
     def _own(self, files: WeightFiles, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of this host's files."""
@@ -298,8 +280,10 @@ class StageWeights:
                 "the files do not match config.json"
             )
 
-    def _offers(self, lacking: Sequence[Mapping[str, Sequence[str]]], source: WeightFiles | None) -> dict[str, _Sent]:
-        """Return what is sent of the tensors that some rank lacks, by name. Every rank calls it, and gets the same.
+    def _offers(
+        self, lacking: Sequence[Mapping[str, Sequence[str]]], source: WeightFiles | None
+    ) -> dict[str, tuple[str, torch.dtype]]:
+        """Return what is sent of the tensors that some rank lacks: {name: name in the files, data type}. Every rank gets the same.
 
         Args:
             lacking: for every rank, {name: the names that the tensor can have in the files}.
@@ -312,7 +296,7 @@ class StageWeights:
         for name, candidates in {name: found for each in lacking for name, found in each.items()}.items():
             if source and (stored := source.find(candidates)):
                 offers[name] = [stored, *source.header(stored)]
-        sent: dict[str, _Sent] = {}
+        sent: dict[str, tuple[str, torch.dtype]] = {}
         for each in self._world.gather(offers):
             for name, (stored, shape, dtype) in each.items():
                 self._check(name, shape)
@@ -320,13 +304,13 @@ class StageWeights:
                     raise UserError(
                         f"model: {name} of {self._model} has the data type {str(dtype)[:40]}: set another strategy"
                     )
-                sent[name] = _Sent(str(stored), DTYPES[dtype])
+                sent[name] = str(stored), DTYPES[dtype]
         return sent
 
     def _exchange(
         self,
         lacking: Sequence[Mapping[str, Sequence[str]]],
-        sent: Mapping[str, _Sent],
+        sent: Mapping[str, tuple[str, torch.dtype]],
         channel: Channel,
         owner: int,
         source: WeightFiles | None,
@@ -342,16 +326,10 @@ class StageWeights:
             for place, name in enumerate(turn):
                 if name is None or name not in sent:
                     continue
-                tensor = sent[name]
+                stored, dtype = sent[name]
                 if source:
-                    channel.send(source.tensor(tensor.stored), place)
+                    channel.send(source.tensor(stored), place)
                 elif self._world.rank == place:
-                    received = channel.receive(self._shapes[name], tensor.dtype, owner)
-                    self._received.keep(tensor.stored, received)
+                    received = channel.receive(self._shapes[name], dtype, owner)
+                    self._received.keep(stored, received)
                     yield name, received
-
-
-def _header(path: Path | None, stored: str) -> tuple[list[int], str]:
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-        part = file.get_slice(stored)
-        return list(part.get_shape()), str(part.get_dtype())

@@ -93,31 +93,23 @@ class World:
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
         return cls(rank, size, local_rank, node_rank, device, store=store, replica=replica, local_size=local_size)
 
-    def subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
+    def subgroup(self, groups: Sequence[Sequence[int]], timeout: float | None, backend: str | None = None) -> "World":
         """Return the world of the group in `groups` (lists of ranks) that contains this rank. Every rank calls it.
 
         A rank that is in none of them gets a world with only itself.
 
         Args:
-            timeout: seconds after which a collective of the group fails.
+            timeout: seconds after which a collective of the group fails; None: never, as `sum_without_timeout` needs.
+            backend: such as gloo on GPUs; None: that of the run.
         """
-        return self._subgroup(groups, datetime.timedelta(seconds=timeout), None)
-
-    def gloo_subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
-        """Return what `subgroup` returns, with gloo also on GPUs. Every rank calls it."""
-        return self._subgroup(groups, datetime.timedelta(seconds=timeout), "gloo")
-
-    def untimed_subgroup(self, groups: Sequence[Sequence[int]]) -> "World":
-        """Return what `gloo_subgroup` returns, without a timeout. Every rank calls it."""
-        found = self._subgroup(groups, _NO_TIMEOUT, "gloo")
-        return replace(found, untimed_group=found.group)
-
-    def _subgroup(self, groups: Sequence[Sequence[int]], limit: datetime.timedelta, backend: str | None) -> "World":
+        limit = _NO_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
         found = next((tuple(sorted(ranks)) for ranks in groups if self.rank in ranks), (self.rank,))
         lists = [sorted(ranks) for ranks in groups]
         group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit, backend=backend)
         restrict_listeners()
-        return replace(self, rank=found.index(self.rank), size=len(found), ranks=found, group=group)
+        untimed = group if timeout is None else self.untimed_group
+        rank, size = found.index(self.rank), len(found)
+        return replace(self, rank=rank, size=size, ranks=found, group=group, untimed_group=untimed)
 
     def with_untimed_group(self) -> "World":
         """Return this world with a group for `sum_without_timeout`. Every rank calls it."""

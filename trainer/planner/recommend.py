@@ -6,22 +6,21 @@ of plans that differ by no more than the error of predicted speeds, the one with
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunSpec
-from trainer.costs.alternatives import Alternative, shown
+from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
 from trainer.costs.model_shape import Shape, shape_of
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.errors import UserError
-from trainer.planner.variants import variants
 from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
-from trainer.strategy.plan import all_or_unknown
 
 ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
@@ -122,7 +121,6 @@ class Setting:
 
     Attributes:
         link: Mbit/s between hosts; ignored for one host.
-        room: bytes that a process has for tensors if `layout` does not say it, or None if unknown.
         gloo: whether processes run on CPUs.
     """
 
@@ -131,8 +129,31 @@ class Setting:
     rows: RowStats
     speed: Speed
     link: float
-    room: float | None
     gloo: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A spec with some alternatives. `alternatives`: those that change it."""
+
+    spec: RunSpec
+    alternatives: tuple[Alternative, ...]
+
+
+def variants(spec: RunSpec, groups: Sequence[Alternatives]) -> Iterator[Variant]:
+    """Yield `spec` with every combination of alternatives, one from each group, that the fields of a spec permit.
+
+    The first variant has no alternative. `spec` has the strategy whose alternatives these are.
+    """
+    for chosen in product(*groups):
+        used = tuple(alternative for alternative in chosen if alternative.fields)
+        changed = {name: value for alternative in used for name, value in alternative.fields.items()}
+        variant = spec.model_copy(update=changed)
+        try:
+            check_spec(variant)
+        except ValueError:
+            continue  # the fields exclude each other
+        yield Variant(variant, used)
 
 
 def options(spec: RunSpec, setting: Setting) -> list[Option]:
@@ -185,9 +206,6 @@ def _could_be_best(option: Option, tried: Sequence[Option]) -> bool:
 def _candidates(setting: Setting) -> list[tuple[str, str, Setting]]:
     """Return the name, strategy and place of one process alone, with the least memory and the highest speed, and of every registered strategy."""
     layout = setting.layout
-    if not layout.rooms:
-        setting = replace(setting, layout=replace(layout, rooms=(setting.room,) * layout.world))
-        layout = setting.layout
     fastest = (max(layout.speeds),) if layout.speeds else ()
     smallest = Layout((1,), _smallest(layout.rooms), _smallest(layout.host_rooms), fastest)
     candidates = [(ALONE, DEFAULT_STRATEGY, replace(setting, layout=smallest))]
@@ -217,7 +235,7 @@ def _option(
         label,
         layout.world,
         max(memories, key=lambda memory: memory.total),
-        all_or_unknown([None if part is None else part >= 0 for part in left]),
+        _fits(left),
         sent,
         compute,
         communication,
@@ -234,6 +252,14 @@ def _option(
             if text
         ),
     )
+
+
+def _fits(free: Sequence[float | None]) -> bool | None:
+    """Return whether every rank has enough memory; None if that is unknown. `free`: the fraction that is left to each."""
+    known = [part for part in free if part is not None]
+    if any(part < 0 for part in known):
+        return False
+    return True if known and len(known) == len(free) else None
 
 
 def _best(found: Sequence[Option]) -> Option | None:
@@ -386,7 +412,7 @@ def _nominal_setting(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shap
     rows = RowStats.full(spec)
     speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
     layout = layout_of(hosts, device)
-    return Setting(shape, layout, rows, speed, link, None, gloo=device == "cpu"), bool(links)
+    return Setting(shape, layout, rows, speed, link, gloo=device == "cpu"), bool(links)
 
 
 def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: int) -> float:

@@ -160,11 +160,11 @@ def plan(
         # Assume that all hosts have the memory of this machine, as for its speed.
         most = max(host["processes"] for host in hosts)
         own = {"memory_mib": own_memory_mib(device), "processes": most}
-        room = layout_of([own], device).rooms[0]
-        layout = Layout(tuple(host["processes"] for host in hosts), speeds=speeds(hosts))
+        room, processes = layout_of([own], device).rooms[0], tuple(host["processes"] for host in hosts)
+        layout = Layout(processes, (room,) * sum(processes), speeds=speeds(hosts))
     else:
-        room, layout = None, layout_of(hosts, device)
-    setting = Setting(shape, layout, rows, speed, link or LINK, room, gloo=device == "cpu")
+        layout = layout_of(hosts, device)
+    setting = Setting(shape, layout, rows, speed, link or LINK, gloo=device == "cpu")
     found, planned = options(spec, setting), plans(spec, setting)
     advice = recommend(spec, planned, setting)
     settings = _settings(spec, layout, kernels, device)

@@ -9,6 +9,7 @@ the shared-memory all-reduce between CPU ranks of one host is disabled.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,12 +34,13 @@ from trainer.errors import UserError
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine_config, prefetched
 from trainer.strategy.deepspeed_file import check_file
-from trainer.strategy.full_state_dict import KINDS, MOMENTS, persistent_buffers, read_full, step_of, write_full
+from trainer.strategy.full_state_dict import KINDS, MOMENTS, create_moments, persistent_buffers, read_full, write_full
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from torch import nn
 
     from trainer.config import RunSpec
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from trainer.distributed.world import World
     from trainer.model import ModelWithLoss
 else:
-    torch = LazyModule("torch")
+    torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses of a weight below which it stays gathered
 _SMALL = 1e5  # numbers of a parameter below which stage 3 keeps it on every rank
@@ -247,7 +249,6 @@ def import_deepspeed(world: World) -> Any:
 
 def with_autocast(strategy: Strategy, module: nn.Module) -> nn.Module:
     """Wrap a module so that it enters autocast by itself: the engine disables autocast that is entered around it."""
-    from torch import nn
 
     class Autocast(nn.Module):
         def __init__(self) -> None:
@@ -260,6 +261,36 @@ def with_autocast(strategy: Strategy, module: nn.Module) -> nn.Module:
             return loss
 
     return Autocast()
+
+
+def _shard(deepspeed: Any, model: nn.Module, config: dict[str, Any], world: World, *, full: bool) -> None:
+    """Convert the parameters of a model to those of stage 3, one at a time, in float32. Every rank calls it.
+
+    Every rank reads only its shard of the model's files. DeepSpeed's own conversion needs all weights in the memory of every rank,
+    and sends those of rank 0 to all others.
+
+    Args:
+        model: equal on all ranks; its weights may be memory-mapped, in any data type.
+        config: of the engine.
+        full: whether the full weights are trained. Otherwise the trained ones, which come from no file, are taken from rank 0.
+    """
+    # An empty module enables DeepSpeed's linear layers, which do not keep gathered weights.
+    init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config, dtype=torch.float32)
+    # The kernel provides memory only for the parts that are written. One buffer for all leaves no gaps between the shards.
+    buffer = torch.empty(max(parameter.numel() for parameter in model.parameters()), dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.requires_grad and not full:
+            fresh = parameter.to(world.device)
+            dist.broadcast(fresh, 0)
+            parameter.data = fresh.cpu()
+        size = math.ceil(parameter.numel() / world.size)  # the last shard is padded
+        start = size * world.rank
+        whole = buffer[: parameter.numel()]
+        whole[start : start + size] = parameter.view(-1)[start : start + size]
+        parameter.data = whole.view(parameter.shape)
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
+        parameter.data = torch.empty(0, device=init.local_device)
 
 
 class DeepSpeedZeRO(Strategy):
@@ -282,9 +313,8 @@ class DeepSpeedZeRO(Strategy):
         numbers = [sum(p.numel() for p in each) for each in (self.trained.values(), self.plain.parameters())]
         config = engine_config(self.spec, *numbers)
         if self._sharded_weights:
-            from trainer.strategy.deepspeed_weights import shard
-
-            shard(self.deepspeed, self.plain, config, self.world, full=not self.spec.lora_r)
+            with torch.no_grad():
+                _shard(self.deepspeed, self.plain, config, self.world, full=not self.spec.lora_r)
         engine, *_ = self.deepspeed.initialize(
             model=with_autocast(self, self.plain),
             optimizer=optimizer,
@@ -337,15 +367,8 @@ class DeepSpeedZeRO(Strategy):
                 else:
                     parameter.copy_(kept[name])
         optimizer = self.engine.optimizer
-        step = torch.tensor(float(step_of(folder)))
-        shards = (
-            optimizer.fp32_partitioned_groups_flat
-            if self._sharded_weights
-            else optimizer.single_partition_of_fp32_groups
-        )
-        for shard in shards:
-            moments = {kind: torch.zeros_like(shard) for kind in MOMENTS}
-            optimizer.optimizer.state[shard] = {"step": step.to(shard.device, copy=True), **moments}
+        shards = "fp32_partitioned_groups_flat" if self._sharded_weights else "single_partition_of_fp32_groups"
+        create_moments(optimizer.optimizer, getattr(optimizer, shards), folder)
         if not self._sharded_weights:
             optimizer._lazy_init_hp_params_optimizer_state()
         for kind in MOMENTS:

@@ -34,16 +34,6 @@ def prefetched(parameters: int) -> int:
     return min(50_000_000, parameters // 10)
 
 
-def zero_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the part of DeepSpeed's `zero_optimization` that the fields of the spec determine."""
-    zero: dict[str, Any] = {"stage": spec.deepspeed_stage}
-    if spec.deepspeed_offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if spec.deepspeed_offload == "all":
-        zero["offload_param"] = {"device": "cpu"}
-    return zero
-
-
 def bucket_options(spec: RunSpec, trained: int, parameters: int) -> dict[str, int]:
     """Return the sizes of DeepSpeed's buckets in numbers, for a model with these trained weights and all its `parameters`."""
     sizes = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), bucket(spec, trained))
@@ -51,11 +41,16 @@ def bucket_options(spec: RunSpec, trained: int, parameters: int) -> dict[str, in
 
 
 def common_options(spec: RunSpec) -> dict[str, Any]:
-    """Return the options that this trainer and other tools pass to DeepSpeed: https://www.deepspeed.ai/docs/config-json/"""
+    """Return the options that this trainer and other tools pass to DeepSpeed."""
+    zero: dict[str, Any] = {"stage": spec.deepspeed_stage}
+    if spec.deepspeed_offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if spec.deepspeed_offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": spec.batch_size,
         "gradient_clipping": spec.max_grad_norm,
-        "zero_optimization": zero_options(spec),
+        "zero_optimization": zero,
     }
 
 

@@ -114,22 +114,16 @@ def owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
     """Return {option: (value that the spec gives it, or a tuple of equivalent values; field of the spec)}."""
     device = "none" if spec.deepspeed_offload == "none" else "cpu"
     return {
+        **{option: (getattr(spec, field), field) for option, field in _FIELDS.items()},
         "train_batch_size": (spec.rows_per_step, "total_batch_size"),
-        "train_micro_batch_size_per_gpu": (spec.batch_size, "batch_size"),
-        "gradient_clipping": (spec.max_grad_norm, "max_grad_norm"),
         "optimizer.type": (_OPTIMIZERS, "optimizer"),
-        "optimizer.params.lr": (spec.lr, "lr"),
-        "optimizer.params.weight_decay": (spec.weight_decay, "weight_decay"),
         "optimizer.params.betas": ([0.9, 0.999], "optimizer"),
         "optimizer.params.eps": (1e-8, "optimizer"),
         "optimizer.params.torch_adam": ((True, False), "optimizer"),
         "optimizer.params.adam_w_mode": (True, "optimizer"),
         "scheduler.type": (next(name for name, word in _SCHEDULES.items() if word == spec.schedule), "schedule"),
         "scheduler.params.warmup_min_lr": (0, "schedule"),
-        "scheduler.params.warmup_max_lr": (spec.lr, "lr"),
-        "scheduler.params.warmup_num_steps": (spec.warmup, "warmup"),
         "scheduler.params.warmup_type": ("linear", "schedule"),
-        "scheduler.params.total_num_steps": (spec.max_steps, "max_steps"),
         "scheduler.params.warmup_min_ratio": (0, "schedule"),
         "scheduler.params.cos_min_ratio": (0, "schedule"),
         "bf16.enabled": (spec.precision == "bf16-mixed", "precision"),
@@ -138,7 +132,6 @@ def owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
             ("bf16", "bfp16") if spec.gradient_comm_dtype == "bf16" else "fp32",
             "gradient_comm_dtype",
         ),
-        "zero_optimization.stage": (spec.deepspeed_stage, "deepspeed_stage"),
         "zero_optimization.offload_optimizer.device": (device, "deepspeed_offload"),
         "zero_optimization.offload_param.device": (
             "cpu" if spec.deepspeed_offload == "all" else "none",

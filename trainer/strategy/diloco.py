@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer.costs.alternatives import Alternatives, optimizer_alternatives, quantize_alternatives
-from trainer.costs.cost import Layout, Memory, State
+from trainer.costs.alternatives import NONE, Alternative, Alternatives, switch, whole_model_alternatives
+from trainer.costs.cost import Layout, Memory, State, micro_batches
+from trainer.strategy import four_bits
 from trainer.strategy.ddp import DDPPlan, gradient_copies
-from trainer.strategy.diloco_alternatives import exchange_alternatives, replica_alternatives
-from trainer.strategy.diloco_costs import CHUNK, comm_parts, outer_bytes
 from trainer.strategy.fsdp import FSDPPlan, sharded_state
 from trainer.strategy.pipeline import PipelinePlan, check_stages
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
+from trainer.strategy.replicas import CHUNK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from trainer.model import ModelWithLoss
     from trainer.strategy.diloco_fixed import DiLoCo
 
+_ROUNDS = (20, 50, 100, 200, 500)  # steps of a round that the planner tries; each longer one is a concession more
+_FRAGMENTS = 5
+_DELAYS = (0.5, 1.0)  # parts of the longest delay of a fragment
+_REPLICA_HOSTS = (1, 2, 3, 4)  # of a pipeline
 _PIPELINE = PipelinePlan()
 _INNER_PLANS: dict[str, DDPPlan | FSDPPlan | PipelinePlan] = {
     "ddp": DDPPlan(),
@@ -36,6 +40,66 @@ _INNER_PLANS: dict[str, DDPPlan | FSDPPlan | PipelinePlan] = {
 def _as_pipeline(spec: RunSpec) -> RunSpec:
     """Return the spec of pipelines that are the replicas."""
     return spec.model_copy(update={"pipeline_hosts": spec.replica_hosts})
+
+
+def _outer_bytes(spec: RunSpec, shape: Shape) -> int:
+    """Return the bytes of the outer optimizer: a copy of the weights, its momentum and the residual of 4-bit values."""
+    return shape.trained(spec) * (12 if spec.diloco_comm_dtype == "int4" else 8)
+
+
+def _comm_parts(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> tuple[float, float]:
+    """Return the bytes that a process sends in a step within its replica, and to other replicas (mean over steps)."""
+    if layout.world == 1:
+        return 0.0, 0.0
+    replicas = -(-len(layout.processes) // spec.replica_hosts)
+    if spec.diloco_comm_dtype == "int4":  # to every other replica
+        outer = (replicas - 1) * shape.trained(spec) * four_bits.BYTES_PER_VALUE / spec.local_steps
+    else:
+        number = 2 if spec.diloco_comm_dtype == "bf16" else 4
+        outer = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
+    inside = Layout(layout.processes[: spec.replica_hosts])
+    if len(inside.processes) == 1:
+        return 0.0, outer
+    micro = micro_batches(spec, layout.world)
+    return _INNER_PLANS[spec.replica_strategy].replica_comm_bytes(spec, shape, inside, micro, gloo=gloo), outer
+
+
+def _round_alternatives(spec: RunSpec) -> Alternatives:
+    """Return the alternatives of the steps in a round, of its fragments and of their delay, which the steps limit."""
+    found: list[Alternative] = []
+    for longer, steps in enumerate([spec.local_steps, *(steps for steps in _ROUNDS if steps > spec.local_steps)]):
+        fields = {"local_steps": steps} if longer else {}
+        costs = ["replicas differ more between synchronizations"] if longer else []
+        if spec.diloco_fragments > 1:
+            fields |= _delay(spec, spec.diloco_delay * steps // spec.local_steps)
+        found.append(Alternative(fields, "; ".join(costs), longer))
+        for late, part in enumerate(_DELAYS, 1) if spec.diloco_fragments == 1 else ():
+            delay = int(steps / _FRAGMENTS * part)
+            if delay:
+                after = "1 step" if delay == 1 else f"{delay} steps"
+                cost = f"replicas apply a fragment {after} after its exchange started, and evaluate other weights than they train"
+                changed = fields | {"diloco_fragments": _FRAGMENTS} | _delay(spec, delay)
+                found.append(Alternative(changed, "; ".join([*costs, cost]), longer + late))
+    return found
+
+
+def _delay(spec: RunSpec, steps: int) -> dict[str, int]:
+    """Return the field with the delay of a fragment, if it changes."""
+    return {} if steps == spec.diloco_delay else {"diloco_delay": steps}
+
+
+def _replica_alternatives(spec: RunSpec) -> Alternatives:
+    """Return the alternatives of a replica that holds the full model on every rank: it shards the model, or divides its layers."""
+    if spec.replica_strategy != "ddp":
+        return [NONE]
+    cost = "every pass within a replica sends the weights of all layers"
+    found = [NONE, Alternative({"replica_strategy": "fsdp"}, cost)]
+    cost = "ranks of a replica wait while its pipeline fills and drains"
+    sizes = _REPLICA_HOSTS if spec.replica_hosts == 1 else (spec.replica_hosts,)
+    for hosts in sizes:
+        fields = {"replica_strategy": "pipeline"} | ({"replica_hosts": hosts} if hosts != spec.replica_hosts else {})
+        found.append(Alternative(fields, cost, 1))
+    return found
 
 
 class DiLoCoPlan(StrategyPlan):
@@ -126,11 +190,11 @@ class DiLoCoPlan(StrategyPlan):
         return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, run_dir, progress)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        whole_model = [quantize_alternatives(spec), *optimizer_alternatives(spec)]
-        return [*super().alternatives(spec), *whole_model, replica_alternatives(spec)]
+        return [*super().alternatives(spec), *whole_model_alternatives(spec), _replica_alternatives(spec)]
 
     def exchange_alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        return exchange_alternatives(spec)
+        cost = "pseudo-gradients are rounded to 4 bits; what rounding lost is sent with the next exchange"
+        return [_round_alternatives(spec), switch(spec, "diloco_comm_dtype", "int4", cost, 1)]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         if self._staged(spec):
@@ -151,7 +215,7 @@ class DiLoCoPlan(StrategyPlan):
         else:
             ranks = sum(layout.processes[: spec.replica_hosts])
             state = replace(state, gradients=state.gradients * gradient_copies(spec, ranks, layout.world))
-        outer = 0 if cuda else outer_bytes(spec, shape)  # in host memory
+        outer = 0 if cuda else _outer_bytes(spec, shape)  # in host memory
         return replace(state, optimizer=state.optimizer + outer)
 
     def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
@@ -165,7 +229,7 @@ class DiLoCoPlan(StrategyPlan):
         stages = _PIPELINE.memories(_as_pipeline(spec), shape, layout, rows, cuda=cuda)
         if cuda:
             return stages
-        outer, trained = outer_bytes(spec, shape), shape.trained(spec) * 4
+        outer, trained = _outer_bytes(spec, shape), shape.trained(spec) * 4
         outside = outer + trained + 2 * min(trained, 4 * CHUNK)
         return [
             replace(stage, optimizer=stage.optimizer + outer, outside_step=stage.outside_step + outside)
@@ -186,7 +250,7 @@ class DiLoCoPlan(StrategyPlan):
         communication: float,
     ) -> tuple[float, float]:
         if self._staged(spec):
-            inside, outer = comm_parts(spec, shape, layout, _PIPELINE, gloo=True)
+            inside, outer = _comm_parts(spec, shape, layout, gloo=True)
             passing = communication * inside / ((inside + outer) or 1.0)
             compute, exposed = _PIPELINE.passing_seconds(
                 _as_pipeline(spec), shape, layout, rows, part, optimizer, passing
@@ -205,7 +269,7 @@ class DiLoCoPlan(StrategyPlan):
         return state.held + trained + 2 * min(trained, 4 * CHUNK) + (trained if spec.diloco_fragments > 1 else 0)
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
-        return sum(comm_parts(spec, shape, layout, _INNER_PLANS[spec.replica_strategy], gloo=gloo))
+        return sum(_comm_parts(spec, shape, layout, gloo=gloo))
 
     def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
         if not self.separate_launchers(spec):

@@ -23,11 +23,10 @@ from trainer.optim import learning_rate
 from trainer.strategy import four_bits
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP
-from trainer.strategy.diloco_costs import CHUNK
 from trainer.strategy.fsdp import FSDP
 from trainer.strategy.full_state_dict import MOMENTS
 from trainer.strategy.pipeline import Pipeline
-from trainer.strategy.replicas import Replicas, apportion, by_speed
+from trainer.strategy.replicas import CHUNK, Replicas, apportion, by_speed
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
@@ -55,8 +54,8 @@ class DiLoCo(Strategy):
         self.lockstep = self.inside.lockstep
         leaders = [rank for rank, first in enumerate(world.gather(world.is_host_leader)) if first]
         # The first ranks of all replicas; the first ranks of all hosts of this replica; all ranks of this host.
-        make_group = world.gloo_subgroup if spec.diloco_comm_dtype == "int4" else world.subgroup
-        self.replica_leaders = make_group([[ranks[0] for ranks in groups]], timeout)
+        backend = "gloo" if spec.diloco_comm_dtype == "int4" else None
+        self.replica_leaders = world.subgroup([[ranks[0] for ranks in groups]], timeout, backend)
         self.host_leaders = world.subgroup([[rank for rank in ranks if rank in leaders] for ranks in groups], timeout)
         nodes = world.gather(world.node_rank)
         self.host = world.subgroup(

@@ -24,9 +24,8 @@ from trainer.distributed.world import Transfers, World, start_exchange, wait_for
 from trainer.strategy import four_bits
 from trainer.strategy.base import Rows, Update
 from trainer.strategy.ddp import DDP
-from trainer.strategy.diloco_costs import CHUNK
 from trainer.strategy.diloco_fixed import DiLoCo
-from trainer.strategy.replicas import Replicas
+from trainer.strategy.replicas import CHUNK, Replicas
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
@@ -67,8 +66,8 @@ class DiLoCoFragments(DiLoCo):
         super().__init__(spec, world, module)
         ranks = Replicas.find(spec, world).ranks
         # gloo's threads exchange the fragments while this thread trains.
-        self.exchange_group = world.untimed_subgroup([[group[0] for group in ranks]])
-        self.replica_ranks = world.untimed_subgroup(ranks)
+        self.exchange_group = world.subgroup([[group[0] for group in ranks]], None, "gloo")
+        self.replica_ranks = world.subgroup(ranks, None, "gloo")
         params = self.inside.full_params()
         names = list(params)
         self.fragments = [

@@ -28,7 +28,7 @@ from trainer.costs.model_shape import layer_class, shape_of
 from trainer.distributed.listeners import restrict_listeners
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.strategy.base import Batch, Strategy, check_norm
-from trainer.strategy.full_state_dict import MOMENTS, persistent_buffers, read_full, step_of, write_full
+from trainer.strategy.full_state_dict import MOMENTS, create_moments, persistent_buffers, read_full, write_full
 from trainer.strategy.full_state_dict import State as StateDict
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.loss_scale import LossScale
@@ -66,6 +66,20 @@ def sharded_state(spec: RunSpec, state: State, shape: Shape, shards: int, bytes_
 def keeps_gathered(spec: RunSpec) -> bool:
     """Return whether layers stay gathered from the forward to the backward pass: SHARD_GRAD_OP of the first FSDP."""
     return spec.fsdp_shard == "gradients"
+
+
+def tool_options(spec: RunSpec, offload: str) -> dict[str, Any]:
+    """Return the options that accelerate and transformers pass to FSDP2. `offload`: the name of that of CPU offload."""
+    return {
+        "version": 2,
+        "reshard_after_forward": not keeps_gathered(spec),
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": layer_class(shape_of(spec).kind),
+        "activation_checkpointing": spec.gradient_checkpointing,
+        "cpu_ram_efficient_loading": True,
+        offload: spec.fsdp_offload,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
 
 
 def _gathered_bytes(spec: RunSpec) -> int:
@@ -141,16 +155,7 @@ class FSDPPlan(StrategyPlan):
     def accelerate_config(self, spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
         options: dict[str, Any] = {
             "distributed_type": "FSDP",
-            "fsdp_config": {
-                "fsdp_version": 2,
-                "fsdp_reshard_after_forward": not keeps_gathered(spec),
-                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "fsdp_transformer_layer_cls_to_wrap": layer_class(shape_of(spec).kind),
-                "fsdp_activation_checkpointing": spec.gradient_checkpointing,
-                "fsdp_cpu_ram_efficient_loading": True,
-                "fsdp_offload_params": spec.fsdp_offload,
-                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            },
+            "fsdp_config": {f"fsdp_{name}": value for name, value in tool_options(spec, "offload_params").items()},
         }
         if spec.fsdp_shard == "host" and sum(processes) > 1:
             if len(set(processes)) > 1 or processes[0] == 1:
@@ -414,11 +419,8 @@ class FSDP(Strategy):
     def load(self, folder: Path) -> None:
         # A forward pass without a backward pass leaves the root gathered, with its weights before this call.
         self.model.reshard()
-        step = torch.tensor(float(step_of(folder)))
         self.scale.load(folder)
-        for parameter in self.trained.values():
-            moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-            self.optimizer.state[parameter] = {"step": step.to(parameter.device, copy=True), **moments}
+        create_moments(self.optimizer, self.trained.values(), folder)
         state = self._state()
         if self.sharded_checkpoint:
             dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)

@@ -75,6 +75,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.cpu() for name, buffer in model.named_buffers() if name in kept}
 
 
-def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint, the number of steps of its optimizer."""
-    return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
+def create_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], folder: Path) -> None:
+    """Create Adam's state of parameters for the step of a checkpoint, with moments of zeros, which the caller overwrites."""
+    import torch
+
+    step = torch.tensor(float(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]))
+    for parameter in parameters:
+        moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
+        optimizer.state[parameter] = {"step": step.to(parameter.device, copy=True), **moments}

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trainer.errors import DiskError, disk_failure, first_line
-from trainer.strategy.full_state_dict import KINDS, MOMENTS, step_of, write_full
+from trainer.strategy.full_state_dict import KINDS, MOMENTS, create_moments, write_full
 from trainer.strategy.pipeline_copies import StageCopies, stage_file
 
 if TYPE_CHECKING:
@@ -78,11 +78,8 @@ def _state(stage: StageLoss, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 def _set_state(stage: StageLoss, optimizer: torch.optim.Optimizer | None, folder: Path) -> dict[str, dict[str, Any]]:
     """Create the optimizer's state for the step of a checkpoint, and return where to copy its tensors, as `_state` does."""
-    step = torch.tensor(float(step_of(folder)))
-    for parameter in stage.held.values() if optimizer else ():
-        assert optimizer
-        moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-        optimizer.state[parameter] = {"step": step.to(parameter.device, copy=True), **moments}
+    if optimizer:
+        create_moments(optimizer, stage.held.values(), folder)
     return _state(stage, optimizer)
 
 

@@ -140,11 +140,6 @@ class StrategyPlan:
         """Return the bytes that the ranks of `memories` have, or None where that is unknown."""
         return layout.rooms
 
-    def fits(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> bool | None:
-        """Return whether every rank of the layout has enough memory; None if that is unknown."""
-        free = self.free(spec, shape, layout, self.memories(spec, shape, layout, rows, cuda=cuda), cuda=cuda)
-        return all_or_unknown([None if part is None else part >= 0 for part in free])
-
     def free(
         self, spec: RunSpec, shape: Shape, layout: Layout, memories: Sequence[Memory], *, cuda: bool
     ) -> list[float | None]:
@@ -288,13 +283,6 @@ def _free_part(needed: float, room: float | None) -> float | None:
     if room is None:
         return None
     return (room - needed) / room if room > 0 else -1.0
-
-
-def all_or_unknown(enough: list[bool | None]) -> bool | None:
-    """Return whether all are true; None if that is unknown."""
-    if False in enough:
-        return False
-    return None if None in enough or not enough else True
 
 
 def reject_unshardable(spec: RunSpec, field: str, possible: Collection[str] = ()) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
 
+CHUNK = 16 << 20  # numbers of one all-reduce between replicas
 _MIN_SPEEDUP = 1.15  # minimum speedup of a round that justifies an uneven distribution
 
 

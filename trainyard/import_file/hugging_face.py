@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from trainer.config.alias_table import ALIASES, REFUSED, WITHOUT_EFFECT, Alias, as_text
+from trainer.config.alias_table import ALIASES, REFUSED, Alias, as_text
 from trainyard.import_file.parallelism import FSDP_NAMES, HOSTS
 from trainyard.import_file.record_shapes import entries
 from trainyard.import_file.translation import (
@@ -108,7 +108,10 @@ def loggers_of_project(found: Translation) -> None:
 
 
 TRANSFORMERS_ROWS: Rows = {
-    **rows_of(Unused("it has no effect on a run"), " ".join(WITHOUT_EFFECT)),
+    **rows_of(
+        Unused("it has no effect on a run"),
+        "do_train do_eval dataset_num_proc overwrite_output_dir ddp_find_unused_parameters",
+    ),
     **{name: Impossible(reason) for name, reason in REFUSED.items()},
     **{name: alias for name, alias in ALIASES.items() if not name.startswith(("hv.", "ckpt."))},
     **{name: name for name in ("max_steps", "weight_decay", "max_grad_norm", "seed", "torch_compile")},

@@ -222,39 +222,13 @@ def test_ranks_of_a_quantized_model_receive_their_own_layers_once(
     assert "model: ./model has no model.safetensors, which strategy=pipeline needs" in deep_cluster.logs("none")
 
 
-@pytest.mark.slow
-def test_one_rank_of_a_pipeline(deep: Here) -> None:
-    few = {"max_steps": 4, "checkpoint_interval": 2}
-    cases: dict[str, dict[str, Any]] = {"lora": {}, "full": {"lora_r": 0}}
-    cases["half"] = {"precision": "bf16-mixed", "gradient_checkpointing": True}
-    for name, fields in cases.items():
-        assert deep(f"{name}-ddp", **few, **fields) == 0, deep.err
-        assert deep(name, **PIPELINE, **few, **fields) == 0, deep.err
-        assert deep.losses(name) == pytest.approx(deep.losses(f"{name}-ddp"), abs=1e-5)
-        assert deep.result(name)["eval_loss"] == pytest.approx(deep.result(f"{name}-ddp")["eval_loss"], abs=1e-5)
-
-
 def test_what_a_pipeline_cannot_do_is_refused_in_one_line(deep: Here) -> None:
-    cases = {
+    replicas, teacher = {"strategy": "diloco", "replica_strategy": "pipeline"}, {"teacher": "x/y", "distill_alpha": 0.5}
+    cases: dict[str, dict[str, Any]] = {
         "optimizer: adamw8bit requires strategy ddp": {"optimizer": "adamw8bit"},
-        "precision: fp16-mixed requires strategy ddp": {"precision": "fp16-mixed"},
-        "teacher: a pipeline cannot hold a teacher": {"teacher": "x/y", "distill_alpha": 0.5},
-        "replica_strategy: pipeline requires LoRA": {
-            "strategy": "diloco",
-            "replica_strategy": "pipeline",
-            "lora_r": 0,
-        },
-        "pipeline cannot hold a teacher: set replica_strategy=ddp": {
-            "strategy": "diloco",
-            "replica_strategy": "pipeline",
-            "teacher": "x/y",
-            "distill_alpha": 0.5,
-        },
-        "pipeline_layers: every rank needs a layer, got 0,4": {
-            "strategy": "diloco",
-            "replica_strategy": "pipeline",
-            "pipeline_layers": "0,4",
-        },
+        "teacher: a pipeline cannot hold a teacher": teacher,
+        "replica_strategy: pipeline requires LoRA": replicas | {"lora_r": 0},
+        "pipeline cannot hold a teacher: set replica_strategy=ddp": replicas | teacher,
         "pipeline_layers: 3,1 has 2 ranks and 4 layers, but the run has 1 ranks": {"pipeline_layers": "3,1"},
         "pipeline_layers: every rank needs a layer, got 4,0": {"pipeline_layers": "4,0"},
     }

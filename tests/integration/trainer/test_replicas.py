@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM
 
 from trainer import merge
 from trainer.checkpoint import complete_checkpoints
-from trainer.config import parse_flags, resolve_aliases
 from trainer.costs.cost import Layout
 from trainer.costs.model_shape import shape_of
 from trainer.distributed.world import World
@@ -65,27 +64,6 @@ def test_a_due_action_runs_at_the_next_sync(interval: int, stride: int) -> None:
     actual = [now for now in range(stride, 121, stride) if is_due(interval, now - stride, now)]
     wanted = {-(-step // stride) * stride for step in range(interval, 121, interval)} if interval else set()
     assert actual == sorted(step for step in wanted if step <= 120)
-
-
-# Names of OpenDiLoCo -----------------------------------------------------------------------------------------------------
-
-
-def test_names_of_opendiloco(tmp_path: Path) -> None:
-    file = tmp_path / "run.yml"
-    file.write_text(
-        "hv.local_steps: 50\nhv.outer_lr: 0.5\nhv.galaxy_size: 2\nhv.world_rank: 0\nhv.initial_peers: [x]\n"
-    )
-    spec = read_spec(file, {}, "")
-    assert (spec.strategy, spec.local_steps, spec.outer_lr) == ("diloco", 50, 0.5)
-    assert read_spec(file, {"local_steps": 7}, "").local_steps == 7
-    assert read_spec(file, {"strategy": "ddp"}, "").strategy == "ddp"
-    flags = parse_flags(["--hv.local-steps=9", "--hv.world_rank", "1"])
-    assert make_spec(flags, "").local_steps == 9
-    _, notes = resolve_aliases(flags)
-    assert notes[0].startswith("hv.world_rank is ignored: ")
-    assert notes[1] == "options of OpenDiLoCo imply strategy=diloco"
-    with pytest.raises(UserError, match=r"unknown name 'hv.galaxy'"):
-        make_spec({"hv.galaxy": 3}, "here")
 
 
 # One process -------------------------------------------------------------------------------------------------------------

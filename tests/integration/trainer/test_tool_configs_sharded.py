@@ -164,27 +164,3 @@ def test_accelerate_trains_with_a_users_own_file_of_deepspeed(capsys: Any, tmp_p
     [found] = run_all([[*launch, str(script), str(model_folder)]], tmp_path, DS_ACCELERATOR="cpu")
     assert found[:4] == ["DEEPSPEED", 1, 4096, 4] and found[5:] == ["WarmupDecayLR", 0.5, 2]
     assert found[4] == pytest.approx([0.01 * (10 - 3) / (10 - 2)]), "the rate of the fourth step"
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["accelerate", "--strategy=pipeline"], "accelerate has no strategy pipeline: set strategy=ddp, fsdp or deepspeed"),
-        (["accelerate", "--strategy=diloco"], "accelerate has no strategy diloco"),
-        (["accelerate", "--strategy=auto"], "accelerate has no strategy auto"),
-        (
-            ["accelerate", "--strategy=fsdp", "--fsdp-shard=host", "--hosts=2"],
-            "fsdp_shard=host requires the same number of processes on every host, at least 2",
-        ),
-        (["fsdp", "--fsdp-shard=host"], "use config accelerate with strategy=fsdp, or set fsdp_shard=all"),
-        (["fsdp", "--sharding-strategy=NO_SHARD"], "the run has strategy=ddp: set strategy=fsdp, or omit strategy"),
-        (["accelerate", "--env=NCCL_DEBUG=INFO"], "--env: a file of accelerate has no environment variables"),
-        (["deepspeed", "--mem=3G"], "--mem: it is an option of config slurm, got config deepspeed: remove it"),
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_what_a_file_cannot_say_is_refused_in_one_line(flags: list[str], why: str, capsys: Any) -> None:
-    assert main(["config", *flags]) == 2
-    captured = capsys.readouterr()
-    last = captured.err.splitlines()[-1]
-    assert last.startswith("error: ") and why in last and not captured.out

@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,22 +220,3 @@ def fresh(cluster: Cluster, launcher: int) -> bool:
         if int(Path(f"/proc/{state['pid']}/stat").read_text().rpartition(")")[2].split()[1]) != launcher:
             return False
     return True
-
-
-@pytest.mark.long
-def test_a_command_line_of_another_tool_under_torchrun(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
-    """torchrun passes --run-name on, but takes --run for an option of its own."""
-    quick_start = f"--run-name mine --model_name_or_path {model_folder} --train-file {dataset} --max-seq-length 64 "
-    quick_start += "--per_device_train_batch_size 1 --gradient_accumulation_steps 2 --learning_rate 1e-2 --max_steps 2 "
-    quick_start += f"--report_to none --lora_r 4 --fp16 false --logging_steps 1 --data-dir {tmp_path}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "trainer"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*torchrun, *quick_start.split()], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gradient_accumulation_steps=2 is understood as gradient_accumulation=4" in done.stderr
-    assert "logging_steps is ignored: it has no effect on a run" in done.stderr
-    spec = read_spec(tmp_path / "runs" / "mine" / "spec.yml", {}, "")
-    assert (spec.rows_per_step, spec.lr, spec.lora_r, spec.loggers) == (4, 1e-2, 4, ("none",))
-    assert len(losses(tmp_path / "runs" / "mine")) == 2

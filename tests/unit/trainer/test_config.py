@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,8 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config import ALIASES, FIELDS, MUTABLE, PRESETS, SUGGESTED, RunSpec, parse_flags, read_yaml, suggest, table
-from trainer.config.alias_table import REFUSED, WITHOUT_EFFECT
+from trainer.config import (
+    ALIASES,
+    FIELDS,
+    MUTABLE,
+    PRESETS,
+    SUGGESTED,
+    RunSpec,
+    parse_flags,
+    parse_mapping,
+    read_yaml,
+    suggest,
+    table,
+)
+from trainer.config.alias_table import REFUSED
 from trainer.config.fields import metadata, mismatch
 from trainer.errors import UserError
 from trainer.spec import changed_fields, make_spec, read_spec
@@ -142,31 +153,22 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
     assert error_of({name: value}) == f"run spec: {name}: {mismatch(FIELDS[name], value)} (the flags)"
 
 
+# One of each kind of description, and the limits that keep values printable.
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("seq_length", 7, "an integer of tokens >= 8 and <= 1048576"),
-        ("eval_split", 0.6, "a number >= 0 and <= 0.5"),
         ("lora_dropout", 1, "a number >= 0 and < 1"),
-        ("lr", 0, "a number > 0 and <= 1e+38"),
         ("collective_timeout", 1e300, "a number of seconds >= 0.001 and <= 2592000"),
         ("max_steps", 10**30, "an integer of steps >= 0 and <= 1000000000"),
         ("model", "a\x1b[2J", "one line of text, at most 4096 characters"),
-        ("seed", 2**32, "an integer >= 0 and < 4294967296"),
         ("precision", "bf16", "one of 32-true, bf16-mixed, fp16-mixed"),
         ("packing", "maybe", "auto, true or false"),
         ("run", "../evil", "letters, digits, '.', '_' and '-', at most 64"),
         ("run", "a\n", "letters, digits, '.', '_' and '-', at most 64"),
-        ("run", "x" * 65, "letters, digits, '.', '_' and '-', at most 64"),
         ("loggers", "tensorboard,mlflow", "one or more of tensorboard, wandb, none"),
         ("lora_targets", "", "a list such as all-linear"),
-        (
-            "dataset",
-            [{"path": "a", "weight": 0}],
-            "a path, a hub id, or a list such as [a.jsonl, {path: b.csv, weight: 0.3}]",
-        ),
         ("columns", "prompt", "names of a shape and of columns, such as {prompt: question, completion: answer}"),
-        ("batch_size", "4.5", "an integer of rows >= 1 and <= 65536"),
     ],
 )
 def test_description_of_the_expected_values(name: str, value: Any, words: str) -> None:
@@ -175,20 +177,12 @@ def test_description_of_the_expected_values(name: str, value: Any, words: str) -
 
 def test_several_invalid_values_are_reported_together() -> None:
     text = error_of({"lr": "x", "epochs": 0})
-    assert (
-        "lr: expected a number > 0 and <= 1e+38, got 'x'" in text and "epochs: expected" in text and ", got 0" in text
-    )
+    assert "lr: expected a number" in text and "epochs: expected an integer" in text
 
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [
-        ("batchsize", "batch_size"),
-        ("learning_rates", "learning_rate"),
-        ("LR", "lr"),
-        ("Learning-Rate", "lr"),
-    ]
-    + list(SUGGESTED.items()),
+    [("batchsize", "batch_size"), ("learning_rates", "learning_rate"), ("Learning-Rate", "lr"), *SUGGESTED.items()],
 )
 def test_an_unknown_name_suggests_the_nearest_name(name: str, near: str) -> None:
     assert error_of({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
@@ -202,7 +196,7 @@ def test_an_unknown_name_without_a_near_name_has_no_suggestion() -> None:
 def test_aliases_are_unambiguous_and_not_fields() -> None:
     kinds = ("suggested_names", "deprecated_names")
     names = [other for field in FIELDS.values() for kind in kinds for other in metadata(field)[kind]]
-    names += [*ALIASES, *WITHOUT_EFFECT, *REFUSED]
+    names += [*ALIASES, *REFUSED]
     assert not set(names) & set(FIELDS)
     assert len(names) == len(set(names))
 
@@ -213,6 +207,13 @@ def test_aliases_are_unambiguous_and_not_fields() -> None:
         ({"gradient_accumulation": 3, "batch_size": 4, "total_batch_size": 16}, "3 x batch_size 4 = 12 rows, but"),
         ({"loggers": "none,wandb"}, "'none' excludes other loggers"),
         ({"backend": "unsloth", "lora_r": 0}, "set backend=peft"),
+        ({"strategy": "deepspeed", "precision": "fp16-mixed"}, "strategy=deepspeed computes in float32 or bfloat16"),
+        ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 requires strategy ddp, got strategy deepspeed"),
+        ({"strategy": "deepspeed", "torch_compile": True}, "torch_compile: true requires strategy ddp"),
+        (
+            {"strategy": "deepspeed", "deepspeed_offload": "all"},
+            "deepspeed_offload: all requires deepspeed_stage 3, got 2",
+        ),
     ],
 )
 def test_conflicting_fields(values: dict[str, Any], why: str) -> None:
@@ -247,12 +248,8 @@ def test_names_and_digests() -> None:
 
 @pytest.mark.parametrize(
     "dataset",
-    [
-        ["a.jsonl", {"path": "b.csv", "weight": 0.3}],
-        "[a.jsonl, {path: b.csv, weight: 0.3}]",
-        '["a.jsonl", {"path": "b.csv", "weight": "0.3"}]',
-    ],
-    ids=["list", "YAML", "JSON"],
+    [["a.jsonl", {"path": "b.csv", "weight": 0.3}], '["a.jsonl", {"path": "b.csv", "weight": "0.3"}]'],
+    ids=["list", "text"],
 )
 def test_several_datasets(dataset: Any, tmp_path: Path) -> None:
     spec = make_spec({"dataset": dataset, "dataset_split": "test", "columns": {"prompt": "q"}}, "-e")
@@ -277,9 +274,7 @@ def test_a_dataset_may_have_columns_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("dataset", "why"),
     [
-        ([{"path": "a", "wieght": 2}], "dataset: unknown name 'wieght' in an entry; did you mean 'weight'?"),
         ("[a.jsonl, {pth: b.csv}]", "dataset: unknown name 'pth' in an entry; did you mean 'path'?"),
-        ([{"path": "a", "zzqq": 2}], "dataset: unknown name 'zzqq' in an entry (the flags)"),
         ([{"path": "a", "weight": 0}], "dataset: expected a path, a hub id, or a list such as"),
     ],
 )
@@ -319,26 +314,18 @@ def test_fields_that_a_resumed_run_may_change() -> None:
     ("text", "why"),
     [
         (b"a: [1\nb: 2\n", ":2: not YAML"),
-        (b"a: 1\n\tb: 2\n", ":2: not YAML"),
-        (b"a: \x01\n", "not YAML"),
         (b"run: 2024-99-99\n", "not YAML: month must be in 1..12"),
         (b"a: " + b"[" * 5000, "not YAML: nested too deeply"),
         (b"? [a]\n: 1\n", ": not YAML"),
-        (b"\xff\xfea", "not"),
         (b"lr: \xe9\n", "not UTF-8 text"),
         (b"- lr\n", "expected names and values (model: tiny), got a value of type list"),
-        (b"lr\n", "expected names and values (model: tiny), got a value of type str"),
         (b"lr: !!python/object:os.system x\n", ":1: not YAML"),
-        (b"learning_rates: 1\n", "unknown name 'learning_rates' in"),
         (b"1: 1\n", "unknown name '1' in"),
         (b"a: 1\nrun: 0123\n", ":2: YAML reads '0123' as the number 83: write 83, or text in quotes"),
-        (b"seed: 010\n", ":1: YAML reads '010' as the number 8"),
         (b"seq_length: 1:30\n", ":1: YAML reads '1:30' as the number 90"),
         (b"lr: 1:30.5\n", ":1: YAML reads '1:30.5' as the number 90.5"),
-        (b"run: 1_000\n", ":1: YAML reads '1_000' as the number 1000"),
         (b"lora_targets: [0x1F]\n", ":1: YAML reads '0x1F' as the number 31"),
         (b"run: 1.10\n", "got 1.1 (YAML reads 1.10 as 1.1: write the text in quotes)"),
-        (b"dataset: 3.0\n", "got 3.0 (YAML reads 1.10 as 1.1"),
         (b"lr: yes\n", "lr: expected a number > 0 and <= 1e+38, got True"),
     ],
 )
@@ -373,9 +360,7 @@ def test_files(tmp_path: Path) -> None:
         (["--lr=1e-3", "--max_steps=5"], {"lr": "1e-3", "max_steps": "5"}),
         (["--packing", "--lr", "1"], {"packing": "true", "lr": "1"}),
         (["--packing", "false"], {"packing": "false"}),
-        (["--no-packing"], {"packing": "false"}),
         (["--no-torch-compile", "--fake-data"], {"torch_compile": "false", "fake_data": "true"}),
-        (["--dataset="], {"dataset": ""}),
         (["--dataset=a=b"], {"dataset": "a=b"}),
         (["--lr", "1", "--lr", "2"], {"lr": "2"}),
     ],
@@ -404,24 +389,12 @@ def test_the_table_has_every_field() -> None:
     assert [row.split("`")[1] for row in rows] == list(FIELDS)
 
 
-def test_importing_the_spec_does_not_import_torch() -> None:
-    import subprocess
-
-    code = "import sys, trainer.config, trainer.data, trainer.__main__; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
-
-
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-names = (
-    st.sampled_from(list(FIELDS))
-    | st.sampled_from([*ALIASES, *WITHOUT_EFFECT, *REFUSED])
-    | st.text(st.characters())
-    | st.integers()
-)
+names = st.sampled_from(list(FIELDS)) | st.sampled_from([*ALIASES, *REFUSED]) | st.text(st.characters()) | st.integers()
 
 
 @given(st.dictionaries(names, anything, max_size=5))
@@ -431,6 +404,7 @@ def test_any_mapping_is_a_spec_or_an_error(values: dict[Any, Any]) -> None:
     except UserError:
         return
     assert make_spec(spec.model_dump(mode="json"), "again") == spec
+    assert make_spec(parse_mapping(spec.to_yaml(), "again"), "again") == spec
     assert RunSpec.model_validate(spec.model_dump()) == spec
 
 
@@ -444,21 +418,6 @@ def test_any_file_is_a_spec_or_a_one_line_error(tmp_path_factory: pytest.TempPat
         spec = read_spec(file, {}, "fuzz")
     except UserError as error:
         assert "\n" not in str(error)
-        return
-    file.write_text(spec.to_yaml())
-    assert read_spec(file, {}, "fuzz") == spec
-
-
-@given(
-    st.dictionaries(st.sampled_from(["run", "model", "dataset", "dataset_split"]), st.text(st.characters(), min_size=1))
-)
-def test_any_text_survives_a_round_trip_to_yaml(
-    tmp_path_factory: pytest.TempPathFactory, values: dict[str, str]
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "text.yml"
-    try:
-        spec = make_spec(values, "fuzz")
-    except UserError:
         return
     file.write_text(spec.to_yaml())
     assert read_spec(file, {}, "fuzz") == spec

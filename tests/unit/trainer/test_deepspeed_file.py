@@ -51,27 +51,12 @@ def test_options_of_the_file_reach_deepspeed(own: Path) -> None:
     ("options", "why"),
     [
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, but the run has 3: set deepspeed_stage"),
-        (
-            {"train_micro_batch_size_per_gpu": 1},
-            "train_micro_batch_size_per_gpu is 1, but the run has 4: set batch_size",
-        ),
-        ({"train_batch_size": 64}, "train_batch_size is 64, but the run has 16: set total_batch_size"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb', but the run has 'AdamW': set optimizer"),
-        ({"optimizer": {"params": {"lr": 1}}}, "optimizer.params.lr is 1, but the run has"),
         ({"bf16": {"enabled": True}}, "bf16.enabled is True, but the run has False: set precision"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled is True, but the run has False: set precision"),
-        ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5, but the run has 1.0: set max_grad_norm"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "set deepspeed_offload"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}, "set deepspeed_offload"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer >= 1, got 0"),
-        (
-            {"scheduler": {"type": "WarmupLR"}},
-            "scheduler.type is 'WarmupLR', but the run has 'WarmupCosineLR': set schedule",
-        ),
         ({"scheduler": {"params": {"warmup_num_steps": 5}}}, "warmup_num_steps is 5, but the run has 0.0: set warmup"),
-        ({"scheduler": {"params": {"warmup_min_lr": 1e-5}}}, "warmup_min_lr is 1e-05, but the run has 0: set schedule"),
         ({"tensorboard": {"enabled": True, "output_path": "/etc"}}, "tensorboard.enabled is not supported: remove it"),
-        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "expected an integer >= 0, got '5e8'"),
         ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "expected an integer >= 0, got 0.5"),
         ({"zero_optimization": {"overlap_comm": 1}}, "expected true or false, got 1"),
         ({"a": {"b": {"c": {"d": {"e": {"f": 1}}}}}}, "the mappings are too deep"),
@@ -125,7 +110,6 @@ TRANSFORMERS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        ({"zero_optimization": {"stage": 3}}, {"deepspeed_stage": 3}),
         (TRANSFORMERS, {"deepspeed_stage": 3, "deepspeed_offload": "all", "schedule": "constant", "precision": "32-true"}),
         ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64}, {"batch_size": 2, "rows_per_step": 64}),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, {"rows_per_step": 2 * 4 * 3}),
@@ -164,7 +148,6 @@ def test_floats_of_json_become_integers() -> None:
     ("options", "why"),
     [
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage: expected an integer >= 1 and <= 3, got 0"),
-        ({"gradient_clipping": "x"}, "gradient_clipping: expected a number >= 0"),
         ({"gradient_accumulation_steps": 4}, "set total_batch_size to 4 x batch_size x ranks"),
         ({"fp16": {"enabled": True}}, "strategy=deepspeed computes in float32 or bfloat16, got fp16-mixed"),
     ],

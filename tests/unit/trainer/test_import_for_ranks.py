@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ pytest.importorskip("torch")
 from torch.distributed.elastic.multiprocessing import api
 
 from trainer.distributed import forked_ranks
+from trainer.spec import make_spec
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,16 @@ def test_ranks_that_import_otherwise_are_separate_programs(tmp_path: Path, field
     before = api.get_subprocess_handler
     assert not forked_ranks.import_for_ranks(arguments(tmp_path, **fields))
     assert api.get_subprocess_handler is before
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "os.path", 7, None])
+def test_the_code_of_the_architecture_is_imported(kind: object, tmp_path: Path) -> None:
+    """A name that transformers does not know imports nothing."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    before = set(sys.modules)
+    for model in (tmp_path, "org/name"):
+        forked_ranks.import_architecture(make_spec({"model": str(model)}, "the test"))
+    assert ("transformers.models.starcoder2.modeling_starcoder2" in set(sys.modules) - before) is (kind == "starcoder2")
 
 
 def test_nothing_is_forked_once_cuda_is_initialized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from trainer.distributed import pipeline_measure
 from trainer.distributed.pipeline_measure import divide_model
 from trainer.distributed.pipeline_schedule import Operation, operations
 from trainer.errors import UserError
-from trainer.planner.recommend import Setting, Speed, options
 from trainer.spec import make_spec
 from trainer.strategy import plan_named
 from trainer.strategy.pipeline import layer_costs, stage_state
@@ -123,25 +122,6 @@ def test_the_stages_together_hold_the_whole_state(fields: dict[str, Any]) -> Non
     stages = [stage_state(spec, shape, 4, n, first=place == 0, last=place == 2) for place, n in enumerate((10, 12, 10))]
     for field in ("base", "adapters", "gradients", "optimizer"):
         assert sum(getattr(stage, field) for stage in stages) == pytest.approx(getattr(state, field), rel=1e-6)
-
-
-def test_the_plan_of_a_model_that_no_host_holds() -> None:
-    """A 7B model with LoRA in bf16 on three GPUs of 16 GiB at 1 Gbit/s."""
-    fields = {"model": "x", "strategy": "auto", "precision": "bf16-mixed", "seq_length": 512, "batch_size": 1}
-    spec, shape = make_spec(fields | {"total_batch_size": 16, "gradient_checkpointing": True}, "here"), shape_7b()
-    setting = Setting(
-        shape, Layout((1, 1, 1)), RowStats.full(spec), Speed(0.5, 0.0, True), 1000.0, 14.7 * GIB, gloo=False
-    )
-    found = {option.strategy: option for option in options(spec, setting)}
-    pipeline = found["pipeline"]
-    assert pipeline.fits and pipeline.memory.total < 7 * GIB
-    # 16 micro-batches of 512 tokens x 4096 numbers of 2 bytes, in both directions.
-    assert pipeline.comm_bytes == 2 * 16 * 512 * 4096 * 2
-    assert pipeline.tokens_per_second > 10 * found["fsdp"].tokens_per_second
-    # 16 micro-batches on three ranks take at least 16 + 2 times the part of a rank.
-    assert pipeline.compute_seconds == pytest.approx(0.5 / 3 * 18, rel=0.05)
-    slow = options(spec, Setting(**{**vars(setting), "link": 10.0}))
-    assert next(option for option in slow if option.strategy == "pipeline").share > 0.5
 
 
 def test_costs_grow_with_layers_and_name_the_ends() -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from trainer.distillation.loss import Divergence, TeacherLogits
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import ModelWithLoss, add_lora, lora_config, loss_positions
+from trainer.planner import report
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend
 from trainer.planner.report import plan
 from trainer.spec import make_spec, read_spec
@@ -36,7 +36,7 @@ from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 from trainer.strategy.deepspeed_config import engine_config
-from trainer.strategy.diloco_costs import CHUNK
+from trainer.strategy.replicas import CHUNK
 from trainyard.remote.host_facts import allocator
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -61,12 +61,6 @@ def test_the_config_determines_the_shape(kind: str) -> None:
     assert shape.trained(spec) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     untied = {name: value for name, value in config.to_diff_dict().items() if name != "tie_word_embeddings"}
     assert read_shape(untied).tied == config.tie_word_embeddings, "the default where config.json has no value"
-
-
-def test_an_unknown_model_type_is_a_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(UserError, match=r"model: the planner does not support mamba: it supports gpt2, llama"):
-        shape_of(make_spec({"model": str(tmp_path)}, "here"))
 
 
 def memory_of(spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
@@ -121,12 +115,9 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
     "fields",
     [
         {},
-        {"lora_r": 0},
-        {"gradient_checkpointing": True},
-        {"batch_size": 8},
-        {"seq_length": 256},
-        {"lora_targets": "q_proj,v_proj"},
-        {"lora_dropout": 0.1},
+        {"lora_r": 0, "seq_length": 256},
+        {"gradient_checkpointing": True, "batch_size": 8},
+        {"lora_targets": "q_proj,v_proj", "lora_dropout": 0.1},
         {"precision": "bf16-mixed"},
         {"precision": "bf16-mixed", "lora_r": 0},
         {"precision": "bf16-mixed", "lora_r": 0, "gradient_checkpointing": True},
@@ -135,10 +126,8 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
 )
 @pytest.mark.parametrize("layers", [2, 6])
 def test_memory_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any], layers: int) -> None:
-    config = AutoConfig.for_model(
-        "llama", hidden_size=192, intermediate_size=512, num_hidden_layers=layers, num_attention_heads=6,
-        num_key_value_heads=2, vocab_size=2048,
-    )  # fmt: skip
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 2048}
+    config = AutoConfig.for_model("llama", hidden_size=192, intermediate_size=512, num_hidden_layers=layers, **sizes)
     spec = make_spec({"model": "x", "seq_length": 128} | fields, "here")
     measured, shape = live_peak(spec, config)
     planned = memory_of(spec, shape, Layout((1,)), RowStats.full(spec)).total
@@ -225,9 +214,9 @@ def test_memory_is_within_10_percent_of_the_process(fields: dict[str, Any], mode
     assert planned == pytest.approx(peak - base, rel=0.10)
 
 
-def advice_for(spec: RunSpec, hosts: int, link: float, part: float = 1.0, room: float | None = None) -> tuple[Any, Any]:
-    shape, layout = shape_of(spec), Layout((1,) * hosts)
-    setting = Setting(shape, layout, RowStats.full(spec), Speed(part, 0.0, True), link, room, gloo=True)
+def advice_for(spec: RunSpec, hosts: int, link: float, room: float | None = None) -> tuple[Any, Any]:
+    shape, layout = shape_of(spec), Layout((1,) * hosts, (room,) * hosts)
+    setting = Setting(shape, layout, RowStats.full(spec), Speed(1.0, 0.0, True), link, gloo=True)
     found = options(spec, setting)
     return {option.strategy: option for option in found}, recommend(spec, found, setting)
 
@@ -248,9 +237,6 @@ def test_recommendations() -> None:
     found, advice = advice_for(spec, 2, 1000)
     assert advice.strategy == "ddp" and "it fits" in advice.why and "alone" not in advice.why
     assert found["ddp"].tokens_per_second > 1.9 * found["alone"].tokens_per_second
-    full = make_spec({"model": "tiny", "lora_r": 0}, "here")
-    _, slow = advice_for(full, 2, 10, part=0.01)
-    assert "one process alone is faster" in slow.why or slow.strategy == "diloco"
     with pytest.raises(
         UserError, match=r"plan: .* GiB per process do not fit, .*: try gradient_checkpointing=true or "
     ):
@@ -262,6 +248,8 @@ def test_recommendations() -> None:
     [
         # Weights, gradients, two moments, the copy and momentum of the outer optimizer, the pseudo-gradient; two chunks of it.
         ({"strategy": "diloco"}, 4 + 4 + 8 + 8 + 4, 2 * 4 * CHUNK),
+        # With 4 bits also the residual.
+        ({"strategy": "diloco", "diloco_comm_dtype": "int4"}, 4 + 4 + 8 + 12 + 4, 2 * 4 * CHUNK),
         # Half of weights, gradients and moments; a copy of half of weights and moments.
         ({"strategy": "fsdp"}, 8 + 6, 0),
         # Half of weights, gradients, moments and DeepSpeed's copy; the gathered weights, a tenth of them twice (prefetched);
@@ -323,23 +311,18 @@ def test_overlap_of_ddp(wire: float, part: float, rank: int) -> None:
     assert plan_named("fsdp").exposed_seconds(spec, shape, wire, part) == wire
 
 
-def test_auto_is_deterministic_and_gives_a_reason() -> None:
+def test_auto_gives_a_reason() -> None:
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 1000}
-    answers = {choose(spec, [host] * 3) for _ in range(3)}
-    assert len(answers) == 1
-    strategy, why = answers.pop()
+    strategy, why = choose(spec, [host] * 3)
     assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
-    big = make_spec({"model": "x", "strategy": "auto"}, "here")
-    with pytest.raises(UserError, match="do not fit"):
-        choose(big, [host], read_shape(BIG))
-
-
-def test_an_unmeasured_link_is_reported_as_assumed() -> None:
-    spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
-    host = {"processes": 1, "threads": 2, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 0}
-    assert choose(spec, [host] * 2)[1].endswith("at 1000 Mbit/s (link assumed, not measured)")
+    assert choose(spec, [host | {"link_mbit": 0}] * 2)[1].endswith("at 1000 Mbit/s (link assumed, not measured)")
     assert "assumed" not in choose(spec, [host])[1]
+    full = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
+    strategy, why = choose(full, [host | {"threads": 8, "link_mbit": 10}] * 2)
+    assert strategy == "diloco" and "ddp would spend " in why and "local_steps=" in why
+    with pytest.raises(UserError, match="do not fit"):
+        choose(make_spec({"model": "x", "strategy": "auto"}, "here"), [host], read_shape(BIG))
 
 
 def test_auto_without_a_controller(here: Here) -> None:
@@ -368,32 +351,23 @@ def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_
     assert "recommended: strategy=" in table and "nominal speed" in table
 
 
+@pytest.mark.parametrize("others", [[0.0, 1e6], [5.0, 5.0]], ids=["busy", "idle"])
 def test_a_measurement_on_a_busy_machine_reports_the_load(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    others: list[float], model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    flags = ["plan", f"--model={model_folder}", "--fake-data=true", "--seq-length=64", "--hosts=2"]
-    # Runs longer than the measurement, on every core.
-    spin = "import time\nwhile time.monotonic() < {}: pass"
-    ends = time.monotonic() + 120
-    spinners = [subprocess.Popen([sys.executable, "-c", spin.format(ends)]) for _ in range(os.cpu_count() or 1)]
-    try:
-        assert main(flags) == 0
-    finally:
-        for other in spinners:
-            other.kill()
-            other.wait()
+    """`others`: CPU seconds of all other processes before and after the measurement."""
+    assert report._other_cpu_seconds() > 0
+    monkeypatch.setattr(report, "_other_cpu_seconds", iter(others).__next__)
+    assert main(["plan", f"--model={model_folder}", "--fake-data=true", "--seq-length=64", "--hosts=2"]) == 0
     output = capsys.readouterr().out
-    assert f" of {os.cpu_count()} cores: it is faster on an idle machine" in output
-    monkeypatch.setattr("trainer.planner.report._other_cpu_seconds", lambda: 5.0)
-    assert main(flags) == 0
-    assert "idle machine" not in capsys.readouterr().out
+    assert (f" of {os.cpu_count()} cores: it is faster on an idle machine" in output) is (others[1] > others[0])
+    assert "?" not in output, "all hosts are taken to have the memory of this one, so it is known what fits"
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         (["--hosts", "none.json"], "--hosts: expected a number of hosts or a file, got none.json"),
-        (["--hosts"], "--hosts: expected a value"),
         (["--link-mbit", "fast"], "--link-mbit: got 'fast', expected a number of Mbit/s > 0"),
         (["--model", "./none"], "model: no such folder: ./none: set 'tiny'"),
     ],
@@ -460,13 +434,6 @@ def test_auto_excludes_strategies_that_the_spec_does_not_allow() -> None:
     assert {"alone", "ddp", "fsdp", "diloco", "pipeline", "averaging"} <= set(found) and "deepspeed" not in found
 
 
-def test_auto_selects_diloco_for_a_slow_link() -> None:
-    spec = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
-    host = {"processes": 1, "threads": 8, "gpu_mib": 0, "memory_mib": 8000, "link_mbit": 10}
-    strategy, why = choose(spec, [host] * 2)
-    assert strategy == "diloco" and "ddp would spend " in why and "local_steps=" in why
-
-
 def test_fsdp_gathers_layers_in_16_bits_without_further_copies() -> None:
     config = {"model_type": "llama", "vocab_size": 1000} | SIZES
     shape, layout = read_shape(config), Layout((1, 1))
@@ -481,13 +448,9 @@ def test_a_last_replica_of_fewer_hosts_needs_the_memory_of_a_smaller_one() -> No
     fields = {"model": "x", "strategy": "diloco", "replica_strategy": "fsdp", "lora_r": 0}
     pair, alone = (make_spec(fields | {"replica_hosts": hosts}, "here") for hosts in (2, 1))
     rows = RowStats.full(pair)
-    assert (
-        memory_of(pair, shape, Layout((1, 1, 1)), rows).weights
-        == memory_of(alone, shape, Layout((1,) * 3), rows).weights
-    )
-    assert (
-        memory_of(pair, shape, Layout((1,) * 4), rows).weights < memory_of(alone, shape, Layout((1,) * 4), rows).weights
-    )
+    for hosts, equal in ((3, True), (4, False)):
+        whole, halves = (memory_of(spec, shape, Layout((1,) * hosts), rows).weights for spec in (alone, pair))
+        assert halves <= whole and (halves == whole) is equal
 
 
 def test_an_implausible_number_of_layers_is_refused() -> None:
