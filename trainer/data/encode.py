@@ -170,6 +170,7 @@ class Encoder:
         ]
         parts += [json.dumps(dict(text.tokens), sort_keys=True), self._system]
         parts += [self._today.isoformat()] if self.has_date else []
+        parts += [str(self._rows)] if self._rows else []  # a token outside is refused
         parts += [COLUMN] if self.vocabulary else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
