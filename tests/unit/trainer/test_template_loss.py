@@ -42,17 +42,11 @@ FAST = {
 # Chats that a template can render whole and that are refused all the same, as it changes or repeats texts: where the answers
 # stand cannot be proved.
 REFUSED = {
-    "upper_case_answers": None,
     "repeats_content": None,
-    "first_letter_decides": None,
     "generation_without_calls": None,
     "length_decides": {"spaces", "bytes"},
     "truncates_answers": {"same_text"},
-    "truncates_questions": {"same_text"},
-    "json_content": None,
-    "drops_line_ends": None,
     "drops_earlier_answers": {"same_text", "empty_answer"},
-    "drops_empty": {"empty_answer"},
     "drops_tool_results": {"tools_text_of_others"},
     "calls_without_name": {"tools_text_of_others"},
     "escapes_html": None,
