@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
@@ -27,7 +26,7 @@ from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
-from trainer.greedy import greedy, prompt_rows
+from trainer.greedy import answer_loss, greedy, prompt_rows
 from trainer.model import ModelWithLoss, load_tokenizer, read_causal_model
 from trainer.spec import read_spec
 from trainer.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
@@ -317,7 +316,7 @@ def vote(request: MergeRequest) -> dict[str, Any]:
         model = _full_model(part).to(request.device).eval()
         for number, (prompt, given) in enumerate(zip(prompts, answers, strict=True)):
             for index, answer in enumerate(given):
-                scores[number][index] += _logprob(model, prompt, answer) / len(request.parts)
+                scores[number][index] -= answer_loss(model, prompt, answer) / len(request.parts) if answer else 0.0
     winners = []
     for given, score in zip(answers, scores, strict=True):
         votes = Counter(map(tuple, given))
@@ -340,16 +339,6 @@ def vote(request: MergeRequest) -> dict[str, Any]:
     write_atomic(path, "".join(line + "\n" for line in lines))
     unanimous = sum(answer["votes"] == len(request.parts) for answer in winners)
     return {"answers": len(winners), "unanimous": unanimous, "path": str(path), "first": winners[:5]}
-
-
-def _logprob(model: Any, prompt: list[int], answer: list[int]) -> float:
-    """Return the mean log-probability per token of an answer."""
-    if not answer:
-        return 0.0
-    ids = torch.tensor([prompt + answer], device=model.device)
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    chosen = torch.tensor(answer, device=logits.device)
-    return float(F.log_softmax(logits, -1).gather(1, chosen[:, None]).mean())
 
 
 def main() -> int:
