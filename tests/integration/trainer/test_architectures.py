@@ -120,27 +120,6 @@ def test_the_proof_depends_on_the_configuration_and_the_versions(model_folder: P
     assert key != proof_key(spec, model, cpu)
 
 
-@pytest.mark.slow
-def test_a_run_keeps_what_auto_chose(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {"max_steps": 4, "checkpoint_interval": 2}
-    assert here(**fields) == 0, here.err
-    (here.run_dir() / "result.json").unlink()
-    assert here(packing=True, **fields) == 0, here.err  # what auto chose
-    (here.run_dir() / "result.json").unlink()
-    assert here(packing=False, **fields) == 1
-    assert "error: run r exists with a different spec (packing: was True, now False)" in here.err
-    for file in (here.folder / "store/packing").iterdir():
-        file.write_text('{"isolated": false}')
-    assert here("other", **fields) == 0, here.err
-    (here.run_dir("other") / "result.json").unlink()
-    for file in (here.folder / "store/packing").iterdir():
-        file.write_text('{"isolated": true}')
-    assert here("other", **fields) == 1
-    assert (
-        "error: packing: auto chose false when run other started, and now true: install the same versions" in here.err
-    )
-
-
 @pytest.mark.parametrize("kind", ["llama", "opt", "falcon"])
 def test_random_weights_suffice_for_the_plan(kind: str, tmp_path: Path, model_folder: Path) -> None:
     model = random_model(kind, tmp_path / kind, model_folder)

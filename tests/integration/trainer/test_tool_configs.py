@@ -22,27 +22,6 @@ def config(capsys: Any, kind: str, *flags: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
-def test_deepspeed_reads_its_config(precision: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    runtime = pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed here")
-    text = config(capsys, "deepspeed", "--hosts=4", "--total-batch-size=32", f"--precision={precision}")
-
-    class Four:
-        """Replaces deepspeed.comm's mpu, which returns the number of data-parallel ranks."""
-
-        def get_data_parallel_world_size(self) -> int:
-            return 4
-
-    # Without a process group DeepSpeed counts one rank and ignores mpu.
-    monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
-    read = runtime.DeepSpeedConfig(json.loads(text), mpu=Four())
-    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (32, 4, 2)
-    assert read.optimizer_name == "adamw" and read.gradient_clipping == 1.0
-
-
 RUN_FILE = """
 import json, sys
 import torch, deepspeed
