@@ -65,8 +65,7 @@ class TeacherModel:
 
     @torch.no_grad()
     def judge(self, batch: Batch, weights: torch.Tensor | None = None) -> Teacher:
-        """Return the teacher's probabilities at the positions with loss of a micro-batch. `weights`: see
-        TeacherLogits."""
+        """Return the teacher's probabilities at the positions with loss of a micro-batch. `weights`: see TeacherLogits."""
         places = loss_positions(batch.labels)
         logits = self.logits(batch.ids, batch.positions, places)
         if not self._spec.teacher_top_k:
