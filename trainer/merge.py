@@ -309,8 +309,8 @@ def vote(request: MergeRequest) -> dict[str, Any]:
         model = _full_model(part).to(request.device).eval()
         end = end_ids(tokenizer, model.generation_config)[-1:]  # that of the template
         found = greedy(model, tokenizer, prompts, request.max_tokens, batch_size=1)
-        for answer, given in zip(found, answers, strict=True):
-            given.append([*answer.tokens, *(end if answer.ended else [])])
+        for said, given in zip(found, answers, strict=True):
+            given.append([*said.tokens, *(end if said.ended else [])])
     scores = [[0.0] * len(given) for given in answers]
     for part in request.parts:
         model = _full_model(part).to(request.device).eval()
