@@ -131,7 +131,7 @@ def test_tokens_that_the_student_lacks_and_nulls_are_left_out(tokenizer: Any) ->
 def test_a_truncated_answer_keeps_the_distributions_of_its_tokens(tokenizer: Any) -> None:
     rows = [with_logprobs(tokenizer, row, seed) for seed, row in enumerate(records(12))]
     whole, cut = encoded(tokenizer, rows), encoded(tokenizer, rows, seq_length=24)
-    assert whole.targets and cut.targets and cut.cut
+    assert whole.targets and cut.targets and cut.report.truncated
     assert 0 < len(cut.targets.ids) == cut.targets.taught.sum() < len(whole.targets.ids)
     assert not (cut.targets.taught & ~cut.trained).any()
 

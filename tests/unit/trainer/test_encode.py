@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from trainer_runs import chat, records, write_jsonl
 
+from trainer.data import encode
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, select
 from trainer.data.data_report import BEYOND, NO_ANSWER
-from trainer.data.encode import DataReport, Encoder, encode_all, encoded_dataset
+from trainer.data.encode import DataReport, encode_all, encoded_dataset
 from trainer.data.hf_template import SPECIAL_TOKENS
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
@@ -60,6 +61,14 @@ CALLS = to_sample(
         "tools": [{"type": "function", "function": {"name": "add"}}],
     }
 )
+
+
+class Encoder(encode.Encoder):
+    """Returns the token ids of a sample and which carry loss, before anything is truncated."""
+
+    def __call__(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        encoded = self.encode(sample)
+        return encoded.ids, self.mask(encoded.answered)
 
 
 def encoder(tokenizer: Any, template: Any = None, seq_length: int = 512, train_on: str = "answer") -> Encoder:
