@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chat_templates import Row, Template
+from tokenizer_kinds import byte_letters
 
 from trainer.data.encode import Encoder
 from trainer.data.shapes import to_sample
@@ -61,12 +62,7 @@ def tokenizer_of(template: Template) -> Any:
     return made
 
 
-@functools.cache
-def _byte_of() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+_BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def spelled(tokenizer: Any, ids: list[int], mask: list[bool]) -> tuple[str, list[bool]]:
@@ -77,7 +73,7 @@ def spelled(tokenizer: Any, ids: list[int], mask: list[bool]) -> tuple[str, list
         if place in added:
             piece = added[place].encode()
         else:
-            piece = bytes(_byte_of()[letter] for letter in tokenizer.convert_ids_to_tokens(place))
+            piece = bytes(_BYTE_OF[letter] for letter in tokenizer.convert_ids_to_tokens(place))
         data += piece
         flags += [trained] * len(piece)
     text, start, trained_chars = data.decode(), 0, []

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import batch
+from tokenizer_kinds import with_logprobs
 from torch import nn
 from trainer_runs import records, write_jsonl
 
@@ -37,34 +38,6 @@ from trainer.model import ModelWithLoss
 from trainer.spec import make_spec
 
 TEMPERATURES = (0.5, 1.0, 2.0)
-
-
-def with_logprobs(tokenizer: Any, row: dict[str, Any], seed: int = 1, top: int = TOP) -> dict[str, Any]:
-    """Return an Alpaca record with log-probabilities for the tokens of its output, as the distillation writes them."""
-    draw = np.random.default_rng(seed)
-    names = {number: tokenizer.convert_ids_to_tokens(number) for number in range(len(tokenizer))}
-    special = set(tokenizer.added_tokens_encoder)
-    plain = {c: b for b, c in enumerate(_characters())}
-
-    def text(number: int) -> str:
-        name = names[number]
-        return (name.encode() if name in special else bytes(plain[c] for c in name)).hex()
-
-    places = []
-    for number in tokenizer(row["output"], add_special_tokens=False)["input_ids"]:
-        others = [int(each) for each in draw.choice(len(tokenizer), top, replace=False) if each != number][: top - 1]
-        logits = draw.normal(size=top)
-        values = logits - math.log(np.exp(logits).sum()) - 0.1
-        pairs = zip([number, *others], values, strict=False)
-        places.append({"token": text(number), "top": {text(each): float(value) for each, value in pairs}})
-    return row | {"teacher_logprobs": places}
-
-
-def _characters() -> list[str]:
-    """Return the character of every byte in GPT-2's vocabulary, by its definition."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    more = iter(range(256, 512))
-    return [chr(byte) if byte in kept else chr(next(more)) for byte in range(256)]
 
 
 @pytest.fixture(scope="module")

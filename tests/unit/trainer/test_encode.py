@@ -125,6 +125,13 @@ def test_a_tokenizer_without_template_end_or_padding(tokenizer: Any) -> None:
     assert bare.decode(ids) == "the cat" and all(mask)
 
 
+def test_an_empty_answer_trains_its_end_only_and_is_noted(tokenizer: Any) -> None:
+    _, trained = trained_text(tokenizer, chat("the cat", ""), template=UNMARKED)
+    assert trained.strip() == "<|end|>"
+    notes = encoder(tokenizer, UNMARKED).encode(chat("the cat", "")).notes
+    assert notes == ("an answer is empty, and its end alone is trained",)
+
+
 def test_raw_text_and_prompts(tokenizer: Any) -> None:
     text, trained = trained_text(tokenizer, Sample(pieces=(("the cat", False), (" runs", True))))
     assert (text, trained) == ("<|begin|>the cat runs<|end|>", " runs<|end|>")
@@ -291,7 +298,9 @@ def test_the_system_message_can_join_the_first_question(tokenizer: Any) -> None:
     chosen = copy.deepcopy(tokenizer)
     chosen.chat_template = ALTERNATING
     system = Sample(messages=({"role": "system", "content": "be brief"}, *TALK.messages), silent=frozenset({2}))
-    ids, mask = Encoder(chosen, seq_length=512, train_on="answer", system="prepend")(system)
+    prepends = Encoder(chosen, seq_length=512, train_on="answer", system="prepend")
+    assert prepends(TALK) == encoder(tokenizer, ALTERNATING)(TALK)
+    ids, mask = prepends(system)
     assert tokenizer.decode(ids).startswith("<|begin|><|user|>be brief\n\nthe cat runs<|assistant|>")
     assert tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag]) == "猫 sits 🚂<|end|>"
 
