@@ -256,17 +256,14 @@ def test_all_ranks_of_a_torchrun_that_restarts_them_are_watched(bed: Bed) -> Non
     assert final["status"] == "failed" and final["ranks"]["0"]["error"]["plain"]
 
 
-def test_a_name_that_ends_inside_a_character_does_not_disturb_the_supervisor(bed: Bed) -> None:
+def test_a_name_that_ends_inside_a_character_is_read() -> None:
     """The kernel keeps 15 bytes of a name: those of a program that has a Cyrillic one end inside a character."""
-    bed.make_run(1)
     code = (
         "import ctypes, time; ctypes.CDLL(None).prctl(15, 'Программа.exe'.encode()); print(flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         try:
             assert other.stdout and other.stdout.readline() and process_stat(other.pid)
-            start(bed, plain_rank(steps=5))
-            assert ended(bed)["status"] == "finished"
         finally:
             other.kill()
 

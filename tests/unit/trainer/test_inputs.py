@@ -109,15 +109,6 @@ def test_a_model_folder_with_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     assert "weights" in text or "not a regular file" in text
 
 
-def test_a_fifo_and_a_device_do_not_block_the_command_line(tmp_path: Path) -> None:
-    fifo, device = special_files(tmp_path)[:2]
-    for path in (fifo, device):
-        done = command("check", str(path))
-        assert (
-            done.returncode == 2 and done.stderr == f"error: run spec: cannot read {path}: it is not a regular file\n"
-        )
-
-
 @pytest.mark.parametrize("argument", ["max_stesp=4", "--max-stesp=4"])
 def test_a_misspelt_field_is_not_a_file(argument: str) -> None:
     done = command("check", argument)
