@@ -304,7 +304,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     checkpoints = run_dir / "checkpoints"
     inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir)
     strategy = make_strategy(inputs.spec, world, inputs.module)
-    inputs = with_packing(inputs, strategy, world, data_dir / "store")
+    inputs = with_packing(inputs, strategy, world)
     spec, steps = inputs.spec, inputs.steps
     strategy.count_tokens = inputs.count_tokens
     all_ranks, world = world, strategy.world

@@ -123,7 +123,7 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
     )
 
 
-def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World, store: Path) -> TrainingInputs:
+def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> TrainingInputs:
     """Replace `packing: auto` by what suits the model. Every rank calls it.
 
     Raises:
@@ -132,9 +132,9 @@ def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World, store
     name = "this model"
     with strategy.autocast():
         vocabulary = usable_tokens(inputs.tokenizer, embedding_rows(inputs.spec.model))
-        packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world, store)
+        packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world)
         if packing and inputs.teacher:
-            name, packing = "the teacher", isolates_samples(inputs.spec, inputs.teacher, world, store)
+            name, packing = "the teacher", isolates_samples(inputs.spec, inputs.teacher, world)
     if inputs.spec.packing and not packing and world.rank == 0:
         print(f"packing: off, because {name} mixes the samples of a packed row")
     return replace(inputs, spec=inputs.spec.model_copy(update={"packing": packing}))

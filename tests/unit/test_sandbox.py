@@ -45,7 +45,7 @@ def written(found: list[str]) -> list[str]:
 
 def test_only_the_run_folder_and_shared_caches_are_writable(home: Path) -> None:
     found, data_dir = properties(home), home / "trainyard"
-    shared = [f"{data_dir}/store/cache", f"{data_dir}/store/packing", "/tmp/nvidia-mps", f"{data_dir}/checkpoints"]
+    shared = [f"{data_dir}/store/cache", "/tmp/nvidia-mps", f"{data_dir}/checkpoints"]
     assert written(found) == [*shared, f"{data_dir}/runs/r"]
     assert {"ProtectSystem=strict", "ProtectHome=read-only", "PrivateTmp=yes", "NoNewPrivileges=yes"} <= {*found}
     assert f'TemporaryFileSystem="{data_dir}/runs:ro"' in found and f'InaccessiblePaths="-{home}/.ssh"' in found
