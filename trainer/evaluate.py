@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from trainer.adapter_merge import adapted_model
 from trainer.base_weights import load_causal_model
@@ -22,7 +21,7 @@ from trainer.connection import end_with_connection
 from trainer.data.shapes import with_system_in_first_question
 from trainer.errors import UserError
 from trainer.files import to_json
-from trainer.greedy import greedy, prompt_rows
+from trainer.greedy import answer_loss, greedy, prompt_rows
 from trainer.model import load_tokenizer, read_causal_model
 from trainer.spec import read_spec
 from trainer.tokenizer_output import end_ids
@@ -98,17 +97,12 @@ def evaluate(
     return {"seconds": seconds, "answers": answers}
 
 
-@torch.inference_mode()
 def reference_loss(
     model: Any, tokenizer: Any, prompt: Sequence[int], reference: str, end: Sequence[int]
 ) -> tuple[float | None, int]:
     """Return the mean loss per token of an answer and of the token that ends it, and their number; (None, 0) for no answer."""
     answer = [*tokenizer(reference, add_special_tokens=False)["input_ids"], *end] if reference else []
-    if not answer:
-        return None, 0
-    ids = torch.tensor([[*prompt, *answer]], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return float(F.cross_entropy(logits, ids[0, len(prompt) :])), len(answer)
+    return (answer_loss(model, prompt, answer), len(answer)) if answer else (None, 0)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Greedy generation in batches."""
+"""Greedy generation in batches, and the loss of an answer."""
 
 import datetime
 import itertools
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationConfig
 
 from trainer.data.hf_template import Message
@@ -80,6 +81,14 @@ def greedy(
 def _to_end(row: Sequence[int], ends: Sequence[int]) -> Greedy:
     answer = list(itertools.takewhile(lambda token: token not in ends, row))
     return Greedy(answer, len(answer) < len(row))
+
+
+@torch.inference_mode()
+def answer_loss(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Return the mean loss per token of an answer that is not empty."""
+    ids = torch.tensor([[*prompt, *answer]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return float(F.cross_entropy(logits, ids[0, len(prompt) :]))
 
 
 def prompt_rows(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list[int]]:

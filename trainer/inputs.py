@@ -51,8 +51,7 @@ def host_path(text: str, what: str) -> str:
 
 
 def path_kind(path: Path) -> Literal["file", "folder", "other", ""]:
-    """Return the kind of a path; an empty string if it does not exist or cannot exist, as with a name that is too
-    long."""
+    """Return the kind of a path; an empty string if it does not exist or cannot exist, as with a name that is too long."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):

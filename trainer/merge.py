@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
@@ -27,6 +26,7 @@ from trainer.data.packing import IGNORED, collate
 from trainer.errors import UserError, first_line
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
+from trainer.greedy import answer_loss, greedy, prompt_rows
 from trainer.model import ModelWithLoss, load_tokenizer, read_causal_model
 from trainer.spec import read_spec
 from trainer.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
@@ -303,27 +303,26 @@ def vote(request: MergeRequest) -> dict[str, Any]:
         (`logprob`), and `from`, the run that gave it. They are also written to answers.jsonl of the run folder.
     """
     tokenizer = load_tokenizer(str(request.parts[0].weights))
-    prompts = [
-        tokenizer.apply_chat_template(list(chat), tokenize=True, add_generation_prompt=True, return_dict=False)
-        for chat in request.prompts
-    ]
+    prompts = prompt_rows(tokenizer, request.prompts)
     answers: list[list[list[int]]] = [[] for _ in prompts]
     for part in request.parts:
         model = _full_model(part).to(request.device).eval()
-        for prompt, given in zip(prompts, answers, strict=True):
-            given.append(_greedy(model, prompt, request.max_tokens, tokenizer))
+        end = end_ids(tokenizer, model.generation_config)[-1:]  # that of the template
+        found = greedy(model, tokenizer, prompts, request.max_tokens, batch_size=1)
+        for said, given in zip(found, answers, strict=True):
+            given.append([*said.tokens, *(end if said.ended else [])])
     scores = [[0.0] * len(given) for given in answers]
     for part in request.parts:
         model = _full_model(part).to(request.device).eval()
         for number, (prompt, given) in enumerate(zip(prompts, answers, strict=True)):
             for index, answer in enumerate(given):
-                scores[number][index] += _logprob(model, prompt, answer) / len(request.parts)
-    found = []
+                scores[number][index] -= answer_loss(model, prompt, answer) / len(request.parts) if answer else 0.0
+    winners = []
     for given, score in zip(answers, scores, strict=True):
         votes = Counter(map(tuple, given))
         best = max(range(len(given)), key=lambda index: (votes[tuple(given[index])], score[index]))
         text = tokenizer.decode(given[best], skip_special_tokens=True)
-        found.append(
+        winners.append(
             {
                 "text": text,
                 "votes": votes[tuple(given[best])],
@@ -334,35 +333,12 @@ def vote(request: MergeRequest) -> dict[str, Any]:
     request.target.mkdir(parents=True, exist_ok=True)
     lines = [
         to_json({"messages": [*chat, {"role": "assistant", "content": answer["text"]}], **answer})
-        for chat, answer in zip(request.prompts, found, strict=True)
+        for chat, answer in zip(request.prompts, winners, strict=True)
     ]
     path = request.target / "answers.jsonl"
     write_atomic(path, "".join(line + "\n" for line in lines))
-    unanimous = sum(answer["votes"] == len(request.parts) for answer in found)
-    return {"answers": len(found), "unanimous": unanimous, "path": str(path), "first": found[:5]}
-
-
-def _greedy(model: Any, prompt: list[int], limit: int, tokenizer: Any) -> list[int]:
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=limit,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=end_ids(tokenizer, model.generation_config) or None,
-    )
-    return [int(token) for token in out[0, len(prompt) :]]
-
-
-def _logprob(model: Any, prompt: list[int], answer: list[int]) -> float:
-    """Return the mean log-probability per token of an answer."""
-    if not answer:
-        return 0.0
-    ids = torch.tensor([prompt + answer], device=model.device)
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    chosen = torch.tensor(answer, device=logits.device)
-    return float(F.log_softmax(logits, -1).gather(1, chosen[:, None]).mean())
+    unanimous = sum(answer["votes"] == len(request.parts) for answer in winners)
+    return {"answers": len(winners), "unanimous": unanimous, "path": str(path), "first": winners[:5]}
 
 
 def main() -> int:

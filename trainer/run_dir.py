@@ -23,8 +23,7 @@ class StopRequest:
     def _handle(self, number: int, _: object) -> None:
         self._signalled = True
         if number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
-            # A second Ctrl-C interrupts immediately. Under torchrun a single Ctrl-C arrives twice: from the terminal and
-            # from the launcher.
+            # A second Ctrl-C interrupts immediately. Under torchrun a single one arrives twice: from the terminal and the launcher.
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def clear(self) -> None:

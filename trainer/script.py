@@ -133,8 +133,7 @@ def _follow(process: subprocess.Popen[bytes], stop: StopRequest, progress: Progr
 
 
 def environment(spec: RunSpec, run_dir: Path) -> dict[str, str]:
-    """Return the variables that a script has besides those of torchrun. TRAINYARD_RUN_DIR is also set under a
-    supervisor."""
+    """Return the variables that a script has besides those of torchrun. TRAINYARD_RUN_DIR is also set under a supervisor."""
     dataset = spec.dataset if isinstance(spec.dataset, str) else spec.sources[0].path
     return {
         "TRAINYARD_RUN_DIR": str(run_dir),

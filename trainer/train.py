@@ -49,8 +49,7 @@ class Batches:
         return Batch(*map(self._on_device, arrays))
 
     def with_teacher_targets(self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int) -> Batch:
-        """Return the micro-batch of these rows at `step` (from 0) with the teacher's probabilities, if the run has a
-        teacher."""
+        """Return the micro-batch of these rows at `step` (from 0), with the probabilities of the run's teacher if it has one."""
         teacher, weights = self._inputs.teacher, None
         if is_on_policy(self._inputs.spec, step):
             corpus, rows, weights = self._write(corpus, rows, step)
@@ -305,7 +304,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     checkpoints = run_dir / "checkpoints"
     inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir)
     strategy = make_strategy(inputs.spec, world, inputs.module)
-    inputs = with_packing(inputs, strategy, world, data_dir / "store")
+    inputs = with_packing(inputs, strategy, world)
     spec, steps = inputs.spec, inputs.steps
     strategy.count_tokens = inputs.count_tokens
     all_ranks, world = world, strategy.world

@@ -18,7 +18,7 @@ from trainer.data.encode import encoded_dataset
 from trainer.data.mixture import describe_mixture
 from trainer.data.order import Order, held_out, training_samples
 from trainer.data.tiny import with_tiny_model
-from trainer.data.token_ids import check_token_ids, usable_tokens
+from trainer.data.token_ids import check_teacher_tokens, usable_tokens
 from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
 from trainer.distillation.teacher_client import RemoteTeacher
 from trainer.distributed.world import World
@@ -109,7 +109,7 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     corpus.report.loss.check(spec.allow_dropped)
     data = common_digest(corpus, world)
-    check_token_ids(spec.model, tokenizer, corpus, rows)
+    check_teacher_tokens(spec.model, tokenizer, corpus, rows)
     out = held_out(spec, len(corpus), corpus.sources)
     chosen = training_samples(spec, len(corpus), out)
     train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
@@ -123,7 +123,7 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
     )
 
 
-def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World, store: Path) -> TrainingInputs:
+def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> TrainingInputs:
     """Replace `packing: auto` by what suits the model. Every rank calls it.
 
     Raises:
@@ -132,9 +132,9 @@ def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World, store
     name = "this model"
     with strategy.autocast():
         vocabulary = usable_tokens(inputs.tokenizer, embedding_rows(inputs.spec.model))
-        packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world, store)
+        packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world)
         if packing and inputs.teacher:
-            name, packing = "the teacher", isolates_samples(inputs.spec, inputs.teacher, world, store)
+            name, packing = "the teacher", isolates_samples(inputs.spec, inputs.teacher, world)
     if inputs.spec.packing and not packing and world.rank == 0:
         print(f"packing: off, because {name} mixes the samples of a packed row")
     return replace(inputs, spec=inputs.spec.model_copy(update={"packing": packing}))

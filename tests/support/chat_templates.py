@@ -192,17 +192,6 @@ REDUCTIONS = [
         CHATML,
     ),
     Template(
-        "keyword_arguments",
-        _chatml(
-            _PLAIN.replace(
-                _JSON_CALL,
-                "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %})",
-            ),
-            _DEFINE,
-        ),
-        CHATML,
-    ),
-    Template(
         "string_arguments",
         _chatml(_PLAIN.replace(_JSON_CALL, "{{ c.function.name + '\n' + c.function.arguments }}"), _DEFINE),
         CHATML,
@@ -324,26 +313,11 @@ REDUCTIONS = [
             ("unknown", "<analysis>", "</analysis>"),
         )
     ),
-    Template("generation_of_all", "{% generation %}" + _chatml() + "{% endgeneration %}", CHATML),
     Template("generation_of_turns", _chatml("{% generation %}" + _PLAIN + "{% endgeneration %}", _DEFINE), CHATML),
-    Template(
-        "upper_case_answers",
-        _chatml(
-            "<|im_start|>{{ m.role }}\n{{ m.content | upper if m.role == 'assistant' else m.content }}<|im_end|>\n"
-        ),
-        CHATML,
-    ),
     Template(
         "length_decides",
         _chatml(
             "<|im_start|>{{ m.role }}\n{% if m.content | length > 12 %}Long: {% endif %}{{ m.content }}<|im_end|>\n"
-        ),
-        CHATML,
-    ),
-    Template(
-        "first_letter_decides",
-        _chatml(
-            "<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.content and m.content[0] == 'a' %}\n(A){% endif %}<|im_end|>\n"
         ),
         CHATML,
     ),
@@ -368,11 +342,6 @@ REDUCTIONS += [
         Family(r" ASSISTANT:", r"</s>", "</s>", "<s>"),
     ),
     Template(
-        "zephyr",
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-        _ZEPHYR,
-    ),
-    Template(
         "eos_last",
         "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% elif m.role == 'assistant' %}</s>\n{% else %}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
         _ZEPHYR,
@@ -385,27 +354,6 @@ REDUCTIONS += [
         _ALPACA,
     ),
     Template(
-        "granite",
-        "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}",
-        Family(r"<\|start_of_role\|>assistant<\|end_of_role\|>", r"<\|end_of_text\|>", "<|end_of_text|>"),
-    ),
-    Template(
-        "phi4",
-        "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}",
-        Family(r"<\|im_start\|>assistant<\|im_sep\|>", r"<\|im_end\|>", "<|im_end|>"),
-    ),
-    Template(
-        "rounds",
-        "{% for m in messages %}{% if m.role == 'user' %}[Round {{ loop.index0 // 2 + 1 }}]\n{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        + _PROMPT,
-        CHATML,
-    ),
-    Template(
-        "default_system",
-        _chatml(before="{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"),
-        CHATML,
-    ),
-    Template(
         "merges_answers",
         "{% for m in messages %}{% if loop.first or m.role != loop.previtem.role %}<|im_start|>{{ m.role }}\n{% endif %}{{ m.content }}{% if loop.last or m.role != loop.nextitem.role %}<|im_end|>\n{% else %}\n\n{% endif %}{% endfor %}"
         + _PROMPT,
@@ -416,16 +364,7 @@ REDUCTIONS += [
         _chatml("<|im_start|>{{ m.role }}\n{{ m.content[:4] if m.role == 'assistant' else m.content }}<|im_end|>\n"),
         CHATML,
     ),
-    Template(
-        "truncates_questions",
-        _chatml("<|im_start|>{{ m.role }}\n{{ m.content[:4] if m.role == 'user' else m.content }}<|im_end|>\n"),
-        CHATML,
-    ),
     Template("escapes_html", _chatml("<|im_start|>{{ m.role }}\n{{ m.content | e }}<|im_end|>\n"), CHATML),
-    Template("json_content", _chatml("<|im_start|>{{ m.role }}\n{{ m.content | tojson }}<|im_end|>\n"), CHATML),
-    Template(
-        "drops_line_ends", _chatml("<|im_start|>{{ m.role }}\n{{ m.content | replace('\n', ' ') }}<|im_end|>\n"), CHATML
-    ),
     Template(
         "drops_all_reasoning",
         _chatml(
@@ -438,7 +377,6 @@ REDUCTIONS += [
         _chatml("{% if m.role != 'assistant' or loop.index0 >= loop.length - 2 %}" + _PLAIN + "{% endif %}", _DEFINE),
         CHATML,
     ),
-    Template("drops_empty", _chatml("{% if m.content %}" + _PLAIN + "{% endif %}", _DEFINE), CHATML),
     # Two marks end an answer, and only the last of them is the end token.
     Template(
         "two_ends",
@@ -458,22 +396,6 @@ REDUCTIONS += [
     Template(
         "first_call_only",
         _chatml(_PLAIN.replace("for c in m.tool_calls or []", "for c in (m.tool_calls or [])[:1]"), _DEFINE),
-        CHATML,
-    ),
-    Template(
-        "flat_calls",
-        _chatml(_PLAIN.replace(_JSON_CALL, "{{ {'name': c['name'], 'arguments': c['arguments']} | tojson }}"), _DEFINE),
-        CHATML,
-    ),
-    Template(
-        "sorted_arguments",
-        _chatml(
-            _PLAIN.replace(
-                _JSON_CALL,
-                "{{ c.function.name }}{% for k, v in c.function.arguments | dictsort %} {{ k }}={{ v }}{% endfor %}",
-            ),
-            _DEFINE,
-        ),
         CHATML,
     ),
     Template(

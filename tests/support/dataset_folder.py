@@ -158,12 +158,9 @@ CASES = [
          "message 0 of 'messages' has a part of type 'image_url': only text can be trained"),
     Case("lists.jsonl", _jsonl([USER, ANSWER]), 'is a list, expected an object with messages; conversations'),
     Case("number.jsonl", _jsonl({"text": "T"}, {"text": 7}), "number.jsonl:2: 'text' is int, expected a string"),
-    Case("surrogate.jsonl", _bytes(b'{"text": "\\ud83d"}'), "'text' has a lone surrogate at character 0"),
     Case("escapes.jsonl", _jsonl({"\x1b[2J\n": 1}), r"has the keys \x1b[2J\n; expected messages"),
     Case("broken.jsonl", _bytes(b'{"text": "a"}\n{"text": \n'), "broken.jsonl:2: not JSON: Expecting value at column 9"),
-    Case("latin.jsonl", _bytes(b'{"text": "\xe9"}\n'), "latin.jsonl:1: not JSON: not UTF-8 text"),
     Case("pretty.jsonl", _bytes(b'[\n{"text": "a"}\n]'), "pretty.jsonl:1: not JSON: Expecting value at column 2 (a file with one list needs"),
-    Case("empty.jsonl", _bytes(b""), "empty.jsonl is empty: expected one JSON object per line"),
     # Other platforms, compressed
     Case("bom-crlf.jsonl", _bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b"}\r\n'), 2),
     Case("text.jsonl.gz", _bytes(gzip.compress(_lines({"text": "a"}, {"text": "b"}))), 2),
@@ -177,7 +174,6 @@ CASES = [
     Case("lines.json", _jsonl({"text": "a"}, {"text": "b"}), 2),
     Case("nested.json", _bytes(b'{"version": 1, "data": [{"text": "a"}]}'),
          "contains a dict, expected a list of samples (or use .jsonl, one sample per line); its key 'data' has one: jq .data"),
-    Case("deep.json", _bytes(b"[" * 100_000), "deep.json:1: not JSON: nested too deeply"),
     # CSV and TSV
     Case("alpaca.csv", _csv(["instruction", "input", "output"], ["Q", "", "A"], ["Q, \"x\"\nline", "NA", "007"]), 2),
     Case("qa.csv", _csv(["id", "question", "answer"], [1, "Q", "A"]), NEAREST_QA, {"prompt": "question", "completion": "answer"}, 1),
@@ -188,7 +184,6 @@ CASES = [
     Case("chat.csv", _csv(["messages"], [json.dumps([USER, ANSWER])]), 1),
     Case("repr.csv", _csv(["messages"], [str([USER, ANSWER])]), "record 1: 'messages' is text that is not JSON: write it with double"),
     Case("text.csv.gz", _bytes(gzip.compress(b"text\nT\n")), 1),
-    Case("text.csv.bz2", _bytes(bz2.compress(b"text\nT\n")), 1),
     Case("text.tsv.xz", _bytes(lzma.compress(b"text\tn\nT\t1\n")), 1),
     Case("text.csv.zst", _zst(b"text\nT\n"), 1, needs_library=True),
     Case("twice.csv", _csv(["text", "text"], ["a", "b"]), "twice.csv:1: two columns have the name 'text': rename one"),
@@ -198,8 +193,7 @@ CASES = [
     Case("inch.tsv", _bytes(b'prompt\tcompletion\na\tb\n"5 foot" or 6?\tc\n'), "inch.tsv:3: not CSV: '\\t' expected after"),
     Case("quote-header.csv", _bytes(b'text,"n\na,b\n'), "quote-header.csv:1: not CSV: unexpected end of data"),
     Case("null.csv", _csv(["prompt", "completion"], ["Q", "A"], ["Q", ""]), "null.csv: record 2: 'completion' is NoneType, expected a string: this record"),
-    Case("null-text.csv", _csv(["text", "n"], ["T", 1], ["", 2]), "null-text.csv: record 2: 'text' is NoneType"),
-    Case("latin.csv", _bytes(b"text\n\xe9\n"), "not UTF-8 text"),
+    Case("returns.csv", _bytes(b"text\ra\rb\r"), "returns.csv:1: not CSV: new-line character seen in unquoted field"),
     Case("empty.csv", _bytes(b""), "empty.csv is empty: expected a first line with the names of the columns"),
     # Parquet, Arrow
     Case("chat.parquet", _parquet(messages=[[USER, ANSWER], [USER, ANSWER]], n=[1, 2]), 2, needs_library=True),

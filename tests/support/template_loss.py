@@ -1,7 +1,7 @@
 """An independent check of which text of a chat carries loss: chat templates x situations.
 
 The trained text is compared with the roles' markers, which are written down here by hand for each family of templates; nothing of
-`trainer` decides what is right. `python tests/support/template_loss.py [TEMPLATE...]` prints the matrix, `--wrong` only what is wrong.
+`trainer` decides what is right.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import functools
 import itertools
 import json
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from chat_templates import REDUCTIONS, Row, Template, situations, trl_templates
+from chat_templates import Row, Template
+from tokenizer_kinds import byte_letters
 
 from trainer.data.encode import Encoder
 from trainer.data.shapes import to_sample
@@ -63,12 +62,7 @@ def tokenizer_of(template: Template) -> Any:
     return made
 
 
-@functools.cache
-def _byte_of() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+_BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 def spelled(tokenizer: Any, ids: list[int], mask: list[bool]) -> tuple[str, list[bool]]:
@@ -79,7 +73,7 @@ def spelled(tokenizer: Any, ids: list[int], mask: list[bool]) -> tuple[str, list
         if place in added:
             piece = added[place].encode()
         else:
-            piece = bytes(_byte_of()[letter] for letter in tokenizer.convert_ids_to_tokens(place))
+            piece = bytes(_BYTE_OF[letter] for letter in tokenizer.convert_ids_to_tokens(place))
         data += piece
         flags += [trained] * len(piece)
     text, start, trained_chars = data.decode(), 0, []
@@ -328,23 +322,3 @@ class Bed:
             places = [match.start() for match in re.finditer(re.escape(word), text)]
             if places and not any(all(trained[place : place + len(word)]) for place in places):
                 yield f"{word} is not trained"
-
-
-def main(names: list[str]) -> None:
-    only_wrong = "--wrong" in names
-    names = [name for name in names if not name.startswith("--")]
-    totals: Counter[str] = Counter()
-    for template in [*trl_templates(), *REDUCTIONS]:
-        if names and template.name not in names:
-            continue
-        bed = Bed(template)
-        for name, row in situations(template.family).items():
-            verdict = bed.verdict(row)
-            totals[verdict.kind] += 1
-            if not only_wrong or verdict.kind in ("WRONG", "REFUSED"):
-                print(f"{template.name:32} {name:24} {verdict}", flush=True)
-    print(dict(totals))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.supervise.link_free import link_free
-from trainer.supervise.options import StartRequest, parse_flags
+from trainer.supervise.options import StartRequest
 from trainer.supervise.standby import LATE, LAUNCHER, Imports, installed_packages, may_serve
 from trainer.supervise.start import may_reach
 
@@ -87,4 +87,4 @@ def test_what_a_start_hands_over_survives_the_command_line() -> None:
     request = StartRequest(
         "/r", ["python", "-m", "x", "--flag"], standby=180.0, settings="ab12", reachable=["10.0.0.1", "fe80::1"]
     )
-    assert parse_flags(request.flags()) == request
+    assert StartRequest.read(request.to_json()) == request

@@ -265,16 +265,10 @@ def check(path: Path, host: str, strings: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strings", [INJECTIONS, pytest.param(ODD, marks=pytest.mark.long)], ids=["injection", "odd"])
 @pytest.mark.parametrize(("path", "host"), CASES, ids=IDS)
-def test_a_value_never_becomes_a_directive(path: Path, host: str) -> None:
-    check(path, host, INJECTIONS)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(("path", "host"), CASES, ids=IDS)
-def test_an_unusual_value_never_becomes_a_directive(path: Path, host: str) -> None:
-    check(path, host, ODD)
+def test_a_value_never_becomes_a_directive(path: Path, host: str, strings: list[str]) -> None:
+    check(path, host, strings)
 
 
 def test_the_suite_finds_an_injection(tmp_path: Path) -> None:

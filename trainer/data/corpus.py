@@ -37,16 +37,6 @@ class Corpus:
     targets: Targets | None = None
 
     @property
-    def dropped(self) -> int:
-        """The number of samples that were left out."""
-        return self.report.lost
-
-    @property
-    def cut(self) -> int:
-        """The number of samples that were truncated."""
-        return self.report.truncated
-
-    @property
     def lengths(self) -> np.ndarray:
         """The number of tokens of every sample, int64 [samples]."""
         return np.diff(self.starts)

@@ -101,11 +101,6 @@ class DataReport:
         return asdict(self)
 
     @property
-    def lost(self) -> int:
-        """The number of samples that were left out."""
-        return self.loss.lost
-
-    @property
     def loss(self) -> Dropped:
         """The samples that are not trained."""
         reason = max(self.dropped, key=lambda name: self.dropped[name], default="")

@@ -170,6 +170,7 @@ class Encoder:
         ]
         parts += [json.dumps(dict(text.tokens), sort_keys=True), self._system]
         parts += [self._today.isoformat()] if self.has_date else []
+        parts += [str(self._rows)] if self._rows else []  # a token outside is refused
         parts += [COLUMN] if self.vocabulary else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -178,26 +179,16 @@ class Encoder:
         """Whether a chat template asks for the date."""
         return "strftime_now" in self._text.template + self._text.tool_template
 
-    def __call__(self, sample: Sample) -> tuple[list[int], list[bool]]:
-        """Return the token ids and the loss mask of one sample, of equal length and not truncated.
-
-        Raises:
-            UserError: the chat template rejects the sample, or leaves out a part of it.
-        """
-        ids, answered = self.answers(sample)
-        return ids, self.mask(answered)
-
     def mask(self, answered: list[bool]) -> list[bool]:
         """Return the loss mask of a sample. `answered`: which of its tokens belong to an answer."""
         return [True] * len(answered) if self.train_on == "all" else answered
 
-    def answers(self, sample: Sample) -> tuple[list[int], list[bool]]:
-        """Return the token ids of one sample, and which belong to an answer. Raises UserError as `__call__`."""
-        encoded = self.encode(sample)
-        return encoded.ids, encoded.answered
-
     def encode(self, sample: Sample) -> Encoded:
-        """Return the encoding of one sample. Raises UserError as `__call__`."""
+        """Return the encoding of one sample.
+
+        Raises:
+            UserError: the chat template rejects the sample, or leaves out a part of it.
+        """
         encoded = self._chat(sample) if sample.messages else self._raw(sample)
         if self._rows is not None and encoded.ids and max(encoded.ids) >= self._rows:
             token = next(number for number in encoded.ids if number >= self._rows)
@@ -222,7 +213,7 @@ class Encoder:
         return self._text.decode(ids)
 
     def check(self, sample: Sample) -> Answers | None:
-        """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `__call__`."""
+        """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `encode`."""
         if not sample.messages:
             return None
         if sample.has_weights and self.train_on == "all":

@@ -21,7 +21,7 @@ from trainer.data.files import format_of
 from trainer.errors import UserError, first_line
 from trainer.formats import quoted
 from trainer.inputs import open_regular
-from trainer.text_encoding import first_not_utf8, has_characters, not_utf8
+from trainer.text_encoding import first_not_utf8, not_utf8
 
 MAX_LINE = 16 * 1024 * 1024  # bytes of one record
 PIECE = 1024**2  # bytes of one read
@@ -217,7 +217,6 @@ def _inner_list(items: Any) -> str:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
-    has_utf8 = False
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
         if len(line) > MAX_LINE:
             raise UserError(
@@ -229,10 +228,9 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
             record = json.loads(line.rstrip().decode("utf-8-sig"))
         except ValueError as error:
             hint = " (a file with one list needs the suffix .json)" if number == 1 and line.strip() == b"[" else ""
-            raise _not_json(path, number, f"{not_utf8(line, has_utf8) or _reason(error)}{hint}") from None
+            raise _not_json(path, number, f"{not_utf8(line) or _reason(error)}{hint}") from None
         except RecursionError:
             raise UserError(f"{path}:{number}: not JSON: nested too deeply") from None
-        has_utf8 = has_utf8 or has_characters(line)
         yield number, record
 
 

@@ -42,69 +42,52 @@ def _is_true(value: Any) -> bool:
 
 
 Test = Callable[[Any], bool]
+
+
+def _keys(names: str, changes: Test, reason: str) -> dict[str, tuple[Test, str]]:
+    return dict.fromkeys(names.split(), (changes, reason))
+
+
+_CHOICES = "chosen rejected rejected_response"
+_MEDIA_KEYS = "images image videos video audios audio"
 # {key: (when it changes what is learned, why it is refused)}
 RECORD_KEYS: Mapping[str, tuple[Test, str]] = {
-    **dict.fromkeys(
-        (
-            "chosen",
-            "rejected",
-            "rejected_response",
-            "rejected_messages",
-            "rejected_output",
-            "chosen_response",
-            "rejected_answer",
-        ),
-        (_is_set, _PREFERENCE),
+    **_keys(f"{_CHOICES} rejected_messages rejected_output chosen_response rejected_answer", _is_set, _PREFERENCE),
+    **_keys("score_chosen score_rejected chosen_score rejected_score margin", _is_set, _PREFERENCE),
+    **_keys("kto_tag is_desirable desirable", _is_false, _UNLABELLED),
+    **_keys(_MEDIA_KEYS, _is_set, _MEDIA),
+    **_keys("score reward", _is_set, _SCORE),
+    **_keys("weight sample_weight", _is_not_one, "weights the record, and all records count equally: remove the key"),
+    **_keys("train loss", _is_false, "says that the record is not trained: remove the record"),
+    **_keys(
+        "reasoning_content thinking reasoning",
+        _is_set,
+        "is reasoning beside the answer: write the record as messages, with reasoning_content in the answer",
     ),
-    **dict.fromkeys(
-        ("score_chosen", "score_rejected", "chosen_score", "rejected_score", "margin"), (_is_set, _PREFERENCE)
-    ),
-    **dict.fromkeys(("kto_tag", "is_desirable", "desirable"), (_is_false, _UNLABELLED)),
-    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), (_is_set, _MEDIA)),
-    **dict.fromkeys(("score", "reward"), (_is_set, _SCORE)),
-    **dict.fromkeys(
-        ("weight", "sample_weight"), (_is_not_one, "weights the record, and all records count equally: remove the key")
-    ),
-    **dict.fromkeys(("train", "loss"), (_is_false, "says that the record is not trained: remove the record")),
-    **dict.fromkeys(
-        ("reasoning_content", "thinking", "reasoning"),
-        (_is_set, "is reasoning beside the answer: write the record as messages, with reasoning_content in the answer"),
-    ),
-    **dict.fromkeys(
-        ("function_call", "tool_calls"), (_is_set, "is a call beside the messages: write it into an assistant message")
-    ),
-    **dict.fromkeys(
-        ("train_detail", "loss_mask", "completion_mask", "assistant_masks"),
-        (_is_set, "masks parts of the record: remove it"),
-    ),
-    **dict.fromkeys(
-        ("labels", "input_ids"), (_is_ids, "holds token ids, which belong to one tokenizer: give the text")
-    ),
-    "documents": (_is_set, "holds documents, which chat templates here do not get: write them into a message"),
+    **_keys("function_call tool_calls", _is_set, "is a call beside the messages: write it into an assistant message"),
+    **_keys("train_detail loss_mask completion_mask assistant_masks", _is_set, "masks parts of the record: remove it"),
+    **_keys("labels input_ids", _is_ids, "holds token ids, which belong to one tokenizer: give the text"),
+    **_keys("documents", _is_set, "holds documents, which chat templates here do not get: write them into a message"),
 }
 # A key with this name is a class in many datasets of texts, and an answer's label only beside an answer.
 LABEL = ("label", (_is_false, _UNLABELLED))
 MESSAGE_KEYS_REFUSED: Mapping[str, tuple[Test, str]] = {
-    **dict.fromkeys(("train_detail", "loss_scale", "loss_mask"), (_is_set, "masks parts of the message: remove it")),
-    **dict.fromkeys(("label", "kto_tag"), (_is_false, _UNLABELLED)),
-    **dict.fromkeys(("score", "reward"), (_is_set, _SCORE)),
-    **dict.fromkeys(("chosen", "rejected", "rejected_response"), (_is_set, _PREFERENCE)),
-    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), (_is_set, _MEDIA)),
-    **dict.fromkeys(
-        ("channel", "recipient"), (_is_set, "is a channel, which chat templates here do not get: use reasoning_content")
+    **_keys("train_detail loss_scale loss_mask", _is_set, "masks parts of the message: remove it"),
+    **_keys("label kto_tag", _is_false, _UNLABELLED),
+    **_keys("score reward", _is_set, _SCORE),
+    **_keys(_CHOICES, _is_set, _PREFERENCE),
+    **_keys(_MEDIA_KEYS, _is_set, _MEDIA),
+    **_keys("channel recipient", _is_set, "is a channel, which chat templates here do not get: use reasoning_content"),
+    **_keys("refusal", _is_set, "is a refusal beside the content: write it as the content"),
+    **_keys("prefix", _is_true, "marks the beginning of an answer that the model continues: write the whole answer"),
+    **_keys("functions tools", _is_set, "describes tools: give them as tools of the record"),
+    **_keys(
+        "thinking_blocks reasoning_details reasoning_text thought thoughts",
+        _is_set,
+        "is reasoning under another name: write it as reasoning_content",
     ),
-    "refusal": (_is_set, "is a refusal beside the content: write it as the content"),
-    "prefix": (_is_true, "marks the beginning of an answer that the model continues: write the whole answer"),
-    "functions": (_is_set, "describes tools: give them as tools of the record"),
-    "tools": (_is_set, "describes tools: give them as tools of the record"),
-    **dict.fromkeys(
-        ("thinking_blocks", "reasoning_details", "reasoning_text", "thought", "thoughts"),
-        (_is_set, "is reasoning under another name: write it as reasoning_content"),
-    ),
-    **dict.fromkeys(
-        ("masked", "mask"), (_is_true, "says that the message is not trained: write weight=0 in its place")
-    ),
-    "loss_weight": (_is_not_one, "weights the message: write weight, which is 0 or 1"),
+    **_keys("masked mask", _is_true, "says that the message is not trained: write weight=0 in its place"),
+    **_keys("loss_weight", _is_not_one, "weights the message: write weight, which is 0 or 1"),
 }
 # Keys that say something of an answer, which a dataset of prompts alone does not need.
 ABOUT_ANSWERS = frozenset(

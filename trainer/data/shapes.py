@@ -275,7 +275,7 @@ def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...]
     if variables:
         _check_values(variables, "'chat_template_kwargs'")
     if tools is None or "tools" in ignored:
-        return Sample(messages=messages, variables=variables, silent=silent, has_weights=has_weights)
+        tools = []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of objects")
     _check_values(tools, "'tools'")

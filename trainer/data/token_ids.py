@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from trainer.data.corpus import Corpus
 from trainer.errors import UserError
 from trainer.formats import quoted
 
 PADDING_OF_FILES = "padding_of_files"  # attribute of a tokenizer: the padding token before `set_padding`
-_SHOWN = 60  # characters of a sample in a message
 
 
 def usable_tokens(tokenizer: Any, rows: int | None) -> int:
@@ -35,37 +32,20 @@ def _inside(token: int | None, rows: int | None) -> bool:
     return token is not None and (rows is None or token < rows)
 
 
-def check_token_ids(model: str, tokenizer: Any, corpus: Corpus, rows: int | None) -> None:
-    """Check that the embedding has a row for every token of the corpus, and of the teacher's distributions in it.
+def check_teacher_tokens(model: str, tokenizer: Any, corpus: Corpus, rows: int | None) -> None:
+    """Check that the embedding has a row for every token of the teacher's distributions; the encoder checks the samples.
 
     Args:
         model: its name in messages.
         rows: of its embedding; None if that is unknown.
 
     Raises:
-        UserError: it has not; the message names the token and the sample.
+        UserError: it has not.
     """
-    if rows is None:
-        return
-    outside = np.flatnonzero(corpus.tokens >= rows)
-    if len(outside):
-        number = int(np.searchsorted(corpus.starts, outside[0], side="right")) - 1
-        sample = corpus.tokens[corpus.starts[number] : corpus.starts[number + 1]]
-        raise _outside(
-            model,
-            tokenizer,
-            int(corpus.tokens[outside[0]]),
-            rows,
-            f"the sample {quoted(tokenizer.decode(sample), _SHOWN)}",
+    last = int(corpus.targets.ids.max(initial=0)) if corpus.targets else 0
+    if rows is not None and last >= rows:
+        raise UserError(
+            f"model: an answer of the teacher has the token {quoted(tokenizer.convert_ids_to_tokens(last))} (id {last}), and the "
+            f"embedding of {model} has {rows} rows: use the tokenizer of this model, or extend its embedding "
+            "(resize_token_embeddings) and save it"
         )
-    taught = corpus.targets.ids if corpus.targets else corpus.tokens[:0]
-    if taught.size and int(taught.max()) >= rows:
-        raise _outside(model, tokenizer, int(taught.max()), rows, "an answer of the teacher")
-
-
-def _outside(model: str, tokenizer: Any, token: int, rows: int, where: str) -> UserError:
-    text = quoted(tokenizer.convert_ids_to_tokens(token))
-    return UserError(
-        f"model: {where} has the token {text} (id {token}), and the embedding of {model} has {rows} rows: use the tokenizer of this "
-        "model, or extend its embedding (resize_token_embeddings) and save it"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,8 +64,7 @@ class TeacherModel:
 
     @torch.no_grad()
     def judge(self, batch: Batch, weights: torch.Tensor | None = None) -> Teacher:
-        """Return the teacher's probabilities at the positions with loss of a micro-batch. `weights`: see
-        TeacherLogits."""
+        """Return the teacher's probabilities at the positions with loss of a micro-batch. `weights`: see TeacherLogits."""
         places = loss_positions(batch.labels)
         logits = self.logits(batch.ids, batch.positions, places)
         if not self._spec.teacher_top_k:
@@ -106,14 +104,14 @@ def load_teacher(
     return teacher
 
 
-def isolates_samples(spec: RunSpec, teacher: TeacherModel | RemoteTeacher, world: World, store: Path) -> bool:
+def isolates_samples(spec: RunSpec, teacher: TeacherModel | RemoteTeacher, world: World) -> bool:
     """Return whether the teacher keeps the samples of a packed row apart. Every rank calls it; see `resolve_packing`.
 
     Raises:
         UserError: `packing: true`, but it does not.
     """
     if isinstance(teacher, TeacherModel):
-        return resolve_packing(spec, teacher.model, teacher.vocabulary, world, store, "the teacher")
+        return resolve_packing(spec, teacher.model, teacher.vocabulary, world, "the teacher")
     isolated = teacher.properties.isolates_samples
     if not isolated and spec.packing is True:
         raise mixes_samples("the teacher")

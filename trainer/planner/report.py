@@ -47,7 +47,7 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
     from trainer.data.encode import encoded_dataset
     from trainer.data.order import Order
     from trainer.data.tiny import with_tiny_model
-    from trainer.data.token_ids import check_token_ids
+    from trainer.data.token_ids import check_teacher_tokens
     from trainer.model import load_tokenizer
 
     with tempfile.TemporaryDirectory() as work:
@@ -56,7 +56,7 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
         tokenizer = load_tokenizer(local.model)
         rows = embedding_rows(local.model)
         corpus = encoded_dataset(local, tokenizer, store, rows=rows)
-        check_token_ids(local.model, tokenizer, corpus, rows)
+        check_teacher_tokens(local.model, tokenizer, corpus, rows)
     one_epoch = spec.model_copy(update={"epochs": 1})
     epoch, lengths = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0), corpus.lengths
     filled = [int(sum(lengths[sample] for sample in row)) for row in epoch]

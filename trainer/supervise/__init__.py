@@ -1,7 +1,7 @@
 """One host's part of a run: start it in the background, report its status, stop it. Standard library only.
 
     python -m trainer.supervise start|prepare|status|stop|list      the request is JSON on standard input
-    python -m trainer.supervise run --run-dir DIR ...       the supervisor itself, started by `start` and `prepare`
+    python -m trainer.supervise run REQUEST         the supervisor itself, started by `start` and `prepare`
 
 Each prints one JSON object on one line. A request that cannot be carried out prints `{"error": "one line"}` and has exit
 code 1. `start` returns as soon as the supervisor runs, `prepare` when one waits for the next start. The supervisor is the

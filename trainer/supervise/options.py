@@ -1,14 +1,17 @@
-"""The request of `start`, and the command line that passes it to the supervisor."""
+"""The request of `start`, which the supervisor gets as JSON."""
 
 from __future__ import annotations
 
-import argparse
+import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import LinkFreePath, run_folder
+
+# Fields that the supervisor does not need.
+_OF_THE_START = {"backend", "properties", "writable", "reads", "claim", "stop_seen", "script", "data_dir"}
 
 
 @dataclass
@@ -59,48 +62,11 @@ class StartRequest:
         self.run_dir = str(run_dir)
         return run_dir
 
-    def flags(self) -> list[str]:
-        """Return the supervisor's arguments for this request."""
-        words = ["--run-dir", self.run_dir, "--node-rank", str(self.node_rank), "--ranks", _join(self.ranks)]
-        words += ["--attempt", str(self.attempt), "--hosts", _join(self.hosts), "--restarts", str(self.restarts)]
-        words += ["--unit", self.unit] if self.unit else []
-        words += ["--devices", _join(self.devices)] if self.devices else []
-        words += ["--hold"] if self.hold else []
-        words += ["--teaches"] if self.teaches else []
-        words += ["--replica", str(self.replica)] if self.replica is not None else []
-        words += ["--lighthouse", self.lighthouse] if self.lighthouse else []
-        words += ["--lease", self.lease] if self.lease else []
-        words += ["--standby", f"{self.standby:g}"] if self.standby else []
-        words += ["--settings", self.settings] if self.settings else []
-        words += ["--reachable", _join(self.reachable)] if self.reachable else []
-        return [*words, "--", *self.command]
+    def to_json(self) -> str:
+        """Return what the supervisor needs of this request, which `read` takes."""
+        return json.dumps({name: value for name, value in vars(self).items() if name not in _OF_THE_START})
 
-
-def parse_flags(arguments: list[str]) -> StartRequest:
-    """Return the request that `StartRequest.flags` has written."""
-    parser = argparse.ArgumentParser(prog="trainer.supervise run", allow_abbrev=False)
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--node-rank", type=int, default=0)
-    parser.add_argument("--ranks", default="0", help="the ranks of this host, by local rank: 0,1")
-    parser.add_argument("--hosts", default="", help="all hosts of the run, by node rank: a,b")
-    parser.add_argument("--devices", default="", help="UUIDs of the GPUs of the ranks")
-    parser.add_argument("--attempt", type=int, default=0)
-    parser.add_argument("--hold", action="store_true", help="start torchrun when the folder state/go exists")
-    parser.add_argument("--teaches", action="store_true", help="the command is the run's teacher and not torchrun")
-    parser.add_argument("--replica", type=int, help="the replica of this host, if each has its own torchrun")
-    parser.add_argument("--restarts", type=int, default=0, help="maximum consecutive restarts without progress")
-    parser.add_argument("--lighthouse", default="", help="HOST:PORT at which to run the lighthouse")
-    parser.add_argument("--lease", default="", help="file whose lock permits the run to use this host")
-    parser.add_argument("--standby", type=float, default=0.0, help="seconds to wait for the next start")
-    parser.add_argument("--settings", default="", help="digest of the settings of the unit")
-    parser.add_argument("--reachable", default="", help="addresses to which the unit is limited")
-    parser.add_argument("--unit", default="", help="the systemd unit of this process")
-    parser.add_argument("command", nargs="+")
-    values = vars(parser.parse_args(arguments))
-    ranks = [int(rank) for rank in values.pop("ranks").split(",")]
-    words = {name: text.split(",") if (text := values.pop(name)) else [] for name in ("hosts", "devices", "reachable")}
-    return StartRequest(**values, ranks=ranks, **words)
-
-
-def _join(values: list[Any]) -> str:
-    return ",".join(map(str, values))
+    @classmethod
+    def read(cls, text: str | bytes) -> StartRequest:
+        """Return the request that `to_json` has written."""
+        return cls(**json.loads(text))

@@ -65,10 +65,7 @@ HIDDEN_IN_HOME = (
 )
 HIDDEN_IN_DATA = ("dashboard", "queue")
 KEPT_IN_DATA = {"venv", "python", "store", "leases", "runs", *HIDDEN_IN_DATA}  # that no variable makes writable
-SHARED = (
-    "store/cache",
-    "store/packing",
-)  # of the data folder: encoded datasets and proofs, which ranks of all runs write
+SHARED = "store/cache"  # of the data folder: encoded datasets, which ranks of all runs write
 CHECKPOINTS = "checkpoints"  # of the data folder: the shared folder of the role nfs
 SYSTEM_FOLDERS = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")
 
@@ -115,8 +112,7 @@ def unit_properties(
     properties += [f"BindReadOnlyPaths={quote(Path('/run') / name, missing_ok=True)}" for name in SHOWN_IN_RUN]
     hidden += [path / "env" for path in dict.fromkeys(shown) if path.parent == run_dir.parent]
     properties += [f"InaccessiblePaths={quote(path, missing_ok=True)}" for path in hidden]
-    shared = [folder_of_ranks(data_dir, name) for name in SHARED]
-    outside = [*shared, MPS, data_dir / CHECKPOINTS, *protected.opened(writable)]
+    outside = [folder_of_ranks(data_dir, SHARED), MPS, data_dir / CHECKPOINTS, *protected.opened(writable)]
     properties += [f"BindPaths={quote(path, missing_ok=True)}" for path in outside if not awaits_mount(path)]
     return [*properties, f"BindPaths={quote(run_dir)}"]
 
@@ -161,7 +157,7 @@ class ProtectedPaths:
         """Return that of a host. A home, or an environment, may be a link, or below one."""
         kept = [*hidden, *map(Path, SYSTEM_FOLDERS), home, Path(sys.prefix)]
         kept += [data_dir / name for name in KEPT_IN_DATA]
-        ranks = [*(data_dir / name for name in SHARED), Path("/dev/shm")]
+        ranks = [data_dir / SHARED, Path("/dev/shm")]
         return cls([path.resolve() for path in kept], home.resolve(), ranks, data_dir / "runs")
 
     def keeps(self, path: Path) -> bool:

@@ -132,8 +132,7 @@ def begin(run_dir: LinkFreePath) -> int:
 def end(run_dir: LinkFreePath, code: int) -> int:
     """Record the end of the ranks; return 75 if the job has to return to the queue, else the exit code of the job.
 
-    It returns there if the ranks stopped with a checkpoint and no user requested the stop: at the end of the time
-    limit, or because
+    It returns there if the ranks stopped with a checkpoint and no user requested the stop: at the end of the time limit, or because
     Slurm preempts the job. Without progress since the last time, it does not, because it would repeat indefinitely.
     """
     ranks, mark = heartbeats(run_dir), read_mark(run_dir)

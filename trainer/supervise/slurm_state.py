@@ -125,8 +125,7 @@ def heartbeats(run_dir: LinkFreePath) -> dict[str, dict[str, Any]]:
 
 
 def ask(run_dir: LinkFreePath, job: int) -> dict[str, Any]:
-    """Return the state of a job in Slurm, at most some seconds old: `state`, `reason`, `start`; empty if Slurm does not
-    have the job.
+    """Return the state of a job in Slurm, at most some seconds old: `state`, `reason`, `start`; empty if Slurm does not have the job.
 
     If Slurm does not answer, the last answer holds: a run must not end because of that.
     """

@@ -154,7 +154,7 @@ def start_supervisor(
     wanted: StartRequest, run_dir: LinkFreePath, systemd: list[str] | None, settings: list[str]
 ) -> None:
     """Start the supervisor in a systemd unit with these properties, or as a process. Raises SupervisorError and OSError."""
-    command = [sys.executable, "-m", "trainer.supervise", "run", *wanted.flags()]
+    command = [sys.executable, "-m", "trainer.supervise", "run", wanted.to_json()]
     if systemd:
         start_unit(systemd, wanted, run_dir, command, settings)
     else:

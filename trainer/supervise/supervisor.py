@@ -24,7 +24,7 @@ from trainer.supervise.files import SupervisorError, hold_lock, read_log, write_
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.logs import limit_logs
-from trainer.supervise.options import StartRequest, parse_flags
+from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
 from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve
@@ -49,7 +49,7 @@ def run_supervisor(arguments: list[str]) -> None:
 
     Raises SupervisorError if the run is alive.
     """
-    request: StartRequest | None = parse_flags(arguments)
+    request: StartRequest | None = StartRequest.read(arguments[0])
     standby: Standby | None = None
     while request:
         run_dir = run_folder(request.run_dir)

@@ -6,7 +6,6 @@ The supervisor has released the lock of the run folder, so the run does not coun
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -15,7 +14,7 @@ from typing import Any
 
 from trainer.supervise.files import JSON_LIMIT, SupervisorError, read_json, write_json
 from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.options import StartRequest, parse_flags
+from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import belongs, is_running, process_stat, send_signal, waiting_processes
 
 REQUEST, STATE = "state/start.json", "state/standby.json"
@@ -64,8 +63,7 @@ def take_request(run_dir: LinkFreePath) -> StartRequest | None:
         found = os.fstat(file.fileno())
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise SupervisorError(f"{path} is not from the user of the run")
-        content = json.loads(file.read(JSON_LIMIT))
-    return parse_flags([str(word) for word in content["flags"]])
+        return StartRequest.read(file.read(JSON_LIMIT))
 
 
 def waiting_supervisor(run_dir: LinkFreePath) -> dict[str, Any] | None:
@@ -78,8 +76,7 @@ def hand_over(run_dir: LinkFreePath, request: StartRequest) -> bool:
     pids = waiting_processes(run_dir)
     if not pids:
         return False
-    content = json.dumps({"flags": request.flags()})
-    (run_dir / REQUEST).write(content.encode(), 0o600)
+    (run_dir / REQUEST).write(request.to_json().encode(), 0o600)
     send_signal(pids[0], signal.SIGCHLD)  # it looks for the request at once
     deadline = time.monotonic() + TAKE_LIMIT
     while read_json(run_dir / "state/node.json") is None:

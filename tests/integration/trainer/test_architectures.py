@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from trainer_runs import Here, lines
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trainer.costs.packing_forecast import KEEPS_APART, MIXES
-from trainer.packing_check import proof_key
 from trainer.planner.measure import keeps_samples_apart
 from trainer.spec import make_spec
 
@@ -54,12 +52,16 @@ def random_model(kind: str, folder: Path, tokenizer: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("llama", "falcon", "mamba") else pytest.mark.long)
+        for kind in ARCHITECTURES
+    ],
+)
 def test_an_architecture_trains_merges_and_reloads(kind: str, here: Here, tmp_path: Path) -> None:
     here.model = random_model(kind, tmp_path / kind, here.model)
     assert here(max_steps=2, merge=True) == 0, here.err
-    proofs = [json.loads(file.read_text()) for file in (here.folder / "store/packing").iterdir()]
-    assert proofs == [{"isolated": ARCHITECTURES[kind]}]
     off = "packing: off, because this model mixes the samples of a packed row"
     assert (off in here.out) != ARCHITECTURES[kind] == here.result()["packing"]
     base = AutoModelForCausalLM.from_pretrained(here.model)
@@ -70,29 +72,14 @@ def test_an_architecture_trains_merges_and_reloads(kind: str, here: Here, tmp_pa
     assert torch.isfinite(merged(input_ids=ids).logits).all()
 
 
-def test_explicit_targets_that_mamba_cannot_adapt(here: Here, tmp_path: Path) -> None:
-    here.model = random_model("mamba", tmp_path / "mamba", here.model)
-    assert here(max_steps=1, lora_targets="out_proj") == 1
-    assert "error: lora_targets: " in here.err and "set all-linear, or layers of this model: " in here.err
-    assert "out_proj" not in here.err.rpartition("layers of this model: ")[2]
-
-
 # The choice of `packing=auto` ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_proof_runs_once(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert here("first", max_steps=1) == 0, here.err
-    monkeypatch.setattr("trainer.packing_check.isolates_packed_samples", pytest.fail)
-    assert here("second", max_steps=1) == 0, here.err
-    assert here("strict", max_steps=1, packing=True) == 0, here.err
-    assert here("never", max_steps=1, packing=False) == 0, here.err
-    (file,) = (here.folder / "store/packing").iterdir()
-    file.write_text("half a fi")
+def test_a_model_that_mixes_samples_is_not_packed(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.packing_check.isolates_packed_samples", lambda *_: False)
-    assert here("third", max_steps=1) == 0, here.err
-    assert "packing: off" in here.out and json.loads(file.read_text()) == {"isolated": False}
-    rows = [row for line in lines(here.run_dir("third") / "samples/rank0.jsonl") for row in line["rows"]]
+    assert here(max_steps=1) == 0, here.err
+    assert "packing: off" in here.out
+    rows = [row for line in lines(here.run_dir() / "samples/rank0.jsonl") for row in line["rows"]]
     assert rows and all(len(row) == 1 for row in rows)
     assert here("refused", max_steps=1, packing=True) == 1
     assert "error: packing: this model mixes the samples of a packed row: set packing=auto or " in here.err
@@ -106,40 +93,6 @@ def test_a_teacher_that_mixes_samples_decides_too(here: Here, tmp_path: Path) ->
     assert rows and all(len(row) == 1 for row in rows)
     assert here("strict", packing=True, **taught) == 1
     assert "error: packing: the teacher mixes the samples of a packed row: set packing=auto or " in here.err
-
-
-def test_the_proof_depends_on_the_configuration_and_the_versions(model_folder: Path) -> None:
-    spec = make_spec({"model": str(model_folder)}, "")
-    model, cpu = AutoModelForCausalLM.from_pretrained(model_folder), torch.device("cpu")
-    key = proof_key(spec, model, cpu)
-    assert key == proof_key(spec, AutoModelForCausalLM.from_pretrained(model_folder), cpu)
-    assert key != proof_key(spec.model_copy(update={"precision": "bf16-mixed"}), model, cpu)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("importlib.metadata.version", lambda name: "0")
-        assert key != proof_key(spec, model, cpu)
-    model.config.rope_parameters = {"rope_theta": 5.0, "rope_type": "default"}
-    assert key != proof_key(spec, model, cpu)
-
-
-@pytest.mark.slow
-def test_a_run_keeps_what_auto_chose(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {"max_steps": 4, "checkpoint_interval": 2}
-    assert here(**fields) == 0, here.err
-    (here.run_dir() / "result.json").unlink()
-    assert here(packing=True, **fields) == 0, here.err  # what auto chose
-    (here.run_dir() / "result.json").unlink()
-    assert here(packing=False, **fields) == 1
-    assert "error: run r exists with a different spec (packing: was True, now False)" in here.err
-    for file in (here.folder / "store/packing").iterdir():
-        file.write_text('{"isolated": false}')
-    assert here("other", **fields) == 0, here.err
-    (here.run_dir("other") / "result.json").unlink()
-    for file in (here.folder / "store/packing").iterdir():
-        file.write_text('{"isolated": true}')
-    assert here("other", **fields) == 1
-    assert (
-        "error: packing: auto chose false when run other started, and now true: install the same versions" in here.err
-    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "falcon"])

@@ -24,7 +24,8 @@ from trainyard.cli.__main__ import main as program
 WITH_CALLS = ("tools.jsonl", "calls.jsonl", "calls.parquet")
 READABLE = [case for case in CASES if isinstance(case.expect, int) and case.name not in WITH_CALLS]
 MAPPED = [case for case in CASES if case.columns]
-REFUSED = [case for case in CASES if isinstance(case.expect, str)]
+# One of each reader: the reading of all has tests of its own.
+REFUSED = [case for case in CASES if case.name in ("number.jsonl", "null.csv", "null.parquet")]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,8 @@ def test_a_run_on_any_other_dataset_ends_with_one_line(case: Case, here: Here, f
     assert error.startswith("error: ") and str(case.expect) in error and error.isprintable()
 
 
-@pytest.mark.parametrize("name", WITH_CALLS)
-def test_tool_calls_need_a_template_that_has_them(name: str, here: Here, folder: dict[str, Path]) -> None:
-    assert here(dataset=str(folder[name])) == 1
+def test_tool_calls_need_a_template_that_has_them(here: Here, folder: dict[str, Path]) -> None:
+    assert here(dataset=str(folder["tools.jsonl"])) == 1
     assert "leaves out the tool call (tool_calls) of message" in here.err
 
 

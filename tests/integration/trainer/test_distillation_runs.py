@@ -9,33 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizer_kinds import with_logprobs
 from trainer_runs import WORDS, Cluster, Here, records, write_jsonl
 
-from trainer.data.logprobs import TOP
 from trainer.spec import make_spec
 
 FEW = {"max_steps": 6, "eval_split": 0.1}
 
 
 @pytest.fixture(scope="session")
-def taught(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tokenizer: Any) -> Path:
-    """A dataset with log-probabilities of the fixture's model for the answers of its rows; one in four has none."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
-    rows: list[dict[str, Any]] = records(120)
-    pieces = [tokenizer.decode([number]) for number in range(len(tokenizer))]
-    names = [piece.encode().hex() if "\ufffd" not in piece else "" for piece in pieces]
-    for row in rows:
-        ids = tokenizer(row["output"], add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            top = model(input_ids=torch.tensor([[0, *ids]])).logits[0, :-1].log_softmax(-1).topk(TOP)
-        if all(names[number] for number in ids):
-            row["teacher_logprobs"] = [
-                {"token": names[number], "top": {names[i]: v for i, v in zip(each, values, strict=True) if names[i]}}
-                for number, each, values in zip(ids, top.indices.tolist(), top.values.tolist(), strict=True)
-            ]
+def taught(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A dataset with log-probabilities for the answers of its rows; one in four has none."""
+    rows = [with_logprobs(tokenizer, row, number) if number % 4 else row for number, row in enumerate(records(120))]
     return write_jsonl(tmp_path_factory.mktemp("taught") / "train.jsonl", rows)
 
 
@@ -47,7 +32,7 @@ def error(here: Here) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"packing": False}, {"train_on": "all"}], ids=str)
+@pytest.mark.parametrize("fields", [{"lora_r": 0, "packing": False}, {"train_on": "all"}], ids=str)
 def test_log_probabilities_change_the_loss_and_not_its_evaluation(
     fields: dict[str, Any], here: Here, taught: Path
 ) -> None:
@@ -57,34 +42,6 @@ def test_log_probabilities_change_the_loss_and_not_its_evaluation(
     assert "samples have log-probabilities of a teacher" in here.out
     assert here.losses("kl")[0] != here.losses("text")[0]
     assert here.result("kl")["eval_loss_first"] == pytest.approx(here.result("text")["eval_loss_first"])
-
-
-@pytest.mark.slow
-def test_micro_batches_do_not_change_the_losses(here: Here, taught: Path) -> None:
-    for size in (1, 2, 4):
-        assert here(f"b{size}", dataset=taught, distill_alpha=0.5, batch_size=size, **FEW) == 0, here.err
-    assert here.losses("b1") == pytest.approx(here.losses("b2"), abs=1e-5)
-    assert here.losses("b4") == pytest.approx(here.losses("b2"), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_bit_equal(here: Here, taught: Path) -> None:
-    fields = {"dataset": taught, "distill_alpha": 0.7, "checkpoint_interval": 2, **FEW}
-    assert here("straight", **fields) == 0, here.err
-    assert stopped_and_resumed(here, **fields) == here.losses("straight")
-
-
-def stopped_and_resumed(here: Here, run: str = "resumed", **fields: Any) -> list[float]:
-    """Return the losses of a run that lost everything after its checkpoint at step 4."""
-    assert here(run, **fields) == 0, here.err
-    run_dir = here.run_dir(run)
-    (run_dir / "result.json").unlink()
-    for folder in (run_dir / "checkpoints").glob("step-*"):
-        if folder.name > "step-00000004":
-            shutil.rmtree(folder)
-    assert here(run, **fields) == 0, here.err
-    assert "resuming from step 4" in here.out
-    return here.losses(run)
 
 
 def test_a_dataset_without_log_probabilities_is_refused(here: Here) -> None:
@@ -116,14 +73,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pat
     "fields",
     [
         {"distill_alpha": 0.5},
-        {"distill_alpha": 1, "gkd_beta": 0.5, "gkd_lambda": 0.5},
-        pytest.param(
-            {"distill_alpha": 1, "gkd_beta": 1, "gkd_lambda": 1, "lora_r": 0, "gradient_checkpointing": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"distill_alpha": 0.5, "gkd_lambda": 1, "gkd_beta": 0.5, "packing": False}, marks=pytest.mark.slow
-        ),
+        {"distill_alpha": 1, "gkd_beta": 1, "gkd_lambda": 1, "lora_r": 0, "gradient_checkpointing": True},
+        {"distill_alpha": 0.5, "gkd_lambda": 0.5, "gkd_beta": 0.5, "packing": False},
     ],
     ids=str,
 )
@@ -140,18 +91,21 @@ def test_a_teacher_model_changes_the_loss_and_not_its_evaluation(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_teacher_resumes_bit_equal(here: Here, teacher: Path) -> None:
-    fields = {"teacher": teacher, "distill_alpha": 0.7, "gkd_lambda": 0.6, "gkd_beta": 0.3, "checkpoint_interval": 2}
-    assert here("straight", **fields, **FEW) == 0, here.err
-    assert stopped_and_resumed(here, **fields, **FEW) == here.losses("straight")
-
-
-@pytest.mark.slow
-def test_micro_batches_do_not_change_the_losses_with_a_teacher(here: Here, teacher: Path) -> None:
-    fields = {"teacher": teacher, "distill_alpha": 1, "gkd_lambda": 0.5, "gkd_beta": 0.5, **FEW}
+@pytest.mark.parametrize("kind", ["log-probabilities", "teacher"])
+def test_micro_batches_and_a_resume_do_not_change_the_losses(
+    kind: str, here: Here, teacher: Path, taught: Path
+) -> None:
+    """The run that resumes has lost everything after its checkpoint at step 4."""
+    fields = {"dataset": taught} if kind != "teacher" else {"teacher": teacher, "gkd_lambda": 0.6, "gkd_beta": 0.3}
+    fields |= {"distill_alpha": 0.7, "checkpoint_interval": 2, **FEW}
     for size in (1, 4):
         assert here(f"b{size}", batch_size=size, **fields) == 0, here.err
-    assert here.losses("b1") == pytest.approx(here.losses("b4"), abs=1e-5)
+    straight = here.losses("b1")
+    assert here.losses("b4") == pytest.approx(straight, abs=1e-5)
+    (here.run_dir("b1") / "result.json").unlink()
+    shutil.rmtree(here.run_dir("b1") / "checkpoints/step-00000006")
+    assert here("b1", batch_size=1, **fields) == 0, here.err
+    assert "resuming from step 4" in here.out and here.losses("b1") == straight
 
 
 def test_an_unusable_teacher_is_one_line(here: Here, teacher: Path, tmp_path: Path) -> None:

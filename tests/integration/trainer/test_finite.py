@@ -33,6 +33,7 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero 3": {"strategy": "deepspeed", "deepspeed_stage": 3},
 }
 every_strategy = pytest.mark.parametrize("strategy", list(STRATEGIES))
+some_strategies = pytest.mark.parametrize("strategy", ["ddp", "fsdp, sharded", "averaging"])
 OVERFLOW = {"lr": 1e38, "max_steps": 1, "eval_split": 0}
 
 
@@ -72,7 +73,7 @@ def test_weights_that_overflow_in_the_last_step_are_not_a_result(strategy: str, 
     assert not complete_checkpoints(here.run_dir() / "checkpoints")
 
 
-@every_strategy
+@some_strategies
 def test_the_last_finite_checkpoint_remains(strategy: str, here: Here) -> None:
     """The weights are finite after step 1, but too large for a second step."""
     fields = {"lr": 1e30, "max_steps": 4, "checkpoint_interval": 1, "checkpoint_keep": 1, "warmup": 0}
@@ -85,12 +86,6 @@ def test_the_last_finite_checkpoint_remains(strategy: str, here: Here) -> None:
     # The next start resumes from it and fails at the same step.
     assert here(**fields) == 1
     assert the_error(here.run_dir()) == message and f"resuming from step {step - 1} of 4" in here.out
-
-
-def test_an_evaluation_that_is_not_finite(here: Here) -> None:
-    assert here(lr=1e30, max_steps=1) == 1
-    assert the_error(here.run_dir()).startswith("evaluation loss is not a number at step 1: decrease lr (now 1e+30)")
-    assert not (here.run_dir() / "result.json").exists()
 
 
 def test_a_loss_of_one_sample_that_is_not_a_number(here: Here, rare: dict[str, Any]) -> None:

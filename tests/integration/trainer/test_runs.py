@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_runs import TOP, Here, chat, lines, records, until, write_jsonl
+from trainer_runs import TOP, Here, lines, records, until, write_jsonl
 
 from trainer.checkpoint import complete_checkpoints
 from trainer.data.order import held_out
@@ -81,21 +81,10 @@ def test_the_same_spec_gives_the_same_run(here: Here) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"precision": "bf16-mixed"},
-        {"precision": "fp16-mixed"},
-        {"gradient_checkpointing": True},
-        {"lora_r": 0},
-        {"lora_r": 0, "precision": "bf16-mixed", "gradient_checkpointing": True},
-        {"packing": False},
-        {"train_on": "all"},
-        {"lora_targets": "q_proj,v_proj"},
-        {"lora_dropout": 0.3},
-        {"schedule": "linear", "warmup": 3, "weight_decay": 0.1, "max_grad_norm": 0},
-        {"gradient_accumulation": 2, "total_batch_size": 4},
-        {"seq_length": 16},
-        {"fake_data": True},
-        {"batch_size": 1},
-        {"total_batch_size": 1},
+        {"lora_r": 0, "precision": "bf16-mixed", "gradient_checkpointing": True, "packing": False},
+        {"lora_targets": "q_proj,v_proj", "schedule": "linear", "warmup": 3, "weight_decay": 0.1, "max_grad_norm": 0},
+        {"gradient_accumulation": 2, "total_batch_size": 4, "train_on": "all", "seq_length": 16},
+        {"total_batch_size": 1, "batch_size": 1, "precision": "fp16-mixed"},
     ],
     ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()),
 )
@@ -148,30 +137,10 @@ def test_torch_compile_without_a_compiler(here: Here, tmp_path: Path, monkeypatc
     assert error(here) == "torch_compile: no C++ compiler found: install g++, or set torch_compile=false"
 
 
-DATASETS = {
-    "alpaca": records(20),
-    "chat": [{"messages": chat("the cat", "a tree", "moon", row["output"]).messages} for row in records(20)],
-    "prompt": [{"prompt": row["instruction"], "completion": " " + row["output"]} for row in records(20)],
-    "text": [{"text": row["output"] + " ä 猫"} for row in records(20)],
-}
-
-
-@pytest.mark.parametrize("kind", list(DATASETS))
-def test_every_kind_of_dataset(kind: str, here: Here, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "d.jsonl", DATASETS[kind])
-    assert here(dataset=data, packing=False, max_steps=3) == 0, here.err
-    assert here.result()["steps"] == 3
-
-
 def test_a_dataset_of_one_sample(here: Here, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "one.jsonl", records(1))
     assert here(dataset=data, epochs=3) == 0, here.err
     assert here.result()["eval_loss"] is None and here.result()["samples"] == 3
-
-
-def test_no_evaluation(here: Here) -> None:
-    assert here(eval_split=0, **FEW) == 0
-    assert here.result()["eval_loss"] is None
 
 
 def test_held_out_samples_are_never_trained_on(here: Here) -> None:
@@ -231,8 +200,7 @@ def stop_at(here: Here, step: int, how: str, **fields: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["file", "SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("fields", [{}, {"lora_dropout": 0.3}], ids=["plain", "dropout"])
+@pytest.mark.parametrize(("how", "fields"), [("file", {"lora_dropout": 0.3}), ("SIGTERM", {}), ("SIGINT", {})])
 def test_stop_and_resume_is_bit_equal(how: str, fields: dict[str, Any], here: Here) -> None:
     fields = {"epochs": 4, "checkpoint_interval": 7, **fields}
     assert here("straight", **fields) == 0
@@ -249,22 +217,6 @@ def test_stop_and_resume_is_bit_equal(how: str, fields: dict[str, Any], here: He
     first, second = here.result("straight"), here.result()
     for name in ("tokens", "trained_tokens", "samples", "loss_first", "loss_last", "eval_loss", "adapter_sha256"):
         assert second[name] == first[name], name
-
-
-@pytest.mark.slow
-def test_a_model_with_its_own_dropout_resumes_bit_equal(here: Here, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(1)
-    folder = tmp_path / "gpt2"
-    AutoTokenizer.from_pretrained(here.model).save_pretrained(folder)
-    config = GPT2Config(vocab_size=400, n_embd=32, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.3)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    fields = {"model": folder, "epochs": 2, "checkpoint_interval": 4}
-    assert here("straight", **fields) == 0, here.err
-    stop_at(here, 5, "file", **fields)
-    assert here(**fields) == 0
-    assert here.losses() == here.losses("straight")
 
 
 def test_a_second_interrupt_ends_the_run_at_once_but_not_under_torchrun(
@@ -343,24 +295,19 @@ def test_a_different_spec_with_the_same_name_is_rejected(here: Here) -> None:
     assert here(checkpoint_keep=5, **FEW) == 0, "a resumed run may change this field"
 
 
-def test_a_changed_dataset_is_rejected(here: Here, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "d.jsonl", records(60))
-    stop_at(here, 2, "file", dataset=data, epochs=20)
+def test_a_changed_dataset_or_base_model_is_rejected(here: Here, tmp_path: Path) -> None:
+    data, model = write_jsonl(tmp_path / "d.jsonl", records(60)), tmp_path / "base"
+    shutil.copytree(here.model, model)
+    fields = {"dataset": data, "model": model, "epochs": 20}
+    stop_at(here, 2, "file", **fields)
     assert len(here.losses()) < 100
     write_jsonl(data, records(61))
-    assert here(dataset=data, epochs=20) == 1
-    assert error(here).startswith(
-        f"dataset: {data} or its encoding has changed since run r started: restore the original"
-    )
-
-
-def test_a_changed_base_model_is_rejected(here: Here, tmp_path: Path) -> None:
-    model = tmp_path / "base"
-    shutil.copytree(here.model, model)
-    stop_at(here, 2, "file", model=model, epochs=20)
+    assert here(**fields) == 1
+    assert error(here).startswith(f"dataset: {data} or its encoding has changed since run r started: restore")
+    write_jsonl(data, records(60))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert here(model=model, epochs=20) == 1
+    assert here(**fields) == 1
     assert error(here).startswith(f"model: the config.json or the weights of {model} have changed since run r started")
 
 
@@ -402,14 +349,7 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
             "dataset: only ansible-playbook train.yml provides ansible-docs: set dataset to a JSONL",
         ),
         ({"dataset": "org/name"}, "dataset: "),
-        (
-            {"model": "./none"},
-            "model: no such folder: ./none: set 'tiny', 'smollm2', a local model folder, or a hub id",
-        ),
-        (
-            {"model": "gpt-none"},
-            "model: no such model: gpt-none: set 'tiny', 'smollm2', a local model folder, or a hub id (org/name)",
-        ),
+        ({"model": "./none"}, "model: no such folder: ./none: set "),
         ({"model": "org/none"}, "model: cannot load the tokenizer of org/none (offline: HF_HUB_OFFLINE is set)"),
         ({"lora_targets": "qq_proj"}, "lora_targets: "),
         (
@@ -422,17 +362,15 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
         ({"backend": "unsloth"}, "backend: unsloth needs an NVIDIA GPU"),
         ({"loggers": "wandb"}, "loggers: wandb is not installed on this host"),
         ({"seq_length": 1024}, "has 512 positions, got 1024: set seq_length=512"),
-        ({"seq_length": 8, "max_steps": 1}, ""),
         ({"lr": 1e30, "epochs": 3}, "loss is not a number at step "),
+        ({"lr": 1e30, "max_steps": 1}, "evaluation loss is not a number at step 1: decrease lr (now 1e+30)"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_an_error_that_a_user_can_fix_is_one_line(fields: dict[str, Any], why: str, here: Here) -> None:
-    status = here(**fields)
-    if not status and not why:
-        return  # some answers start within 8 tokens
-    assert status == 1
-    assert error(here).startswith(why) or why in error(here)
+    assert here(**fields) == 1
+    assert why in error(here)
+    assert not (here.run_dir() / "result.json").exists()
     state = json.loads((here.run_dir() / "state" / "rank0.json").read_text())
     assert state["status"] == "failed" and state["error"]["plain"] and state["error"]["message"] == error(here)
 

@@ -24,25 +24,47 @@ def config(capsys: Any, kind: str, *flags: str) -> str:
     return capsys.readouterr().out
 
 
+RUN_FILE = """
+import json, sys
+import torch, deepspeed
+from torch import nn
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # needs a compiler
+deepspeed.init_distributed(dist_backend="gloo")
+torch.manual_seed(1)
+model = nn.Linear(8, 8)
+engine, *_ = deepspeed.initialize(model=model, config=json.load(open(sys.argv[1])))
+for _ in range(2):
+    loss = engine(torch.ones(4, 8, dtype=next(engine.parameters()).dtype)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+zero = engine._config.zero_config
+print(json.dumps([loss.item(), engine.get_lr(), zero.stage, zero.reduce_bucket_size, zero.overlap_comm, engine.global_steps]))
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "fp16-mixed"])
-def test_deepspeed_reads_its_config(precision: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    runtime = pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed here")
-    text = config(capsys, "deepspeed", "--hosts=4", "--total-batch-size=32", f"--precision={precision}")
-
-    class Four:
-        """Replaces deepspeed.comm's mpu, which returns the number of data-parallel ranks."""
-
-        def get_data_parallel_world_size(self) -> int:
-            return 4
-
-    # Without a process group DeepSpeed counts one rank and ignores mpu.
-    monkeypatch.setattr(runtime.dist, "get_rank", lambda: 0)
-    read = runtime.DeepSpeedConfig(json.loads(text), mpu=Four())
-    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (32, 4, 2)
-    assert read.optimizer_name == "adamw" and read.gradient_clipping == 1.0
+def test_deepspeed_trains_with_its_config(capsys: Any, tmp_path: Path) -> None:
+    """DeepSpeed itself runs the file, with options of a user's own file in it."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed here")
+    capsys.readouterr()  # DeepSpeed prints while it is imported
+    own, file = tmp_path / "own.json", tmp_path / "ds.json"
+    own.write_text('{"zero_optimization": {"stage": 1, "reduce_bucket_size": 4096, "overlap_comm": false}}')
+    flags = ["--total-batch-size=4", "--max-steps=10", "--warmup=2", "--schedule=linear", "--lr=0.01"]
+    file.write_text(config(capsys, "deepspeed", f"--deepspeed={own}", "--deepspeed-stage=1", *flags))
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_FILE, str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    loss, rate, stage, size, overlap, steps = json.loads(done.stdout.strip().splitlines()[-1])
+    assert rate == [0.005], "the first step of two of the warmup"
+    assert loss > 0 and (stage, size, overlap, steps) == (1, 4096, False, 2)
 
 
 def test_transformers_reads_the_fsdp_config(capsys: Any, tmp_path: Path, model_folder: Path) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import re
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.hf_template import ChatTemplate, TemplateError
@@ -110,17 +107,6 @@ def test_every_answer_with_its_end(template: str, expected: list[str]) -> None:
     assert trained(template, TWO) == expected
 
 
-def test_contents_that_repeat_one_another_are_told_apart() -> None:
-    same = [("user", "a"), ("assistant", "a"), ("user", "assistant"), ("assistant", "user")]
-    assert trained(CHATML, same) == ["a<|im_end|>", "user<|im_end|>"]
-    assert answers(CHATML, same).text.count("assistant") == 3
-
-
-@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, NO_END])
-def test_an_answer_that_comes_first_has_no_loss_before_it(template: str) -> None:
-    assert trained(template, TWO[1:])[0].startswith("a1")
-
-
 def test_a_system_message_that_moves_is_no_answer() -> None:
     assert trained(MOVED, [("system", "be brief"), *TWO]) == [" a1</s>", " a2</s>"]
 
@@ -139,22 +125,6 @@ def test_reasoning_of_earlier_answers_is_counted_where_the_template_leaves_it_ou
     found = answers(REASONS, twice)
     assert found.left_out == ("reasoning",)
     assert trained(REASONS, twice)[0] == "a1<|im_end|>"
-
-
-def test_reasoning_that_the_template_always_removes_is_refused() -> None:
-    removes = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] }}")
-    with pytest.raises(TemplateError, match="leaves out the reasoning"):
-        trained(removes, [("user", "q1"), ("assistant", "<think>r1</think>a1")])
-
-
-@pytest.mark.parametrize(
-    "how", ["{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}", "{{ c.function.arguments }}"]
-)
-@pytest.mark.parametrize("arguments", ['{"x": "1"}', {"x": "1"}], ids=["text", "object"])
-def test_arguments_are_json_however_a_template_takes_them(how: str, arguments: Any) -> None:
-    call = {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    chat = [("user", "q1"), ("assistant", call), ("tool", "t1"), ("assistant", "a1")]
-    assert trained(calls(how), chat) == ['[f {"x": "1"}]<|im_end|>', "a1<|im_end|>"]
 
 
 def test_a_template_that_asks_for_null_gets_it() -> None:
@@ -210,21 +180,6 @@ def test_weights_and_histories_have_no_loss() -> None:
 def test_variables_of_a_record_reach_the_template() -> None:
     thinking = CHATML.replace("{{ m['content'] }}", "{{ mode }}:{{ m['content'] }}")
     assert "hard:q1" in answers(thinking, TWO, chat_template_kwargs={"mode": "hard"}).text
-
-
-WORDS = st.text(alphabet="ab <>|/\n猫🚂é", min_size=1, max_size=12).filter(lambda text: text.strip())
-
-
-@given(
-    st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), st.sampled_from([CHATML, STRICT, INST, DEFAULT_SYSTEM])
-)
-def test_random_chats(turns: list[tuple[str, str]], template: str) -> None:
-    chat = [part for question, answer in turns for part in (("user", question), ("assistant", answer))]
-    found = trained(template, chat)
-    assert len(found) == len(turns)
-    for text, (_, answer) in zip(found, turns, strict=True):
-        body = re.sub(r"(<\|im_end\|>|<end_turn>|</s>)$", "", text)
-        assert body.strip() == answer.strip()
 
 
 def test_the_order_of_chats_does_not_matter() -> None:

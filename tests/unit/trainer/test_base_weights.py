@@ -87,23 +87,11 @@ def renamed(prefix: str) -> Callable[[Tensors], object]:
     ("change", "why"),
     [
         (lambda tensors: tensors.pop(DOWN), f"the files lack {DOWN}: copy or download the model again"),
-        (
-            lambda tensors: tensors.update({DOWN: torch.zeros(32, 40)}),
-            f"{DOWN} has the shape [32, 40], expected [32, 48]: ",
-        ),
-        (
-            lambda tensors: tensors.update(
-                {"model.layers.2.mlp.up_proj.weight": torch.zeros(3), "v_head.bias": torch.zeros(1)}
-            ),
-            "the model has no model.layers.2.mlp.up_proj.weight, v_head.bias: ",
-        ),
-        (
-            renamed("base_model.model."),
-            "the files lack lm_head.weight, model.embed_tokens.weight, model.layers.0.input_",
-        ),
+        (lambda tensors: tensors.update({DOWN: torch.zeros(32, 40)}), "has the shape [32, 40], expected [32, 48]: "),
+        (lambda tensors: tensors.update({"v_head.bias": torch.zeros(1)}), "the model has no v_head.bias: "),
         (renamed("base_model.model."), " and 18 more; the model has no base_model.model.lm_head.weight, "),
     ],
-    ids=["missing", "shape", "unexpected", "prefix", "prefix too"],
+    ids=["missing", "shape", "unexpected", "prefix"],
 )
 def test_tensors_that_differ_are_refused_by_name_on_every_way(
     change: Callable[[Tensors], object], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -201,12 +189,6 @@ def test_an_adapter_as_a_model_is_refused_in_the_same_words(whole: bool, tmp_pat
         check_names(["adapter_config.json", "adapter_model.safetensors"], "/m on the hosts", "remedy", "teacher")
 
 
-def test_a_damaged_adapter_config_is_an_adapter(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("[")
-    with pytest.raises(UserError, match="or set model to its base model"):
-        refuse_adapter(str(tmp_path))
-
-
 def test_an_adapter_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = tmp_path / "models--org--adapter"
     (repository / "snapshots/1").mkdir(parents=True)
@@ -217,3 +199,6 @@ def test_an_adapter_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match=r"^model: org/adapter holds an adapter of org/base .* or set model=org/base$"):
         load_causal_model("org/adapter")
     refuse_adapter("org/base")
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(UserError, match="or set model to its base model"):
+        refuse_adapter(str(tmp_path))

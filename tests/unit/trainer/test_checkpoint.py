@@ -47,20 +47,10 @@ def damage_byte(file: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
-    "half a manifest": (
-        lambda path: os.truncate(path / MANIFEST, 20),
-        "manifest.json is unreadable (JSONDecodeError)",
-    ),
-    "no mapping": (lambda path: (path / MANIFEST).write_text("[]"), "manifest.json is unreadable (TypeError)"),
-    "list of files": (
-        lambda path: (path / MANIFEST).write_text('{"files": []}'),
-        "manifest.json is unreadable (AttributeError)",
-    ),
-    "deep json": (
-        lambda path: (path / MANIFEST).write_text("[" * 100_000),
-        "manifest.json is unreadable (RecursionError)",
-    ),
-    "other json": (lambda path: (path / MANIFEST).write_text("{}"), "manifest.json is unreadable (KeyError)"),
+    "half a manifest": (lambda path: os.truncate(path / MANIFEST, 20), "manifest.json is unreadable ("),
+    "list of files": (lambda path: (path / MANIFEST).write_text('{"files": []}'), "manifest.json is unreadable ("),
+    "deep json": (lambda path: (path / MANIFEST).write_text("[" * 100_000), "manifest.json is unreadable ("),
+    "other json": (lambda path: (path / MANIFEST).write_text("{}"), "manifest.json is unreadable ("),
     "cut off": (lambda path: os.truncate(path / "optimizer.pt", 100), "optimizer.pt has 100 of "),
     "file lost": (lambda path: (path / "trained.safetensors").unlink(), "trained.safetensors is missing"),
     "one bit": (lambda path: damage_byte(path / "optimizer.pt"), "the contents of optimizer.pt are damaged"),
@@ -121,17 +111,12 @@ def test_a_damaged_later_checkpoint_does_not_evict_a_complete_one(keep: int, tmp
     assert sorted(complete_checkpoints(tmp_path)) == [15, 20][-keep:]
 
 
-def test_the_leftovers_of_a_killed_writer_are_deleted(tmp_path: Path) -> None:
+def test_the_same_step_replaces_the_checkpoint_and_the_leftovers_of_a_killed_writer(tmp_path: Path) -> None:
+    write(tmp_path, 4, size=100)
     (tmp_path / ".tmp-step-00000004").mkdir()
     (tmp_path / ".tmp-step-00000004" / "optimizer.pt").write_bytes(b"half")
-    write(tmp_path, 4)
-    assert names(tmp_path) == ["step-00000004"]
-
-
-def test_the_same_step_replaces_the_checkpoint(tmp_path: Path) -> None:
-    write(tmp_path, 4, size=100)
     path = write(tmp_path, 4, size=200)
-    assert find_defect(path) == ""
+    assert names(tmp_path) == ["step-00000004"] and not find_defect(path)
     assert (path / "trained.safetensors").stat().st_size > 200
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_runs import write_jsonl
+from trainer_runs import TOP, write_jsonl
 
 from trainer.data.samples import Sample, is_hub_id, read_samples, to_sample
 from trainer.errors import UserError
@@ -27,12 +27,10 @@ USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "conte
             {"instruction": "Q", "input": "more", "output": "A"},
             Sample(messages=({"role": "user", "content": "Q\n\nmore"}, ASSISTANT)),
         ),
-        ({"messages": [USER, ASSISTANT]}, Sample(messages=(USER, ASSISTANT))),
         ({"messages": [USER, ASSISTANT], "id": 7}, Sample(messages=(USER, ASSISTANT))),
         ({"messages": [{**USER, "name": "x"}, ASSISTANT]}, Sample(messages=({**USER, "name": "x"}, ASSISTANT))),
         ({"prompt": "Q", "completion": "A"}, Sample(pieces=(("Q", False), ("A", True)))),
         ({"prompt": [USER], "completion": [ASSISTANT]}, Sample(messages=(USER, ASSISTANT))),
-        ({"text": "T"}, Sample(pieces=(("T", True),))),
         ({"text": "ünï 猫 🚂"}, Sample(pieces=(("ünï 猫 🚂", True),))),
     ],
 )
@@ -96,28 +94,9 @@ def test_columns_map_the_names_of_a_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ({"messages": [{**USER, "tool_calls": "no"}]}, "'tool_calls' of message 0 of 'messages' must be a list"),
-        ({"messages": [{**USER, "tool_calls": [7]}]}, "must be a list of objects with function: name and arguments"),
-        ({"messages": [{**USER, "tool_calls": [{"name": "\udc00"}]}]}, "has a lone surrogate"),
-        ({"messages": [USER], "tools": 7}, "'tools' must be a list of objects"),
-        ({"messages": [USER], "tools": [{"x": "\udc00"}]}, "'tools' has a lone surrogate"),
-        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "has a part without text"),
-        ({"messages": [{**USER, "content": 7}]}, "its content is int, expected a string"),
-    ],
-)
-def test_an_invalid_chat_is_refused(row: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        to_sample(row)
-    assert why in str(caught.value) and str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize(
     ("line", "why"),
     [
         (b"{", "not JSON"),
-        (b"nonsense", "not JSON"),
         (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
         (b'{"text": "\xff"}', "not JSON: not UTF-8 text"),
         (b'{"text": "\\ud83d"}', "'text' has a lone surrogate at character 0"),
@@ -125,15 +104,30 @@ def test_an_invalid_chat_is_refused(row: dict[str, Any], why: str) -> None:
         (b"[" * 200_000, "not JSON: nested too deeply"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
         (b"[]", "is a list, expected an object with messages; conversations"),
-        (b"null", "is a NoneType"),
         (b"{}", "has the keys (none); expected messages"),
-        (b'{"question": "a", "answer": "b"}', "has the keys question, answer; expected messages"),
-        (b'{"text": 7}', "'text' is int, expected a string"),
         (b'{"instruction": "a", "output": null}', "'output' is NoneType, expected a string"),
         (b'{"instruction": "a", "input": 7, "output": "b"}', "'input' is int, expected a string"),
         (b'{"messages": []}', "'messages' must be a non-empty list of messages"),
-        (b'{"messages": "hi"}', "'messages' must be a non-empty list of messages"),
         (b'{"messages": ["hi"]}', "message 0 of 'messages' must have role and content"),
+        (b'{"messages": [{"role": "user", "content": 7}]}', "its content is int, expected a string"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "has a part without text"),
+        (
+            b'{"messages": [{"role": "user", "content": "Q", "tool_calls": "no"}]}',
+            "message 0 of 'messages' must be a list",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "Q", "tool_calls": [7]}]}',
+            "a list of objects with function: name and",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "Q", "tool_calls": [{"name": "\\udc00"}]}]}',
+            "has a lone surrogate",
+        ),
+        (b'{"messages": [{"role": "user", "content": "Q"}], "tools": 7}', "'tools' must be a list of objects"),
+        (
+            b'{"messages": [{"role": "user", "content": "Q"}], "tools": [{"x": "\\udc00"}]}',
+            "'tools' has a lone surrogate",
+        ),
         (b'{"messages": [{"role": "user", "content": null}]}', "message 0 of 'messages' must have role and content"),
         (
             b'{"messages": [{"role": "bot", "content": "a"}]}',
@@ -151,22 +145,7 @@ def test_an_invalid_line_is_reported_by_number(line: bytes, why: str, tmp_path: 
         read_samples(file)
     assert str(caught.value).startswith(f"{file}:3: ")
     assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b'{"text": "a"}\n{"text": "b"}',
-        b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}\r\n',
-        b'\n  \n{"text": "a"}\n\n{"text": "b"}\n\n',
-    ],
-    ids=["no last newline", "BOM and CRLF", "empty lines"],
-)
-def test_files_of_other_platforms(data: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_bytes(data)
-    assert [sample.pieces[0][0] for sample in read_samples(file)] == ["a", "b"]
+    assert str(caught.value).isprintable()
 
 
 def test_a_json_list(tmp_path: Path) -> None:
@@ -206,13 +185,6 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
         read_samples(tmp_path)
 
 
-def test_utf16_is_rejected(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    file.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
-    with pytest.raises(UserError, match=r"d\.jsonl:1: not JSON"):
-        read_samples(file)
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
     lambda inner: (
@@ -241,16 +213,7 @@ def test_any_json_is_a_sample_or_a_one_line_error(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hub"),
-    [
-        ("org/name", True),
-        ("org/name-1.5_x", True),
-        ("name", False),
-        ("a/b/c", False),
-        ("/abs/path", False),
-        ("./rel", False),
-        ("data/train.jsonl", False),
-        ("data/train.json", False),
-    ],
+    [("org/name-1.5_x", True), ("name", False), ("a/b/c", False), ("./rel", False), ("data/train.jsonl", False)],
 )
 def test_hub_ids(name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -262,7 +225,7 @@ def test_hub_ids(name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_examples_of_the_documentation() -> None:
     """Every record on the page is read, and every column mapping of its table is what the error message suggests."""
-    page = (Path(__file__).parents[3] / "docs" / "datasets.md").read_text()
+    page = (TOP / "docs" / "datasets.md").read_text()
     blocks = re.findall(r"```json\n(.*?)```", page, re.S)
     assert len(blocks) == 6 and all(len(block.splitlines()) in (2, 3) for block in blocks)
     for line in "".join(blocks).splitlines():

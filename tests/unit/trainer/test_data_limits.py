@@ -134,9 +134,3 @@ def test_a_damaged_compressed_table(size: int, tmp_path: Path) -> None:
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(b"text\n" + bytes(range(97, 123)) * 20)[:size] + b"\xff" * 9)
     assert "a.csv.gz: damaged .gz file" in refusal(path)
-
-
-def test_a_table_with_carriage_returns_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"text\ra\rb\r")
-    assert "a.csv:1: not CSV: new-line character seen in unquoted field" in refusal(path)

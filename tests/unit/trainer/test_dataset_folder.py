@@ -136,6 +136,7 @@ def test_splits(name: str, split: str, folder: dict[str, Path]) -> None:
         ("list.json", {"dataset_config": "fr"}, r"has no configuration 'fr' \(dataset_config\)"),
         ("parts", {"dataset_split": "test"}, "has no split 'test': none of its files names a split"),
         ("parts", {"dataset_config": "fr"}, "has no configuration 'fr'"),
+        ("card", {"dataset_config": "fr"}, "has no configuration 'fr': set dataset_config to default"),
         ("splits", {"dataset_split": "train[:25%]"}, "has no split 'train.*': set dataset_split to test or train"),
         ("saved", {"dataset_split": "test"}, "has no split 'test': it was saved without splits"),
         ("saved-splits", {"dataset_config": "fr"}, "has no configuration 'fr'"),
@@ -158,11 +159,6 @@ def test_a_split_of_a_folder_is_checked_without_the_library(
     assert check_source(make_spec({"dataset": {"path": str(mixed), "split": "test"}}, "").sources[0]) is None
     with pytest.raises(UserError, match="is a file, which has no split"):
         check_source(make_spec({"dataset": {"path": str(folder["chat.parquet"]), "split": "a"}}, "").sources[0])
-
-
-def test_a_configuration_that_the_readme_does_not_name(folder: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match="has no configuration 'fr': set dataset_config to default"):
-        read_source(make_spec({"dataset": str(folder["card"]), "dataset_config": "fr"}, "").sources[0])
 
 
 @pytest.mark.parametrize("name", ["x[1]*?.csv", "a b.parquet", ".hidden.csv", "é'\"{}.csv", "http:--x.csv"])

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from trainer_runs import chat, records, write_jsonl
 
+from trainer.data import encode
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, select
 from trainer.data.data_report import BEYOND, NO_ANSWER
-from trainer.data.encode import DataReport, Encoder, encode_all, encoded_dataset
+from trainer.data.encode import DataReport, encode_all, encoded_dataset
 from trainer.data.hf_template import SPECIAL_TOKENS
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
@@ -62,6 +63,14 @@ CALLS = to_sample(
 )
 
 
+class Encoder(encode.Encoder):
+    """Returns the token ids of a sample and which carry loss, before anything is truncated."""
+
+    def __call__(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        encoded = self.encode(sample)
+        return encoded.ids, self.mask(encoded.answered)
+
+
 def encoder(tokenizer: Any, template: Any = None, seq_length: int = 512, train_on: str = "answer") -> Encoder:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template or TEMPLATE
@@ -86,26 +95,7 @@ def test_only_marked_answers_carry_loss(tokenizer: Any, template: str) -> None:
     assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
-def test_without_generation_tags_marks_delimit_the_answer(tokenizer: Any) -> None:
-    _, trained = trained_text(tokenizer, TALK, template=UNMARKED)
-    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
-
-
-@pytest.mark.parametrize("marked", [True, False], ids=["generation tags", "marks"])
-def test_tool_calls_carry_loss_and_results_do_not(tokenizer: Any, marked: bool) -> None:
-    template = WITH_TOOLS
-    if marked:
-        answer = template.partition("<|{{ m['role'] }}|>")[2].partition("{% endfor %}{% if add")[0]
-        marks = "{% if m['role'] == 'assistant' %}{% generation %}" + answer + "{% endgeneration %}{% else %}"
-        template = template.replace(answer, marks + "{{ m['content'] }}<|end|>{% endif %}")
-    text, trained = trained_text(tokenizer, CALLS, template=template)
-    assert text == (
-        '[add]<|user|>the sun<|end|><|assistant|>(add {"a": 1})<|end|><|tool|>red<|end|><|assistant|>a star<|end|>'
-    )
-    assert trained == '(add {"a": 1})<|end|>a star<|end|>'
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, PLAIN_TEMPLATE, UNMARKED])
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, UNMARKED])
 def test_tool_calls_are_refused_by_a_template_without_them(tokenizer: Any, template: str) -> None:
     with pytest.raises(
         UserError, match=r"leaves out the tool call \(tool_calls\) of message 1: use a model that calls tools"
@@ -135,33 +125,17 @@ def test_a_tokenizer_without_template_end_or_padding(tokenizer: Any) -> None:
     assert bare.decode(ids) == "the cat" and all(mask)
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
-def test_an_answer_that_comes_first(tokenizer: Any, template: str) -> None:
-    first = Sample(messages=TALK.messages[1:])
-    _, trained = trained_text(tokenizer, first, template=template)
-    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, UNMARKED])
-def test_an_empty_answer_trains_its_end_only(tokenizer: Any, template: str) -> None:
-    _, trained = trained_text(tokenizer, chat("the cat", ""), template=template)
+def test_an_empty_answer_trains_its_end_only_and_is_noted(tokenizer: Any) -> None:
+    _, trained = trained_text(tokenizer, chat("the cat", ""), template=UNMARKED)
     assert trained.strip() == "<|end|>"
+    notes = encoder(tokenizer, UNMARKED).encode(chat("the cat", "")).notes
+    assert notes == ("an answer is empty, and its end alone is trained",)
 
 
 def test_raw_text_and_prompts(tokenizer: Any) -> None:
     text, trained = trained_text(tokenizer, Sample(pieces=(("the cat", False), (" runs", True))))
     assert (text, trained) == ("<|begin|>the cat runs<|end|>", " runs<|end|>")
     assert trained_text(tokenizer, Sample(pieces=(("the cat", True),)))[1] == "the cat<|end|>"
-
-
-def test_train_on_all(tokenizer: Any) -> None:
-    text, trained = trained_text(tokenizer, TALK, train_on="all")
-    assert trained == text
-
-
-def test_several_templates_by_name(tokenizer: Any) -> None:
-    _, trained = trained_text(tokenizer, TALK, template={"default": TEMPLATE, "tool_use": UNMARKED})
-    assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
 def test_a_template_error_is_one_line(tokenizer: Any) -> None:
@@ -171,19 +145,6 @@ def test_a_template_error_is_one_line(tokenizer: Any) -> None:
     assert str(caught.value) == (
         "dataset: the chat template of the model has no system role (System role not supported): remove it, or set system=prepend"
     )
-
-
-def test_truncated_and_dropped_samples_are_counted(tokenizer: Any) -> None:
-    long = chat("the cat", " ".join(["runs"] * 100))
-    unseen = chat(" ".join(["runs"] * 100), "a tree")  # the answer starts after the truncation
-    corpus = encode_all([TALK, long, unseen], encoder(tokenizer, seq_length=48))
-    assert (len(corpus), corpus.cut, corpus.dropped) == (2, 2, 1)
-    assert corpus.lengths.max() == 48
-    assert all(corpus.trained_counts() > 0)
-    with pytest.raises(
-        UserError, match="none of 1 samples has a token with loss within seq_length 48: increase seq_length"
-    ):
-        encode_all([unseen], encoder(tokenizer, seq_length=48))
 
 
 def test_the_first_token_of_a_sample_never_carries_loss(tokenizer: Any) -> None:
@@ -201,8 +162,9 @@ def test_the_fingerprint_covers_everything_that_encoding_depends_on(tokenizer: A
         encoder(tokenizer, seq_length=64).fingerprint(),
         encoder(tokenizer, train_on="all").fingerprint(),
         encoder(other_end).fingerprint(),
+        Encoder(tokenizer, seq_length=512, train_on="answer", rows=9).fingerprint(),
     ]
-    assert len(set(prints)) == 5
+    assert len(set(prints)) == 6
     assert encoder(tokenizer).fingerprint() == prints[0]
 
 
@@ -215,11 +177,8 @@ def test_a_corpus_survives_a_round_trip_to_disk(corpus: Corpus, tmp_path: Path) 
     save_corpus(corpus, tmp_path / "new" / "c.npz")
     back = load_corpus(tmp_path / "new" / "c.npz")
     assert back is not None
-    assert back.digest() == corpus.digest()
-    assert back.tokens.tolist() == corpus.tokens.tolist() and back.tokens.dtype == np.int32
-    assert back.trained.tolist() == corpus.trained.tolist() and back.trained.dtype == np.bool_
-    assert back.starts.tolist() == corpus.starts.tolist()
-    assert (back.cut, back.dropped) == (corpus.cut, corpus.dropped)
+    assert (back.digest(), back.report) == (corpus.digest(), corpus.report)
+    assert (back.tokens.dtype, back.trained.dtype, back.starts.dtype) == (np.int32, np.bool_, np.int64)
 
 
 def test_the_digest_changes_with_any_element(corpus: Corpus) -> None:
@@ -339,7 +298,9 @@ def test_the_system_message_can_join_the_first_question(tokenizer: Any) -> None:
     chosen = copy.deepcopy(tokenizer)
     chosen.chat_template = ALTERNATING
     system = Sample(messages=({"role": "system", "content": "be brief"}, *TALK.messages), silent=frozenset({2}))
-    ids, mask = Encoder(chosen, seq_length=512, train_on="answer", system="prepend")(system)
+    prepends = Encoder(chosen, seq_length=512, train_on="answer", system="prepend")
+    assert prepends(TALK) == encoder(tokenizer, ALTERNATING)(TALK)
+    ids, mask = prepends(system)
     assert tokenizer.decode(ids).startswith("<|begin|><|user|>be brief\n\nthe cat runs<|assistant|>")
     assert tokenizer.decode([i for i, flag in zip(ids, mask, strict=True) if flag]) == "猫 sits 🚂<|end|>"
 
@@ -444,17 +405,15 @@ def test_a_tokenizer_that_does_not_know_places(tokenizer: Any) -> None:
         Encoder(blind, seq_length=64, train_on="answer")(Sample(pieces=(("the c", False), ("at", True))))
 
 
-def test_the_report_says_what_became_of_the_samples(tokenizer: Any, tmp_path: Path) -> None:
+def test_the_report_says_what_became_of_the_samples(tokenizer: Any) -> None:
     long = chat("the cat", " ".join(["runs"] * 100))
     unseen = chat(" ".join(["runs"] * 100), "a tree")
     asked = Sample(messages=TALK.messages[:1])
     corpus = encode_all([TALK, long, unseen, asked], encoder(tokenizer, seq_length=48))
-    dropped = {BEYOND: 1, NO_ANSWER: 1}
-    assert corpus.report == DataReport(4, 3, int(corpus.trained.sum()), 2, dropped, {})
-    save_corpus(corpus, tmp_path / "c.npz")
-    loaded = load_corpus(tmp_path / "c.npz")
-    assert loaded is not None and loaded.report == corpus.report
-    assert (corpus.report + corpus.report).dropped == {name: 2 * count for name, count in dropped.items()}
+    assert corpus.report == DataReport(4, 3, int(corpus.trained.sum()), 2, {BEYOND: 1, NO_ANSWER: 1}, {})
+    assert len(corpus) == 2 and corpus.lengths.max() == 48 and all(corpus.trained_counts() > 0)
+    with pytest.raises(UserError, match="none of 1 samples has a token with loss within seq_length 48: increase"):
+        encode_all([unseen], encoder(tokenizer, seq_length=48))
 
 
 def test_a_token_outside_the_embedding_is_refused_at_its_sample(tokenizer: Any) -> None:

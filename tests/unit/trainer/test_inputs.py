@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fuzz import LIMIT, alarm
-from hostile import HOSTILE_STRINGS, TERMINAL_STRINGS
+from hostile import TERMINAL_STRINGS
 
 from trainer.__main__ import main
 from trainer.config.yaml_text import MAX_YAML
@@ -107,15 +107,6 @@ def test_a_model_folder_with_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     text = refusal(lambda: model_folder(make_spec({"model": str(tmp_path)}, "-e"), [], tmp_path, print))
     assert "weights" in text or "not a regular file" in text
-
-
-def test_a_fifo_and_a_device_do_not_block_the_command_line(tmp_path: Path) -> None:
-    fifo, device = special_files(tmp_path)[:2]
-    for path in (fifo, device):
-        done = command("check", str(path))
-        assert (
-            done.returncode == 2 and done.stderr == f"error: run spec: cannot read {path}: it is not a regular file\n"
-        )
 
 
 @pytest.mark.parametrize("argument", ["max_stesp=4", "--max-stesp=4"])
@@ -214,28 +205,7 @@ def test_the_longest_spec_can_be_read_again(tmp_path: Path) -> None:
     refusal(lambda: make_spec({"lora_targets": ["x"] * 1001}, "-e"))
 
 
-def test_bounded_values_are_accepted() -> None:
-    spec = make_spec({"collective_timeout": 7200, "outer_lr": 1, "lr": 1e-30, "max_steps": 10**9}, "-e")
-    assert spec.max_steps == 10**9
-    assert make_spec({"fake_data": True, "max_steps": 1000, "seq_length": 1024}, "-e").fake_tokens == 1000 * 16 * 1024
-
-
 # Datasets -------------------------------------------------------------------------------------------------------------
-
-
-def test_data_reaches_a_message_escaped_and_short(tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    for text in HOSTILE_STRINGS:
-        for record in (
-            {text: 1},
-            {"messages": [{"role": text, "content": "x"}]},
-            {f"{n}{text}": 1 for n in range(500)},
-        ):
-            file.write_text(json.dumps(record) + "\n")
-            assert len(refusal(lambda: read_samples(file)).replace(str(file), "")) < 1000
-    file.write_text(json.dumps({"x" * 3_000_000: 1, "y\x1b[2J": 2}) + "\n")
-    text = refusal(lambda: read_samples(file))
-    assert len(text) < 500 and r"y\x1b[2J" in text
 
 
 def test_a_record_of_endless_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,18 +232,3 @@ def test_what_is_derived_from_a_dataset_is_private(tmp_path: Path) -> None:
 
 
 # torchft --------------------------------------------------------------------------------------------------------------
-
-
-def test_an_ipv6_lighthouse_is_reported_in_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller shows the message of a heartbeat; for a rank without one, it has only the exit code."""
-    environment = {"TORCHELASTIC_RUN_ID": "r", "RANK": "0"}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "trainer", "train", f"--run-dir={tmp_path}", "--replica=0/2", "--first-rank=0"),
-            *("--lighthouse=fd00::1:29501", "strategy=diloco", "diloco_membership=torchft"),
-        ],
-        cwd=TOP, env=os.environ | environment, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    error = json.loads((tmp_path / "state/rank0.json").read_text())["error"]
-    assert error["plain"] and "torchft requires an IPv4 address" in error["message"]

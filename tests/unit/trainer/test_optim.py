@@ -28,10 +28,6 @@ def test_warmup_then_decay(warmup: float) -> None:
     assert 0 < cosine[-1] < linear[-1] < 0.02
 
 
-def test_no_warmup_starts_at_the_peak() -> None:
-    assert curve(10, warmup=0)[0] == curve(10, warmup=1)[0] == 1.0
-
-
 @given(
     st.integers(1, 300),
     st.sampled_from(["cosine", "linear", "constant"]),

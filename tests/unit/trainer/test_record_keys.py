@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.shapes import to_sample, with_system_in_first_question
+from trainer.data.shapes import to_sample
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 CHAT = {"messages": [USER, ASSISTANT]}
@@ -121,23 +121,11 @@ def test_reasoning_under_any_of_its_names() -> None:
         to_sample({"messages": [{**USER, "reasoning_content": "R"}, ASSISTANT]})
 
 
-def test_two_system_messages_that_differ_are_refused() -> None:
-    system = {"role": "system", "content": "S"}
-    assert to_sample({"messages": [system, USER, ASSISTANT], "system": "S"}).messages == (system, USER, ASSISTANT)
-    with pytest.raises(ValueError, match="another system message"):
-        to_sample({"messages": [system, USER, ASSISTANT], "system": "T"})
-
-
-def test_the_system_message_joins_the_first_question() -> None:
-    chat = [{"role": "system", "content": "S"}, USER, ASSISTANT]
-    assert with_system_in_first_question(chat) == [{"role": "user", "content": "S\n\nQ"}, ASSISTANT]
-    assert with_system_in_first_question(chat[1:]) == chat[1:]
-
-
 def test_a_system_prompt_under_other_names() -> None:
     for name in ("system", "system_prompt", "system_message"):
         for record in (CHAT, SHARE, {"instruction": "Q", "output": "A"}):
             assert to_sample({**record, name: "S"}).messages == ({"role": "system", "content": "S"}, USER, ASSISTANT)
+    assert to_sample({**CHAT, "system": "S", "system_prompt": "S"}).messages[0]["content"] == "S"
     with pytest.raises(ValueError, match="another system message"):
         to_sample({**CHAT, "system": "S", "system_prompt": "T"})
 

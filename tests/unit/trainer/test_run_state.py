@@ -11,7 +11,7 @@ from trainer import base_digest as digests
 from trainer.base_digest import base_digest
 from trainer.errors import UserError
 from trainer.run_state import RunHistory, RunState
-from trainer.spec import make_spec
+from trainer.spec import changed_fields, make_spec
 from trainer.step_metrics import StepMetrics
 
 SPEC = make_spec({"run": "r", "dataset": "d.jsonl"}, "")
@@ -145,6 +145,26 @@ def test_a_changed_base_model_is_refused(tmp_path: Path) -> None:
     assert "base" not in old
     stored.write_text(json.dumps(old))
     state("two").restore(tmp_path, SPEC)
+
+
+def test_a_resume_keeps_what_auto_chose(tmp_path: Path) -> None:
+    def state(packing: bool, backend: str) -> RunState:
+        return RunState(10, 1, "digest", packing=packing, backend=backend)
+
+    (tmp_path / "state.json").write_text(json.dumps(state(False, "unsloth").checkpoint_state()))
+    state(False, "unsloth").restore(tmp_path, SPEC)
+    for other, why in (
+        (
+            state(True, "unsloth"),
+            "^packing: auto chose false when run r started, and now true: install the same versions",
+        ),
+        (state(False, "peft"), "^backend: auto chose unsloth when run r started, and now peft: "),
+    ):
+        with pytest.raises(UserError, match=why):
+            other.restore(tmp_path, SPEC)
+    packed, loose = (make_spec({"packing": value}, "") for value in (True, False))
+    assert not changed_fields(make_spec({}, ""), packed)
+    assert changed_fields(packed, loose) == ["packing: was True, now False"]
 
 
 def test_the_digest_of_a_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

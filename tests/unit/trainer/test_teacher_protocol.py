@@ -105,10 +105,13 @@ def test_a_malformed_answer_is_refused(body: bytes, why: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"{", b'{"vocabulary": 1}', b"[" * 5000]
-    + [
-        Properties(*values).encode()
-        for values in (("0" * 63, True, 20), ("0" * 64, 1, 20), ("0" * 64, True, 0), ("0" * 64, True, 10**9))
+    [
+        b"{",
+        b"[" * 5000,
+        *(
+            Properties(*values).encode()
+            for values in (("0" * 63, True, 20), ("0" * 64, 1, 20), ("0" * 64, True, 0), ("0" * 64, True, 10**9))
+        ),
     ],
 )
 def test_malformed_properties_are_refused(body: bytes) -> None:
@@ -191,11 +194,6 @@ def test_both_sides_need_the_token_and_never_send_it(
         introduce(rank, "the token")
 
 
-def test_a_rank_without_the_token_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
-    refused = meet(pair, "the token", "another")
-    assert str(refused[0]) == "does not know the token of the run" and refused[1]
-
-
 def test_a_teacher_without_the_token_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     teacher, rank = pair
     send(teacher, Kind.CHALLENGE, MAGIC + bytes(32))
@@ -268,7 +266,10 @@ def test_the_server_ends_when_training_has_ended_and_all_ranks_have_left(server:
     assert teacher.finished
 
 
-def test_the_server_refuses_a_rank_without_the_token(server: tuple[TeacherServer, int]) -> None:
+def test_the_server_refuses_a_rank_without_the_token(
+    server: tuple[TeacherServer, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises((OSError, EOFError)):
         connected(server[1], "another")
     assert server[0].idle_seconds > 0
+    assert "refused a connection from 127.0.0.1: does not know the token of the run" in capsys.readouterr().err

@@ -25,19 +25,13 @@ CHAT = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 ENDLESS = {
     "loops": NESTED,
-    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-    "power": "{{ (messages | length) ** (10 ** 9) }}",
     "constant power": "{{ 9 ** (9 ** 9) }}",
 }
 LARGE = {
     "doubling": "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
     "lists": "{% set n = namespace(x=[0]) %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "blocks": "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set x %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = x %}"
-    "{% endfor %}",
-    "times": "{{ messages[0].content * 3000000000 }}",
     "constant": "{{ 'x' * 3000000000 }}",
     "format": "{{ '%02999999999d' % 1 }}",
-    "width": "{{ '{:2000000000d}'.format(1) }}",
     "center": "{{ 'x' | center(2000000000) }}",
     "output": "{{ messages[0].content * 200000000 }}",
 }
@@ -101,7 +95,7 @@ def test_a_limit_is_exceeded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.monotonic()
     for _ in range(20):
         with pytest.raises(UserError, match=r"a\.jsonl:1: the chat template of the model takes more than 1 s"):
-            encoder(sample)
+            encoder.encode(sample)
     assert time.monotonic() - begun < 30
 
 

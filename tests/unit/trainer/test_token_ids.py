@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.data.corpus import Corpus
 from trainer.data.logprobs import Targets
-from trainer.data.token_ids import check_token_ids, set_padding, usable_tokens
+from trainer.data.token_ids import check_teacher_tokens, set_padding, usable_tokens
 from trainer.errors import UserError
 from trainer.model import load_tokenizer
 
@@ -32,31 +33,17 @@ def with_rows(model: Path, folder: Path, rows: int) -> Path:
     return folder
 
 
-def corpus(*samples: list[int], targets: list[int] | None = None) -> Corpus:
-    tokens: np.ndarray = np.concatenate([np.array(sample, np.int32) for sample in samples])
-    starts = np.cumsum([0, *map(len, samples)]).astype(np.int64)
-    taught = None
-    if targets:
-        ids = np.array([targets], np.int32)
-        taught = Targets(np.ones(len(tokens), np.bool_), ids, np.zeros(ids.shape, np.float32))
-    return Corpus(tokens, np.ones(len(tokens), np.bool_), starts, targets=taught)
-
-
-def test_a_token_without_a_row_is_named_with_its_sample(tokenizer: Any) -> None:
-    text = tokenizer.decode([20, 21, 30])
-    check_token_ids("m", tokenizer, corpus([1, 2], [20, 21, 30]), 31)
-    check_token_ids("m", tokenizer, corpus([1, 2], [20, 21, 30]), None)
-    with pytest.raises(UserError) as error:
-        check_token_ids("m", tokenizer, corpus([1, 2], [20, 21, 30], [5]), 30)
-    assert str(error.value).startswith(
-        f"model: the sample {text!r} has the token {tokenizer.convert_ids_to_tokens(30)!r} (id 30), and the embedding of m has 30 rows"
-    )
-
-
 def test_tokens_of_the_teacher_are_checked(tokenizer: Any) -> None:
-    check_token_ids("m", tokenizer, corpus([1, 2], targets=[3, 29]), 30)
-    with pytest.raises(UserError, match=r"an answer of the teacher has the token .* \(id 30\)"):
-        check_token_ids("m", tokenizer, corpus([1, 2], targets=[3, 30]), 30)
+    flags: np.ndarray = np.ones(1, np.bool_)
+    targets = Targets(flags, np.array([[3, 30]], np.int32), np.zeros((1, 2), np.float32))
+    corpus = Corpus(np.array([3], np.int32), flags, np.array([0, 1]), targets=targets)
+    for enough in (31, None):
+        check_teacher_tokens("m", tokenizer, corpus, enough)
+    check_teacher_tokens("m", tokenizer, replace(corpus, targets=None), 1)
+    with pytest.raises(
+        UserError, match=r"an answer of the teacher has the token .* \(id 30\), and the embedding of m has 30 "
+    ):
+        check_teacher_tokens("m", tokenizer, corpus, 30)
 
 
 def test_padding_uses_an_id_of_the_embedding(model_folder: Path, tmp_path: Path) -> None:
