@@ -17,14 +17,14 @@ from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainyard.cluster import Cluster
 from trainyard.connection import Host
-from trainyard.ollama.distill import distill, student_specs
 from trainyard.ollama.distill_options import make_distill_options
-from trainyard.ollama.queued_students import StudentQueue, student_queue
 from trainyard.queue import requests
 from trainyard.queue.client import Job, Node, QueueState
 from trainyard.queue.request import QueueOptions, Request
 from trainyard.queue.requests import Site
 from trainyard.run.options import make_options
+from trainyard.workflows.distill import distill, student_specs
+from trainyard.workflows.queued_students import StudentQueue, student_queue
 
 TOP = Path(__file__).resolve().parents[3]
 HOSTS = [Host(f"node{n}", f"10.0.0.{n}", "/data", "/usr/bin/python3") for n in (1, 2)]

@@ -19,12 +19,12 @@ from trainyard.connection import Host
 from trainyard.ollama import collect
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, make_dataset
-from trainyard.ollama.distill import student_specs
 from trainyard.ollama.distill_options import DistillOptions, make_distill_options
 from trainyard.ollama.prompts import read_prompts
-from trainyard.ollama.students import host_groups
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.run.merge import MergeOptions, make_merge_options
+from trainyard.workflows.distill import student_specs
+from trainyard.workflows.students import host_groups
 
 OTHER = "b" * 64
 

@@ -13,7 +13,6 @@ from trainer.errors import UserError
 from trainyard import front_end
 from trainyard.cluster import Cluster
 from trainyard.connection import FanOut
-from trainyard.ollama.students import StudentRun, student_table
 from trainyard.queue.client import QueueState
 from trainyard.queue.history import ENDED, describe, list_queue, run_state
 from trainyard.queue.manage import open_queue
@@ -23,6 +22,7 @@ from trainyard.queue.requests import Site, add_runs, check_runs
 from trainyard.run.artifacts import parse_result
 from trainyard.run.options import LaunchOptions
 from trainyard.run.types import Report
+from trainyard.workflows.students import StudentRun, student_table
 
 _LIMIT = 60.0  # s for a host to read the results of its runs
 

@@ -20,14 +20,14 @@ from trainyard.ollama.collect import Questions, Report, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
 from trainyard.ollama.pool import Node
 from trainyard.ollama.prompts import read_evaluation, read_prompts
-from trainyard.ollama.queued_students import StudentQueue, student_queue
-from trainyard.ollama.students import Connect, student_table, train_students
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.session import KeepRecord, RunSession
 from trainyard.service_records import following, service_records
+from trainyard.workflows.queued_students import StudentQueue, student_queue
+from trainyard.workflows.students import Connect, student_table, train_students
 
 
 def student_specs(
