@@ -325,7 +325,7 @@ class Deployment:
 
     @functools.cache  # noqa: B019
     def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
-        return derive_apart(source, json.loads(special), today, added, self._local.parent / "template.json")
+        return derive_apart(source, json.loads(special), today, added)
 
     def _notes(self, choices: Mapping[str, Choice]) -> list[str]:
         artifacts = [artifact for choice in choices.values() for artifact in choice.artifacts]
