@@ -18,8 +18,7 @@ from trainer.planner.recommend import estimate_seconds
 from trainyard.cluster import Cluster
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
-from trainyard.queue.client import Job, Node, QueueState
-from trainyard.queue.host import queue_host
+from trainyard.queue.client import Job, Node, QueueState, queue_host
 from trainyard.queue.manage import change_options, check_verb, manage_queue
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import QueueOptions, Request

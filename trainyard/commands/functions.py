@@ -31,7 +31,7 @@ from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.options import make_deploy_options
 from trainyard.ollama.servers import host_urls
 from trainyard.preflight.runner import run_preflight
-from trainyard.queue.host import queue_host
+from trainyard.queue.client import queue_host
 from trainyard.queue.manage import manage_queue
 from trainyard.run.check_training import check_spec
 from trainyard.run.check_training import check_training as train_alone

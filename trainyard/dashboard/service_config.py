@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from trainyard.connection import Host
-from trainyard.queue.host import queue_host
+from trainyard.queue.client import queue_host
 
 
 def service_config(hosts: Sequence[Host], groups: Mapping[str, Sequence[str]], address: str, port: int) -> str:

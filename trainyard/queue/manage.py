@@ -16,9 +16,8 @@ from trainer.formats import counted, quoted
 from trainyard import front_end
 from trainyard.cluster import Cluster
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.queue.client import Job, QueueClient, QueueState
+from trainyard.queue.client import Job, QueueClient, QueueState, queue_host
 from trainyard.queue.history import ENDED, list_history, list_queue, run_state, state_words
-from trainyard.queue.host import queue_host
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.reasons import refusal
 from trainyard.queue.request import Priority, is_run_name

@@ -91,15 +91,8 @@ def read_session(folder: Path) -> Session:
 
 
 def read_host(entry: dict[str, Any], key: str = KEY) -> Host:
-    """Return a host from its fields, as `service_login`. Raises KeyError and TypeError for wrong fields."""
-    login = entry["login"]
-    fields = entry | {
-        "login": Login(user=login["user"], port=login["port"]),
-        "gpus": None if entry["gpus"] is None else tuple(entry["gpus"]),
-        "cpus": tuple(entry["cpus"]),
-        "ollama_urls": tuple(entry.get("ollama_urls", ())),
-    }
-    return service_login(Host(**fields), key)
+    """Return a host from its fields, as `service_login`. Raises ValueError for wrong fields."""
+    return service_login(read(Host, entry), key)
 
 
 def _below(folder: Path, name: str) -> Path:
