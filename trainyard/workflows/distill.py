@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,20 @@ from trainer.errors import UserError
 from trainer.formats import counted, printable
 from trainer.inputs import user_path
 from trainyard.cluster import Cluster
-from trainyard.connection import Host
 from trainyard.extra_vars import read_run_spec
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.collect import Questions, Report, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
-from trainyard.ollama.pool import Node
+from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.prompts import read_evaluation, read_prompts
-from trainyard.ollama.teachers import Candidate, candidates, find_teachers
+from trainyard.ollama.teachers import candidates, find_teachers
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
-from trainyard.run.session import KeepRecord, RunSession
+from trainyard.run.session import RunSession
 from trainyard.service_records import following, service_records
-from trainyard.workflows.queued_students import StudentQueue, student_queue
-from trainyard.workflows.students import Connect, student_table, train_students
+from trainyard.workflows.queued_students import student_queue
+from trainyard.workflows.students import student_table, train_students
 
 
 def student_specs(
@@ -68,135 +66,6 @@ def student_specs(
     return specs
 
 
-@dataclass(frozen=True)
-class Distillation:
-    """One call of playbooks/distill.yml.
-
-    Attributes:
-        options: options of the distillation.
-        specs: specs of the students, without a dataset.
-        machines: machines that may teach.
-        hosts, connect, launch: for the students, as in RunSession.
-        home: the project's folder.
-        queue: queue to which the students are added; None trains them at once.
-        keep_record: as in RunSession, for the students.
-    """
-
-    options: DistillOptions
-    specs: Sequence[RunSpec]
-    machines: Sequence[Candidate]
-    hosts: Sequence[Host]
-    connect: Connect
-    launch: LaunchOptions
-    home: Path
-    report: Report = print
-    queue: StudentQueue | None = None
-    keep_record: KeepRecord | None = None
-
-    def run(self, check: bool = False) -> dict[str, Any]:
-        """Ask the teachers, filter the answers, and train the students or add them to the queue.
-
-        Returns:
-            `changed`; `lines`, readable text; `dataset`, its path; `answers`, the number of its samples; `students`, the
-            result.json of each student that has finished, by run; `runs`, those that wait or run in the queue.
-
-        Raises:
-            UserError: see `make_dataset`, `find_teachers` and StudentQueue.
-            RunError: a student failed, or the queue does not take it.
-        """
-        # It imports numpy, which a program that only follows runs does not need.
-        from trainyard.run.data_check import check_prompts
-
-        options, work = self.options, self.home / ".trainyard"
-        students = [spec for spec in self.specs if spec.model != TINY]
-        models = [self._model(spec) for spec in students]
-        if self.queue:
-            self.queue.check(self.specs)
-        first = self.specs[0]
-        chats = read_prompts(user_path(options.prompts, "prompts"), options.system_message, first)
-        for spec, model in zip(students, models, strict=True):
-            check_prompts(spec, model, chats, printable(options.prompts))
-        evaluation = read_evaluation(options, first)
-        logprobs = any(spec.needs_logprobs for spec in self.specs)
-        nodes = self._find_teachers(logprobs, check)
-        names = ", ".join(printable(node.name, 40) for node in nodes)
-        self.report(f"{options.teacher} teaches on {names}: {len(chats)} prompts x {options.samples}")
-        if check:
-            then = f", and add {counted(len(self.specs), 'run')} to the queue" if self.queue else ""
-            return {"changed": True, "msg": f"would ask {len(chats) * options.samples} answers of {names}{then}"}
-        with AnswerFile(answers_path(work, options.teacher)) as answers:
-            questions = Questions(chats, options, first.common_seed, logprobs)
-            allowed = all(spec.allow_dropped for spec in self.specs)
-            how = (questions, evaluation, nodes, answers, work / "distill", self.report)
-            dataset, filtered = make_dataset(*how, allow_dropped=allowed)
-        self.report(f"dataset: {dataset}")
-        made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
-        if not options.students:
-            return made | {"lines": [*filtered.lines(), f"dataset: {dataset}"]}
-        # The settings of the prompts are not those of the dataset.
-        change = {
-            "dataset": str(dataset),
-            "dataset_split": "train",
-            "dataset_config": "",
-            "columns": {},
-            "ignore_keys": (),
-        }
-        specs = [spec.model_copy(update=change) for spec in self.specs]
-        if self.queue:
-            added = self.queue.add(specs)
-            added["lines"] = [*filtered.lines(), f"dataset: {dataset}", *added["lines"]]
-            if failed := added["failed"]:
-                raise RunError(_failed_line(failed, len(specs)), **added)
-            return made | added
-        runs = train_students(
-            specs,
-            self.hosts,
-            self.connect,
-            self.launch,
-            hybrid=options.hybrid,
-            home=self.home,
-            report=self.report,
-            keep_record=self.keep_record,
-        )
-        lines = [*filtered.lines(), f"dataset: {dataset}", *student_table(runs)]
-        if failed := {run.run: run.error for run in runs if run.error}:
-            raise RunError(_failed_line(failed, len(runs)), lines=lines)
-        return made | {"lines": lines, "students": {run.run: run.result for run in runs}}
-
-    def _model(self, spec: RunSpec) -> str:
-        """Check the model of a student before the teachers work for hours; return its folder if it is on the controller."""
-        alone = spec.model_copy(update={"fake_data": True})
-        session = RunSession(self.hosts, self.connect, self.launch, spec=alone, home=self.home, report=self.report)
-        session.prepare()
-        return next((file.src for file in session.prepared.files if file.kind == "model"), "")
-
-    def _find_teachers(self, logprobs: bool, check: bool) -> Sequence[Node]:
-        """Return the servers that teach. Raises UserError."""
-        options = self.options
-        try:
-            return find_teachers(
-                self.machines,
-                options.teacher,
-                untrusted=options.teachers == "all",
-                mixed=options.teacher_mixed,
-                pull=options.teacher_pull and not check,
-                logprobs=logprobs,
-                limit=options.answer_limit,
-                report=self.report,
-            )
-        except UserError as error:
-            if self.queue and (why := self.queue.teacher_run(options.teacher)):
-                raise UserError(f"{error}; {why}") from None
-            raise
-
-
-def _failed_line(failed: Mapping[str, str], students: int) -> str:
-    """Return the message of a call with failed students. `failed`: why, by run."""
-    run, why = next(iter(failed.items()))
-    more = f" ({len(failed)} of {students} students failed)" if students > 1 else ""
-    return f"{run}: {why}{more}"
-
-
 def distill(
     values: Mapping[str, Any],
     cluster: Cluster,
@@ -204,7 +73,8 @@ def distill(
     report: Report,
     check: bool,
 ) -> dict[str, Any]:
-    """Run the distillation that the values of ``-e`` of playbooks/distill.yml specify.
+    """Run the distillation that the values of ``-e`` of playbooks/distill.yml specify: ask the teachers, filter the answers, and
+    train the students or add them to the queue.
 
     Args:
         top: the project's folder.
@@ -212,7 +82,8 @@ def distill(
         check: send no prompts and change nothing; report the changes that would follow.
 
     Returns:
-        As Distillation.run.
+        `changed`; `lines`, readable text; `dataset`, its path; `answers`, the number of its samples; `students`, the
+        result.json of each student that has finished, by run; `runs`, those that wait or run in the queue.
 
     Raises:
         UserError: a mistake in the values. No host has received a request yet, unless only hosts can check the value.
@@ -224,10 +95,87 @@ def distill(
     queue = None
     if options.queue:
         queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)
-    machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables)
     records = service_records(cluster.groups, cluster.variable, cluster.connect, report, check)
-    keep = records.keep if records else None
     with following(records, top / ".trainyard"):
-        return Distillation(
-            options, specs, machines, cluster.hosts, cluster.connect, launch, top, report, queue, keep
-        ).run(check)
+        models = {
+            spec.model: _checked_model(spec, cluster, launch, top, report) for spec in specs if spec.model != TINY
+        }
+        if queue:
+            queue.check(specs)
+        questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
+        nodes = _teachers(options, cluster, questions.logprobs, report, check)
+        names = ", ".join(printable(node.name, 40) for node in nodes)
+        report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
+        if check:
+            then = f", and add {counted(len(specs), 'run')} to the queue" if queue else ""
+            return {"changed": True, "msg": f"would ask {len(questions)} answers of {names}{then}"}
+        work = top / ".trainyard"
+        with AnswerFile(answers_path(work, options.teacher)) as answers:
+            allowed = all(spec.allow_dropped for spec in specs)
+            how = (questions, evaluation, nodes, answers, work / "distill", report)
+            dataset, filtered = make_dataset(*how, allow_dropped=allowed)
+        report(f"dataset: {dataset}")
+        made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
+        lines = [*filtered.lines(), f"dataset: {dataset}"]
+        if not options.students:
+            return made | {"lines": lines}
+        # The settings of the prompts are not those of the dataset.
+        change = {"dataset_split": "train", "dataset_config": "", "columns": {}, "ignore_keys": ()}
+        specs = [spec.model_copy(update={"dataset": str(dataset), **change}) for spec in specs]
+        if queue:
+            trained = queue.add(specs)
+        else:
+            how_to_train = {"hybrid": options.hybrid, "keep_record": records.keep if records else None}
+            runs = train_students(
+                specs, cluster.hosts, cluster.connect, launch, home=top, report=report, **how_to_train
+            )
+            failed = {run.run: run.error for run in runs if run.error}
+            students = {run.run: run.result for run in runs}
+            trained = {"changed": True, "lines": student_table(runs), "students": students, "failed": failed}
+        trained["lines"] = [*lines, *trained["lines"]]
+        if failed := trained.pop("failed"):
+            run, why = next(iter(failed.items()))
+            more = f" ({len(failed)} of {len(specs)} students failed)" if len(specs) > 1 else ""
+            raise RunError(f"{run}: {why}{more}", **trained, failed=failed)
+        return made | trained
+
+
+def _checked_model(spec: RunSpec, cluster: Cluster, launch: LaunchOptions, top: Path, report: Report) -> str:
+    """Check the model of a student before the teachers work for hours; return its folder if it is on the controller."""
+    alone = spec.model_copy(update={"fake_data": True})
+    session = RunSession(cluster.hosts, cluster.connect, launch, spec=alone, home=top, report=report)
+    session.prepare()
+    return next((file.src for file in session.prepared.files if file.kind == "model"), "")
+
+
+def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mapping[str, str]) -> Questions:
+    """Return the questions for the teachers, which every student can learn from. Raises UserError.
+
+    Args:
+        models: folders on the controller, by the names in the specs.
+    """
+    # It imports numpy, which a program that only follows runs does not need.
+    from trainyard.run.data_check import check_prompts
+
+    first = specs[0]
+    chats = read_prompts(user_path(options.prompts, "prompts"), options.system_message, first)
+    for spec in specs:
+        if spec.model != TINY:
+            check_prompts(spec, models[spec.model], chats, printable(options.prompts))
+    return Questions(chats, options, first.common_seed, any(spec.needs_logprobs for spec in specs))
+
+
+def _teachers(
+    options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool
+) -> list[OllamaNode]:
+    """Return the servers that teach. Raises UserError."""
+    return find_teachers(
+        candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables),
+        options.teacher,
+        untrusted=options.teachers == "all",
+        mixed=options.teacher_mixed,
+        pull=options.teacher_pull and not check,
+        logprobs=logprobs,
+        limit=options.answer_limit,
+        report=report,
+    )

@@ -43,19 +43,6 @@ class StudentQueue:
         """Check that the queue can run the students, before prompts are sent. Raises as `add`."""
         check_runs(self._runs(specs), self.site)
 
-    def teacher_run(self, teacher: str) -> str:
-        """Return what to do if no server has a model that is named like a run of the queue; empty for another name."""
-        name, queue = teacher.partition(":")[0], self.site.queue.state()
-        state = run_state(name, queue) if name in queue.requests else ""
-        if not state:
-            return ""
-        deploy = f"deploy it with {front_end.command('deploy', name)}, and repeat this command"
-        return (
-            f"run {name} has finished: {deploy}"
-            if state == "finished"
-            else f"run {name} is {state}: once it has finished, {deploy}"
-        )
-
     def add(self, specs: Sequence[RunSpec]) -> dict[str, Any]:
         """Add the students that the queue does not have yet; with `again`, also those that have failed.
 
