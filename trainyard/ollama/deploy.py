@@ -95,6 +95,7 @@ class Deployment:
         self.work, self.report, self.check = work / "deploy", report, check
         self._export = RunExport(connect, self.work, report)
         self._local = Path()
+        self._has_adapter = False  # whether this call has written the adapter as GGUF
         key = hashlib.sha256(options.deploy_name.encode()).hexdigest()[:16]
         about = {
             "run": options.run,
@@ -153,9 +154,7 @@ class Deployment:
             self._note(name, "failed", why)
         for name, keeper in self._shared.items():
             self._note(name, "failed" if keeper in errors else "deployed", f"has the same server as {keeper}")
-        if errors:
-            message, others = first_of(errors)
-            raise RunError(message, lines=[*others, *lines], troubles=errors)
+        _raise_first(errors, lines)
         return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in choices}}
 
     def remove(self) -> dict[str, Any]:
@@ -174,9 +173,7 @@ class Deployment:
             lines.append(
                 f"{name}: {self.options.deploy_name} {'would be ' if self.check and text == 'removed' else ''}{text}"
             )
-        if errors:
-            message, others = first_of(errors)
-            raise RunError(message, lines=[*others, *lines], troubles=errors)
+        _raise_first(errors, lines)
         return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
 
     # The nodes ----------------------------------------------------------------------------------------------------------
@@ -286,16 +283,14 @@ class Deployment:
             self._reasons.setdefault(why, []).append(name)
         return Choice(left or [self._merged(run)], refused, searched=True)
 
-    @functools.cache  # noqa: B019
-    def _adapter_file(self, run_folder: str, config: str) -> Path:
+    def _adapter(self, run: TrainedRun, base: dict[str, Any]) -> Artifact:
+        """Return the adapter of the run on a base. Raises AdapterError."""
         from trainyard.ollama.adapter_gguf import write_adapter
 
-        target = self.work / self.options.run / "adapter.gguf"
-        write_adapter(self._local, json.loads(config), target)
-        return target
-
-    def _adapter(self, run: TrainedRun, base: dict[str, Any]) -> Artifact:
-        file = self._adapter_file(run.folder, json.dumps(run.base))
+        file = self.work / self.options.run / "adapter.gguf"
+        if not self._has_adapter:
+            write_adapter(self._local, run.base, file)
+            self._has_adapter = True
         fields = {
             name: value == "True" if value in ("True", "False") else value for name, value in base["fields"].items()
         }
@@ -442,23 +437,20 @@ class Deployment:
         """Copy the merged model from the run's host, unless the controller has it. Raises RemoteError, UserError."""
         if artifact.file.exists():
             return
-        try:
-            self._fetch_gguf(run, artifact)
-        except OSError as error:
-            raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
-
-    def _fetch_gguf(self, run: TrainedRun, artifact: Artifact) -> None:
         gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
         self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
-        with tempfile.TemporaryDirectory(dir=self.work) as aside:
-            arrived = Path(aside) / "model.gguf"
-            root, name = split_run(run.folder)
-            exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
-            with lent_files(self.connections[run.host.name], root, [exported]) as lent:
-                fetch_file(self.connections[run.host.name], lent[exported], arrived, gguf["bytes"])
-            if not arrived.exists() or sha256_file(arrived) != artifact.sha256:
-                raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
-            arrived.replace(artifact.file)
+        root, name = split_run(run.folder)
+        exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
+        connection = self.connections[run.host.name]
+        try:
+            with tempfile.TemporaryDirectory(dir=self.work) as aside, lent_files(connection, root, [exported]) as lent:
+                arrived = Path(aside) / "model.gguf"
+                fetch_file(connection, lent[exported], arrived, gguf["bytes"])
+                if sha256_file(arrived) != artifact.sha256:
+                    raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
+                arrived.replace(artifact.file)
+        except OSError as error:
+            raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
 
     def _create(self, name: str, choice: Choice, answers: dict[str, Any]) -> dict[str, Any]:
         """Copy the file to a node, which creates the model and answers; return its reply. Raises RemoteError."""
@@ -490,6 +482,13 @@ class Deployment:
         if "error" not in reply and len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")
         return reply
+
+
+def _raise_first(errors: Mapping[str, str], lines: list[str]) -> None:
+    """Raise RunError if hosts have errors, with the lines for the user."""
+    if errors:
+        message, others = first_of(errors)
+        raise RunError(message, lines=[*others, *lines], troubles=errors)
 
 
 def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:
