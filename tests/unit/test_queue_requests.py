@@ -61,12 +61,10 @@ def test_a_sweep_is_read_in_the_order_in_which_its_runs_wait(tmp_path: Path) -> 
     ("values", "said"),
     [
         ({"priority": "urgent"}, "queue: priority: expected one of low, normal, high, critical, got 'urgent'"),
-        ({"nodes": 0}, "queue: nodes: expected an integer >= 1"),
         ({"gpus": True}, "queue: gpus: expected an integer >= 0"),
         ({"after": "../x"}, "../x is not the name of a run"),
         ({"run": "r", "after": "r"}, "after: run r cannot wait for itself"),
         ({"collect_to": "x"}, "collect_to: cannot be set for the queue: the queue host follows the run"),
-        ({"render_only": True}, "render_only: cannot be set for the queue"),
         ({"prioritty": "low"}, "-e prioritty: unknown name; did you mean 'priority'?"),
         ({"lr": "x"}, "lr: expected a number"),
         ({"file": "no/such.yml"}, "file: cannot read"),
@@ -84,7 +82,6 @@ def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
     [
         ({"gpuss": 1}, "unknown name gpuss; did you mean 'gpus'?"),
         ({"run": "r", "gpus": -1}, "run r of"),
-        ({"cluster_processes": 2}, "unknown name cluster_processes"),
         ({"limit": "node1"}, "limit selects hosts for all runs of a call: give --limit"),
         ({"runs": [{"run": "a", "after": "b"}, {"run": "b", "after": "a"}]}, "a, b wait for each other"),
         ({"lr": [1, 2]}, "lr: expected a number"),

@@ -15,7 +15,6 @@ from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainyard.cluster import Cluster
-from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate
 from trainyard.queue import manage, requests, steps
@@ -67,7 +66,6 @@ def file_of(folder: Path, target: Path, **students: Any) -> dict[str, Any]:
         ({"deploy_as": "merged"}, "queue: deploy_as has no effect without deploy_name"),
         ({"temperature": 1}, "queue: temperature has no effect without prompts"),
         ({"deploy_name": "a b"}, "queue: deploy_name: expected the name of a model, such as mine:latest, got 'a b'"),
-        ({"deploy_name": "a", "deploy_as": "both"}, "queue: deploy_as: expected one of auto, adapter, merged"),
         ({"deploy_name": "a", "template": "no/such"}, "template: cannot read"),
         ({"prompts": "p", "run": "r", "samples": 0}, "queue: samples: expected an integer >= 1"),
         ({"prompts": "p", "run": "r", "dataset": "d"}, "queue: the dataset is made of the teacher's answers"),
@@ -80,16 +78,6 @@ def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         read(**{"model": "org/model", **values})
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_file_names_a_teacher_and_students(folder: Path, tmp_path: Path) -> None:
-    teacher, *students = read(**file_of(folder, tmp_path / "s.yml", samples=2))
-    assert teacher.steps.deploy == DeployOptions(deploy_name="mine", deploy_as="merged") and not teacher.steps.student
-    assert teacher.request().deploy_name == "mine"
-    assert [run.spec.run for run in students] == ["student-lr1e-4", "student-lr3e-4"]
-    for run in students:
-        assert run.options.after == ("teacher",) and run.steps.student and run.steps.student.samples == 2
-        assert run.spec.eval_start and not run.steps.deploy
 
 
 @pytest.fixture
@@ -147,7 +135,8 @@ def test_what_the_steps_need_is_sent_with_the_run(folder: Path, tmp_path: Path, 
     assert session.steps["student"]["options"]["teacher"] == "mine"
     assert session.steps["student"]["options"]["temperature"] == 0.1
     assert session.steps["student"]["machines"][0]["url"] == "http://user:secret@10.0.0.1:11434"
-    assert session.prepared.spec.columns == {} and not session.prepared.spec.fake_data
+    spec = session.prepared.spec
+    assert spec.columns == {} and not spec.fake_data and spec.eval_start
     assert [file.dest for file in staged["teacher"].files][-1] == "store/deploy/converter-1.zip"
     kinds = {file.kind: file for file in staged["student-lr1e-4"].files}
     assert set(kinds) == {"model", "trainer", "prompts", "eval_prompts"}
