@@ -29,7 +29,7 @@ from trainyard.openssh import LocalTransport
 from trainyard.queue import driver as module
 from trainyard.queue import step_work
 from trainyard.queue.lease import FAILED, FINISHED, Job
-from trainyard.queue.run_folder import Session
+from trainyard.queue.run_folder import QueuedStart
 from trainyard.queue.step_work import LeaseLostError, ask_teachers
 from trainyard.queue.steps import CONVERTER, Servers, Steps, StudentOptions, prepare_student, step_data
 from trainyard.run.options import LaunchOptions
@@ -79,7 +79,7 @@ def folder_of(site: Site, prepared: PreparedRun, steps: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     hosts = [Host("node1", "127.0.0.1", str(site.folder / "node1"), sys.executable, login=Login("127.0.0.1"))]
     options = LaunchOptions(run_env={"OMP_NUM_THREADS": "1"})
-    (folder / "session.json").write_bytes(Session(hosts, options, replace(prepared, files=files), steps).as_json())
+    (folder / "session.json").write_bytes(QueuedStart(hosts, options, replace(prepared, files=files), steps).as_json())
     (folder / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [], "exit": None}))
     return folder
 

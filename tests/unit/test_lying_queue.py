@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.spec import make_spec
 from trainyard.connection import RemoteError
 from trainyard.queue import requests
-from trainyard.queue.carry import Copy
+from trainyard.queue.carry import CheckpointCopy
 from trainyard.queue.client import QueueClient
 from trainyard.queue.lease import Job, Leases, leased_hosts
 from trainyard.queue.manage import ChangeOptions, change_runs, show_runs
@@ -68,7 +68,7 @@ def carried(cluster: Cluster, folder: Path) -> list[str]:
     """Carry the newest checkpoint from the host that lies to one without; the queue host keeps a copy."""
     home = folder / "out" / RUN
     home.mkdir(parents=True, exist_ok=True)
-    return [Copy(home, RUN, cluster.connect, check_line).carry(cluster.hosts[:1], cluster.hosts)]
+    return [CheckpointCopy(home, RUN, cluster.connect, check_line).carry(cluster.hosts[:1], cluster.hosts)]
 
 
 def leased(cluster: Cluster, folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ from trainer.supervise.link_free import link_free
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport
 from trainyard.queue import carry
-from trainyard.queue.carry import Copy, CopyThread, newest_whole, on_hosts
+from trainyard.queue.carry import CheckpointCopy, CopyThread, newest_whole, on_hosts
 from trainyard.remote.checkpoints import complete
 
 RUN = "r"
@@ -32,7 +32,7 @@ class Hosts:
         self.queue.mkdir()
         self.hosts = [Host(f"node{n}", "127.0.0.1", str(folder / f"node{n}"), sys.executable) for n in (1, 2, 3)]
         self.lost = set[str]()
-        self.copy = Copy(self.queue, RUN, self.connect, self.lines.append)
+        self.copy = CheckpointCopy(self.queue, RUN, self.connect, self.lines.append)
 
     def connect(self, name: str) -> HostConnection:
         host = next(host for host in self.hosts if host.name == name)

@@ -14,7 +14,7 @@ from trainyard.connection import Host, Login
 from trainyard.queue import driver as module
 from trainyard.queue.lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
 from trainyard.queue.never_starts import LOST_LIMIT
-from trainyard.queue.run_folder import Session
+from trainyard.queue.run_folder import QueuedStart
 from trainyard.run.errors import HostUnreachableError, LaunchError, RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.types import PreparedRun
@@ -56,7 +56,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     one = World()
     host = Host("node1", "10.0.0.1", "/srv/t", "/usr/bin/python3", login=Login("10.0.0.1"))
     prepared = PreparedRun(make_spec({"run": "r", "resume": "never"}, "the test"), [], {})
-    (tmp_path / "session.json").write_bytes(Session([host], LaunchOptions(), prepared).as_json())
+    (tmp_path / "session.json").write_bytes(QueuedStart([host], LaunchOptions(), prepared).as_json())
     write_state(tmp_path, phase="waiting")
 
     class Leases:

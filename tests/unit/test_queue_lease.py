@@ -27,7 +27,7 @@ from trainer.supervise.processes import LEASE_VARIABLE, is_running
 from trainer.supervise.start import check_idle
 from trainyard.connection import Host, Login
 from trainyard.queue import lease, node_release, service
-from trainyard.queue.run_folder import Session, program_archive, read_session
+from trainyard.queue.run_folder import QueuedStart, program_archive, read_session
 from trainyard.remote import lease as remote_lease
 from trainyard.remote import queue
 from trainyard.remote.queue_job import submit
@@ -447,7 +447,7 @@ def test_the_health_check_lets_slurm_count_the_gpus_of_an_idle_host_anew(
 def test_a_session_is_read_as_written(tmp_path: Path) -> None:
     login = Login(address="h", user="u", port=2222, key_file="/home/me/key", extra_arguments=("-o", "ProxyCommand=x"))
     file = StagedFile("model", "files/0", "store/m", {}, "0" * 64, 0)
-    written = Session(
+    written = QueuedStart(
         [host("node1", gpus=("0",), env={"A": "b"}, login=login)],
         LaunchOptions(max_restarts=3),
         PreparedRun(RunSpec(run="r"), [file, replace(file, src="", on_hosts="/m")], {}),

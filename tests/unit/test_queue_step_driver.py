@@ -168,11 +168,8 @@ FAILED_ATTEMPT = {"order": FAILED, "reason": TEACHER_FAILED}
             {"phase": "cancelled", "exit": {"code": FAILED, "reason": "it was cancelled"}},
             "run teacher, for which it waits, was cancelled",
         ),
-        (
-            {"phase": "waiting", "job": 9},
-            "a run that it waits for did not finish, and was added again since: add this run again, too",
-        ),
-        ({"phase": "finished"}, "run teacher has finished, but its job did not complete: add this run again"),
+        ({"phase": "waiting", "job": 9}, "the job of a run that it waits for did not complete: add this run again"),
+        ({"phase": "finished"}, "the job of a run that it waits for did not complete: add this run again"),
     ],
 )
 def test_a_student_whose_teacher_fails_ends_and_says_why(

@@ -26,7 +26,7 @@ from trainyard.queue.history import ENDED, run_state, state_words
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
-from trainyard.queue.run_folder import Session, program_archive
+from trainyard.queue.run_folder import QueuedStart, program_archive
 from trainyard.queue.steps import (
     EVAL_PROMPTS,
     PROMPTS,
@@ -334,7 +334,7 @@ def _add(
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
     contents = {
-        "session.json": Session(list(site.hosts), options, staged, steps, continues).as_json(),
+        "session.json": QueuedStart(list(site.hosts), options, staged, steps, continues).as_json(),
         "program.zip": program_archive(),
     }
     job = jobs[request.run] = site.queue.add(request, contents, links, arguments)

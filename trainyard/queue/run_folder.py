@@ -34,7 +34,7 @@ SSH_ARGUMENTS = (
 
 
 @dataclass(frozen=True)
-class Session:
+class QueuedStart:
     """What starts a run without its controller.
 
     Attributes:
@@ -75,7 +75,7 @@ def service_login(host: Host, key: str = KEY) -> Host:
     return replace(host, login=login)
 
 
-def read_session(folder: Path) -> Session:
+def read_session(folder: Path) -> QueuedStart:
     """Read `session.json`. Raises UserError if it is missing or damaged."""
     try:
         content = json.loads((folder / "session.json").read_bytes())
@@ -87,7 +87,7 @@ def read_session(folder: Path) -> Session:
         prepared = replace(prepared, files=files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
-    return Session(hosts, options, prepared, steps, bool(content.get("continues")))
+    return QueuedStart(hosts, options, prepared, steps, bool(content.get("continues")))
 
 
 def read_host(entry: dict[str, Any], key: str = KEY) -> Host:
