@@ -404,7 +404,6 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
         ("Kill task failed", set(), True),
         ("Kill task failed", {7}, False),
         ("Low RealMemory", set(), False),
-        ("", set(), False),
     ],
 )
 def test_the_health_check_resumes_a_host_that_is_drained_for_nothing(
@@ -423,11 +422,9 @@ def test_the_health_check_resumes_a_host_that_is_drained_for_nothing(
     ("state", "cpus", "used", "counted"),
     [
         ("IDLE", 0, "gpu:standingpu:2(IDX:0-1)", True),
-        ("IDLE", 0, "gpu:1", True),
         ("IDLE", 0, "gpu:standingpu:0(IDX:N/A)", False),
         ("MIXED", 2, "gpu:standingpu:2(IDX:0-1)", False),
         ("IDLE+COMPLETING", 0, "gpu:standingpu:2(IDX:0-1)", False),
-        ("IDLE", 0, "shard:3", False),
     ],
 )
 def test_the_health_check_lets_slurm_count_the_gpus_of_an_idle_host_anew(

@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,38 +199,18 @@ def test_answers_that_are_lost_are_loud_and_more_than_half_stop(
     assert not outcome.startswith("WARNING") or any(line.startswith(outcome) for line in lines)
 
 
-def write_table(path: Path) -> None:
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
+def test_prompts_of_tables(tmp_path: Path, name: str) -> None:
+    """A row without an answer is a prompt; tests/unit/trainer has the formats."""
     rows = [("a, b", ""), ("c\nd", "x"), ("a, b", "again")]
-    if path.suffix == ".parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        table = {"prompt": [row[0] for row in rows], "completion": [row[1] or None for row in rows]}
-        parquet.write_table(pyarrow.table(table), path)
-        return
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("prompt", "completion"), *rows])
-
-
-@pytest.mark.parametrize("name", ["p.csv", "p.parquet", "p.json", "folder"])
-@pytest.mark.parametrize("library", [True, False])
-def test_prompts_of_every_format(tmp_path: Path, name: str, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-        (path / "1.jsonl").write_text('{"prompt": "a, b"}\n')
-        (path / "2.json").write_text('[{"prompt": "c\\nd"}]')
-    elif name == "p.json":
-        path.write_text('[{"prompt": "a, b"}, {"prompt": "c\\nd"}]')
+    if name == "p.csv":
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file).writerows([("prompt", "completion"), *rows])
     else:
-        write_table(path)
-    if not library:
-        monkeypatch.setattr("trainer.data.samples.has_library", lambda: False)
-        monkeypatch.setitem(sys.modules, "datasets", None)
-    if name == "p.parquet" and not library:
-        with pytest.raises(UserError, match=r"prompts: .*p.parquet needs the package 'datasets', .*: pip install"):
-            read_prompts(path)
-        return
-    assert [chat[-1]["content"] for chat in read_prompts(path)] == ["a, b", "c\nd"]
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = {"prompt": [row[0] for row in rows], "completion": [row[1] or None for row in rows]}
+        parquet.write_table(pyarrow.table(table), tmp_path / name)
+    assert [chat[-1]["content"] for chat in read_prompts(tmp_path / name)] == ["a, b", "c\nd"]
 
 
 def test_columns_of_prompts(tmp_path: Path) -> None:
