@@ -394,7 +394,9 @@ class Deployment:
                 lines.append(f"{name}: {how} is not used: {text}")
                 following[name] = after
             else:
-                errors[name] = text + self._tried(choice)
+                searched = choice.searched and choice.artifacts[0].base
+                tried = f" (bases tried: {len(choice.refused) + 1}, at most {BASES_LIMIT})" if searched else ""
+                errors[name] = text + tried
         return following
 
     def _refusal(self, artifact: Artifact, reply: Mapping[str, Any], answers: Mapping[str, Any]) -> str:
@@ -421,13 +423,6 @@ class Deployment:
         if not rest and self.options.deploy_as == "auto":
             rest = [self._merged(run)]
         return Choice(rest, [*choice.refused, failed.key], searched=True) if rest else None
-
-    @staticmethod
-    def _tried(choice: Choice) -> str:
-        """Return how many bases were tried before an error; empty if no base was searched for."""
-        if not choice.searched or not choice.artifacts[0].base:
-            return ""
-        return f" (bases tried: {len(choice.refused) + 1}, at most {BASES_LIMIT})"
 
     def _least(self, artifact: Artifact, count: int) -> int:
         """Return how many of `count` answers must be equal."""
