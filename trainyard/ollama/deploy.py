@@ -36,13 +36,13 @@ from trainyard.remote.ollama import BASES_LIMIT, equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file, lent_files, split_run
 from trainyard.run.errors import RunError, first_of
+from trainyard.run.types import Report
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
 CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
 # Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
 MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
 _SHOWN = 160  # characters of an answer in a message
-Report = Callable[[str], None]
 
 
 @dataclass

@@ -265,9 +265,8 @@ class Driver:
         self.wait_for_end(job)
         self.save(phase=phase_of(code, reason), exit={"code": code, "reason": reason})
         if reason == TIME_LIMIT and (now := self.job()) is not None and now.state not in ENDED:
-            tell_slurm(
-                "scancel", now
-            )  # the steps had ended before the order, and Slurm has returned the job to the queue
+            # The steps had ended before the order, and Slurm has returned the job to the queue.
+            tell_slurm("scancel", now)
 
     def end_again(self) -> None:
         """End a job that Slurm has started again after the end of its run, because slurmctld or a host failed as it ended.

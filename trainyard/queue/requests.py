@@ -286,10 +286,10 @@ def read_on_hosts(site: Site, names: Sequence[str], file: str) -> dict[str, dict
         request = {"folder": f"{host.data_dir}/runs", "text": list(paths)}
         calls[host.name] = functools.partial(site.connect(host.name).call, "read_files", request)
     found: dict[str, dict[str, str]] = {name: {} for name in names}
-    for host, answer in FanOut(calls).wait(FACTS_LIMIT).answers.items():
+    for place, answer in FanOut(calls).wait(FACTS_LIMIT).answers.items():
         for path, text in answer["text"].items():
             if path in paths and text is not None:
-                found[paths[path]][host] = text
+                found[paths[path]][place] = text
     return found
 
 

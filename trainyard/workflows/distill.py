@@ -14,7 +14,7 @@ from trainer.inputs import user_path
 from trainyard.cluster import Cluster
 from trainyard.extra_vars import read_run_spec
 from trainyard.ollama.answers import AnswerFile, answers_path
-from trainyard.ollama.collect import Questions, Report, make_dataset
+from trainyard.ollama.collect import Questions, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
 from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.prompts import read_evaluation, read_prompts
@@ -23,6 +23,7 @@ from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.session import RunSession
+from trainyard.run.types import Report
 from trainyard.service_records import following, service_records
 from trainyard.workflows.queued_students import student_queue
 from trainyard.workflows.students import student_table, train_students
@@ -125,9 +126,15 @@ def distill(
         if queue:
             trained = queue.add(specs)
         else:
-            how_to_train = {"hybrid": options.hybrid, "keep_record": records.keep if records else None}
             runs = train_students(
-                specs, cluster.hosts, cluster.connect, launch, home=top, report=report, **how_to_train
+                specs,
+                cluster.hosts,
+                cluster.connect,
+                launch,
+                hybrid=options.hybrid,
+                home=top,
+                report=report,
+                keep_record=records.keep if records else None,
             )
             failed = {run.run: run.error for run in runs if run.error}
             students = {run.run: run.result for run in runs}

@@ -23,10 +23,10 @@ from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
 from trainyard.run.session import KeepRecord, RunSession
+from trainyard.run.types import Report
 from trainyard.tables import table
 
 Connect = Callable[[Host], HostConnection]
-Report = Callable[[str], None]
 
 
 @dataclass
