@@ -235,9 +235,6 @@ def test_models_of_others_and_unfit_bases_are_refused(site: Site) -> None:
         with pytest.raises(RunError, match=r"Ollama 0\.12\.3 takes no adapters"):
             site.deployment([server.url], **options).deploy()
         server.version = "0.30.0"
-        server.info["tokenizer.ggml.tokens"][5] = "x"
-        with pytest.raises(RunError, match="vocabulary of base differs"):
-            site.deployment([server.url], **options).deploy()
         server.info = base_info(site) | {"llama.block_count": 5}
         with pytest.raises(RunError, match="shape of base differs"):
             site.deployment([server.url], **options).deploy()
