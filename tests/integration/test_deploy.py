@@ -6,17 +6,15 @@ import contextlib
 import json
 import shutil
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import real_ollama
 import yaml
 from fake_target import Target, serve_target
-from netlab import daemon
 from safetensors.numpy import load_file, save_file
 
 from trainer.data.samples import read_samples
@@ -35,7 +33,6 @@ from trainyard.openssh import LocalTransport
 from trainyard.run.errors import RunError
 
 TOP = Path(__file__).resolve().parents[2]
-OLLAMA = shutil.which("ollama")
 ANSWERS = {f"What follows {n}?": f"After {n} comes {n + 1}." for n in range(20)}
 NAME = "mine:latest"
 
@@ -238,9 +235,6 @@ def test_models_of_others_and_unfit_bases_are_refused(site: Site) -> None:
         with pytest.raises(RunError, match=r"Ollama 0\.12\.3 takes no adapters"):
             site.deployment([server.url], **options).deploy()
         server.version = "0.30.0"
-        server.info["tokenizer.ggml.tokens"][5] = "x"
-        with pytest.raises(RunError, match="vocabulary of base differs"):
-            site.deployment([server.url], **options).deploy()
         server.info = base_info(site) | {"llama.block_count": 5}
         with pytest.raises(RunError, match="shape of base differs"):
             site.deployment([server.url], **options).deploy()
@@ -294,21 +288,14 @@ def test_missing_runs_and_servers_are_reported(site: Site) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"run": "r"}, "deploy_name is missing"),
         ({"deploy_name": "m"}, "run is missing"),
         ({"run": "../r", "deploy_name": "m"}, r"deploy: run: expected letters, .* got '\.\./r'"),
-        (
-            {"run": "r", "deploy_name": "a b"},
-            "deploy_name: expected the name of a model, such as mine:latest, got 'a b'",
-        ),
         ({"run": "r", "deploy_name": 'm"\nFROM x'}, "expected the name of a model"),
         ({"run": "r", "deploy_name": "m\n"}, "expected the name of a model"),
-        ({"run": "r", "deploy_name": "m", "deploy_base": "a:b:c"}, "deploy_base: expected the name of a model"),
         (
             {"run": "r", "deploy_name": "m", "deploy_quantize": "q2"},
             "deploy_quantize: expected one of f16, q8_0, got 'q2'",
         ),
-        ({"run": "r", "deploy_name": "m", "deploy_replace": "maybe"}, "deploy_replace: expected true or false"),
     ],
 )
 def test_options_are_checked(values: dict[str, Any], reason: str) -> None:
@@ -323,22 +310,8 @@ def test_addresses_of_the_server_and_comparison() -> None:
     assert compare(trained, ["no", " y"]) == (1, "'a\\x1b': 'no' instead of 'x'")
 
 
-@contextlib.contextmanager
-def real_ollama(folder: Path, address: str) -> Iterator[str]:
-    """Run a real server on an address until the block ends."""
-    url, environment = f"http://{address}:18435", {"OLLAMA_HOST": f"{address}:18435", "OLLAMA_MODELS": str(folder)}
-    command = ["env", *(f"{name}={value}" for name, value in environment.items()), str(OLLAMA), "serve"]
-    folder.mkdir()
-    with daemon(None, command, folder / "log"):
-        for _ in range(300):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/api/version", timeout=1):
-                break
-            time.sleep(0.1)
-        yield url
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
+@pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")
 def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged by llama.cpp's converter, then without torch, then as an adapter; a wrong adapter leaves the old model."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -350,7 +323,8 @@ def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytes
     config = site.base / "config.json"
     plain = config.read_text()
     config.write_text(json.dumps(json.loads(plain) | {"rope_scaling": {"rope_type": "default"}}))
-    with real_ollama(site.folder / "ollama", "127.0.11.9") as url:
+    with real_ollama.serve(["127.0.11.9:18435"], site.folder) as [client]:
+        url = client.url
         done = site.deployment([url], deploy_as="merged").deploy()
         assert done["changed"] and "merged, f16" in done["lines"][-1], done
         assert len(list((site.folder / "node1/store/deploy").glob("*.zip"))) == 2, "trainer and converter"
@@ -360,33 +334,34 @@ def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytes
             file.unlink()
         done = site.deployment([url], deploy_as="merged").deploy()
         assert done["changed"] and "merged, f16" in done["lines"][-1], done
-        create_base(site, url)
+        create_base(site, client)
         done = site.deployment([url], deploy_base="base").deploy()
         assert "adapter on base" in done["lines"][-1]
         [merged] = [json.loads(file.read_text())["sha256"] for file in site.run_dir.glob("deploy/*-f16.json")]
-        assert not OllamaClient(url).has_blob(merged), "the file of the replaced model"
+        assert not client.has_blob(merged), "the file of the replaced model"
         # The answers are those of the right adapter; the adapter that is deployed has its factors swapped.
         answers = json.loads((site.run_dir / "deploy/answers.json").read_text())
         site.make_adapter(swapped=True)
         (site.run_dir / "deploy/answers.json").write_text(json.dumps(answers | {"weights": site.weights}))
         with pytest.raises(RunError, match="stays as it was"):
             site.deployment([url], deploy_base="base").deploy()
-        question = answers["prompts"][0]["messages"]
-        assert ask(url, question) == answers["answers"][0].strip()
+        options = {"temperature": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": 28}
+        said = client.chat(NAME, answers["prompts"][0]["messages"], options=options)
+        assert said.text.strip() == answers["answers"][0].strip()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
+@pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")
 def test_real_ollama_with_a_base_that_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """If two models have the same shape, the adapter is deployed on the one that answers as trained; without one,
     merged."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     printable_answers_only(site)
-    with real_ollama(site.folder / "ollama", "127.0.11.19") as url:
-        client = OllamaClient(url)
-        create_base(site, url, "right")
+    with real_ollama.serve(["127.0.11.19:18435"], site.folder) as [client]:
+        url = client.url
+        create_base(site, client, "right")
         client.create({"model": "speaks", "modelfile": "FROM right\nSYSTEM Answer in French."})
-        create_base(site, url, "adapted", noise=True)
+        create_base(site, client, "adapted", noise=True)
         done = site.deployment([url]).deploy()
         refused, deployed = done["lines"][-2:]
         assert refused.startswith("node1: adapter on adapted:latest is not used: the created model gives "), done
@@ -417,7 +392,7 @@ def printable_answers_only(site: Site) -> None:
     save_file(weights, site.base / "model.safetensors", metadata={"format": "pt"})
 
 
-def create_base(site: Site, url: str, name: str = "base", noise: bool = False) -> None:
+def create_base(site: Site, client: OllamaClient, name: str = "base", noise: bool = False) -> None:
     """Create the base model, or one of the same shape and vocabulary with other weights."""
     target, folder = site.folder / f"{name}.gguf", site.base
     if noise:
@@ -429,13 +404,4 @@ def create_base(site: Site, url: str, name: str = "base", noise: bool = False) -
         }
         save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
     write_llama(folder, folder, None, target, "f16")
-    client = OllamaClient(url)
     client.create({"model": name, "modelfile": f"FROM @sha256:{client.put_blob(target)}"})
-
-
-def ask(url: str, messages: list[dict[str, str]]) -> str:
-    options = {"temperature": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": 28}
-    body = {"model": NAME, "messages": messages, "stream": False, "options": options}
-    request = urllib.request.Request(f"{url}/api/chat", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return str(json.load(reply)["message"]["content"]).strip()

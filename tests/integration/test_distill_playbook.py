@@ -171,9 +171,7 @@ def test_a_student_learns_from_log_probabilities(bed: Path, model_folder: Path, 
 def test_mistakes_before_a_host_is_contacted(bed: Path) -> None:
     prompts = str(bed / "prompts.jsonl")
     for playbook, given, message in (
-        ("distill", {"prompts": prompts}, "distill: set -e teacher=MODEL"),
         ("distill", {"teacher": MODEL, "prompts": prompts, "model": "/nowhere/x"}, "model: no such folder: /nowhere/x"),
-        ("distill", {"teacher": "absent", "prompts": prompts}, "teacher: no host has absent"),
         ("merge", {"runs": "a,b"}, "no host has a run a"),
     ):
         played = play(bed, playbook, **given)

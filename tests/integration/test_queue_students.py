@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_ollama
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
-from test_deploy import OLLAMA, Site, create_base, printable_answers_only, real_ollama
+from test_deploy import Site, create_base, printable_answers_only
 
 from trainer.spec import make_spec
 from trainyard.connection import Host, Login
 from trainyard.ollama.answers import AnswerFile, answers_path
-from trainyard.ollama.client import OllamaClient
 from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.teachers import Candidate
 from trainyard.openssh import LocalTransport
 from trainyard.queue import driver as module
 from trainyard.queue import step_work
 from trainyard.queue.lease import FAILED, FINISHED, Job
-from trainyard.queue.run_folder import Session
+from trainyard.queue.run_folder import QueuedStart
 from trainyard.queue.step_work import LeaseLostError, ask_teachers
 from trainyard.queue.steps import CONVERTER, Servers, Steps, StudentOptions, prepare_student, step_data
 from trainyard.run.options import LaunchOptions
@@ -79,7 +79,7 @@ def folder_of(site: Site, prepared: PreparedRun, steps: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     hosts = [Host("node1", "127.0.0.1", str(site.folder / "node1"), sys.executable, login=Login("127.0.0.1"))]
     options = LaunchOptions(run_env={"OMP_NUM_THREADS": "1"})
-    (folder / "session.json").write_bytes(Session(hosts, options, replace(prepared, files=files), steps).as_json())
+    (folder / "session.json").write_bytes(QueuedStart(hosts, options, replace(prepared, files=files), steps).as_json())
     (folder / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [], "exit": None}))
     return folder
 
@@ -112,22 +112,23 @@ def student(site: Site, servers: Servers, **options: Any) -> tuple[Path, Prepare
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
+@pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")
 def test_a_student_trains_on_the_answers_of_the_teacher_that_was_deployed(
     tmp_path: Path, slurm: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     site = Site(tmp_path)
     printable_answers_only(site)
-    with real_ollama(tmp_path / "ollama", "127.0.11.29") as url:
-        create_base(site, url)
+    with real_ollama.serve(["127.0.11.29:18435"], tmp_path) as [client]:
+        url = client.url
+        create_base(site, client)
         servers = Servers({"node1": [url]}, [Candidate("node1", url, True)])
         before, (after, prepared) = teacher(site, servers), student(site, servers, max_tokens=12)
         state = drive(before, slurm)  # the site has the trained model
         said = capsys.readouterr().out
         assert (state["phase"], slurm["orders"]) == ("finished", [FINISHED]), said
         assert "node1: deployed mine (adapter on base:latest): " in said
-        assert "mine:latest" in OllamaClient(url).tags() and (before / "deploy/converter-1.zip").exists()
+        assert "mine:latest" in client.tags() and (before / "deploy/converter-1.zip").exists()
 
         state = drive(after, slurm)
         said = capsys.readouterr().out

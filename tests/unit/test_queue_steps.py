@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fake_queue import HOSTS, FakeQueue
 
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainyard.cluster import Cluster
-from trainyard.connection import Host
-from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate
 from trainyard.queue import manage, requests, steps
-from trainyard.queue.client import Job, Node, QueueState
 from trainyard.queue.new_runs import NewRun, read_runs
-from trainyard.queue.request import Request
 from trainyard.queue.requests import Site, add_runs
 from trainyard.queue.run_folder import read_session
 from trainyard.queue.steps import Servers, servers_of
@@ -30,7 +26,7 @@ from trainyard.run.options import make_options
 from trainyard.run.spec_files import PreparedRun
 
 TOP = Path(__file__).resolve().parents[2]
-HOST = Host("node1", "10.0.0.1", "/data", "/usr/bin/python3")
+HOST = HOSTS[0]
 SERVERS = Servers(
     {"node1": ["http://127.0.0.1:11434"]}, [Candidate("node1", "http://user:secret@10.0.0.1:11434", True)]
 )
@@ -70,7 +66,6 @@ def file_of(folder: Path, target: Path, **students: Any) -> dict[str, Any]:
         ({"deploy_as": "merged"}, "queue: deploy_as has no effect without deploy_name"),
         ({"temperature": 1}, "queue: temperature has no effect without prompts"),
         ({"deploy_name": "a b"}, "queue: deploy_name: expected the name of a model, such as mine:latest, got 'a b'"),
-        ({"deploy_name": "a", "deploy_as": "both"}, "queue: deploy_as: expected one of auto, adapter, merged"),
         ({"deploy_name": "a", "template": "no/such"}, "template: cannot read"),
         ({"prompts": "p", "run": "r", "samples": 0}, "queue: samples: expected an integer >= 1"),
         ({"prompts": "p", "run": "r", "dataset": "d"}, "queue: the dataset is made of the teacher's answers"),
@@ -83,47 +78,6 @@ def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         read(**{"model": "org/model", **values})
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_file_names_a_teacher_and_students(folder: Path, tmp_path: Path) -> None:
-    teacher, *students = read(**file_of(folder, tmp_path / "s.yml", samples=2))
-    assert teacher.steps.deploy == DeployOptions(deploy_name="mine", deploy_as="merged") and not teacher.steps.student
-    assert teacher.request().deploy_name == "mine"
-    assert [run.spec.run for run in students] == ["student-lr1e-4", "student-lr3e-4"]
-    for run in students:
-        assert run.options.after == ("teacher",) and run.steps.student and run.steps.student.samples == 2
-        assert run.spec.eval_start and not run.steps.deploy
-
-
-class FakeQueue:
-    """Stands for the queue host; it keeps what is added."""
-
-    host = HOST
-
-    def __init__(self, **runs: tuple[str, str]) -> None:
-        """Take runs that the queue has: state, and the name of the deployed model."""
-        self.added: dict[str, tuple[Request, Mapping[str, bytes], list[str]]] = {}
-        self.found = QueueState(
-            jobs={run: Job(50, run, "normal", "PENDING") for run, (state, _) in runs.items() if state == "waiting"},
-            nodes={"node1": Node("node1", "idle", 2, 8192)},
-            requests={run: Request(run=run, deploy_name=name) for run, (_, name) in runs.items()},
-            states={run: {"phase": state} for run, (state, _) in runs.items()},
-        )
-
-    def state(self, specs: Any = ()) -> QueueState:
-        return self.found
-
-    def add(self, request: Request, contents: Mapping[str, bytes], links: Any, arguments: list[str]) -> int:
-        self.added[request.run] = request, contents, arguments
-        return 100 + len(self.added)
-
-
-class FakeHost:
-    """Stands for a connection to a host without runs."""
-
-    def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert verb == "read_files"
-        return {"text": {}}
 
 
 @pytest.fixture
@@ -148,9 +102,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> dict[str, PreparedRun]:
 
 
 def add(queue: FakeQueue, home: Path, servers: Servers = SERVERS, **values: Any) -> list[str]:
-    connect: Any = lambda name: FakeHost()  # noqa: E731
-    site = Site([HOST], False, queue, connect, home, lambda line: None, "t", servers=servers)  # type: ignore[arg-type]
-    lines: list[str] = add_runs(read(**values), site)["lines"]
+    lines: list[str] = add_runs(read(**values), queue.site(home, servers=servers))["lines"]
     return lines
 
 
@@ -183,7 +135,8 @@ def test_what_the_steps_need_is_sent_with_the_run(folder: Path, tmp_path: Path, 
     assert session.steps["student"]["options"]["teacher"] == "mine"
     assert session.steps["student"]["options"]["temperature"] == 0.1
     assert session.steps["student"]["machines"][0]["url"] == "http://user:secret@10.0.0.1:11434"
-    assert session.prepared.spec.columns == {} and not session.prepared.spec.fake_data
+    spec = session.prepared.spec
+    assert spec.columns == {} and not spec.fake_data and spec.eval_start
     assert [file.dest for file in staged["teacher"].files][-1] == "store/deploy/converter-1.zip"
     kinds = {file.kind: file for file in staged["student-lr1e-4"].files}
     assert set(kinds) == {"model", "trainer", "prompts", "eval_prompts"}
@@ -206,7 +159,12 @@ def test_the_teacher_of_a_student_is_known_or_refused(folder: Path, tmp_path: Pa
         "prompts": str(folder / "p.csv"),
         "columns": {"prompt": "question"},
     }
-    queue = FakeQueue(old=("finished", "old:v1"), plain=("finished", ""), other=("waiting", "other"))
+    queue = FakeQueue(
+        {"old": {"deploy_name": "old:v1"}, "other": {"deploy_name": "other"}},
+        old="finished",
+        plain="finished",
+        other="waiting",
+    )
     add(queue, tmp_path, **one, after="old")
     assert json.loads(queue.added["s"][1]["session.json"])["steps"]["student"]["options"]["teacher"] == "old:v1"
     add(queue, tmp_path, **one | {"run": "t", "ollama_teacher": "llama3:8b"})
@@ -221,14 +179,14 @@ def test_the_teacher_of_a_student_is_known_or_refused(folder: Path, tmp_path: Pa
 
 def test_a_run_that_has_finished_is_added_again_for_its_deployment(folder: Path, tmp_path: Path, staged: Any) -> None:
     values = file_of(folder, tmp_path / "s.yml")
-    queue = FakeQueue(teacher=("finished", ""))
+    queue = FakeQueue(teacher="finished")
     add(queue, tmp_path, **values)
     assert next(iter(queue.added)) == "teacher" and "--dependency=afterok:101" in queue.added["student-lr1e-4"][2]
-    queue = FakeQueue(teacher=("finished", "mine"))
+    queue = FakeQueue({"teacher": {"deploy_name": "mine"}}, teacher="finished")
     assert add(queue, tmp_path, **values)[0] == "run teacher is finished: nothing to do"
     assert list(queue.added) == ["student-lr1e-4", "student-lr3e-4"]
     with pytest.raises(UserError, match="run teacher is in the queue without deploy_name: cancel it, and add it again"):
-        add(FakeQueue(teacher=("waiting", "")), tmp_path, **values)
+        add(FakeQueue(teacher="waiting"), tmp_path, **values)
 
 
 def test_other_prompts_are_another_run(folder: Path, tmp_path: Path, staged: dict[str, PreparedRun]) -> None:

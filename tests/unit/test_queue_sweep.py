@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError
 from trainyard.queue.request import is_run_name
-from trainyard.queue.sweep import expand, grids_of, in_order, read_sweep, without_grids
+from trainyard.queue.sweep import expand, read_sweep
 
 
 def runs(text: str, **values: Any) -> list[dict[str, Any]]:
@@ -66,12 +66,6 @@ def test_every_run_of_a_grid_knows_its_name() -> None:
     assert top.grid == "sweep"
 
 
-def test_a_grid_stands_for_its_runs() -> None:
-    grids = grids_of([("a-1", "a"), ("a-2", "a"), ("b", ""), ("b-1", "b"), ("c", "")])
-    assert grids == {"a": ["a-1", "a-2"], "b": ["b-1"]}
-    assert without_grids(("c", "a", "a-2", "b", "other"), grids, ["b"]) == ("c", "a-1", "a-2", "b", "other")
-
-
 def test_names_are_short_and_unique(tmp_path: Path) -> None:
     long = runs(f"{{grid: {{model: [{'a' * 80}, {'a' * 80}b]}}}}")
     assert len({run["run"] for run in long}) == 2 and all(len(run["run"]) <= 64 for run in long)
@@ -85,7 +79,6 @@ def test_names_are_short_and_unique(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{grid: {lr: 1e-4}}", "grid: lr is '1e-4': expected a list of values"),
-        ("{grid: {lr: []}}", "expected a list of values"),
         ("{grid: [lr]}", "expected a list of values for each name"),
         ("{grid: {seed: [1, 1]}}", "seed has the same value twice"),
         ("{grid: {run: [a, b]}}", "run cannot have several values"),
@@ -139,9 +132,3 @@ def test_every_grid_gives_unique_valid_names(grid: dict[str, list[Any]], stem: s
     assert len(names) == len(set(names)) == expected and all(map(is_run_name, names))
     again = expand({"grid": grid}, {}, "s", stem)
     assert [run.values["run"] for run in again] == names  # adding a sweep again finds its runs
-
-
-def test_runs_come_after_those_they_wait_for() -> None:
-    assert in_order({"c": ("b",), "b": ("a", "other"), "a": ()}) == ["a", "b", "c"]
-    with pytest.raises(UserError, match="a, b wait for each other"):
-        in_order({"a": ("b",), "b": ("a",)})

@@ -28,11 +28,10 @@ from trainyard.evaluate.evaluate import EvaluateOptions
 from trainyard.evaluate.evaluate import evaluate as run_evaluate
 from trainyard.import_file.import_options import ImportOptions
 from trainyard.ollama.deploy import Deployment
-from trainyard.ollama.distill import distill as run_distill
 from trainyard.ollama.options import make_deploy_options
 from trainyard.ollama.servers import host_urls
 from trainyard.preflight.runner import run_preflight
-from trainyard.queue.host import queue_host
+from trainyard.queue.client import queue_host
 from trainyard.queue.manage import manage_queue
 from trainyard.run.check_training import check_spec
 from trainyard.run.check_training import check_training as train_alone
@@ -43,6 +42,7 @@ from trainyard.run.plan import PORTS
 from trainyard.run.runs import manage_runs
 from trainyard.run.types import SessionState, plain, read
 from trainyard.service_records import following
+from trainyard.workflows.distill import distill as run_distill
 
 
 def train(call: Call) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from trainer.config.fields import Words, declare
 from trainyard.commands.call import Call
-from trainyard.ollama.distill import student_specs
 from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.model_copy import copy_model, plan_copy
 from trainyard.ollama.teachers import candidates
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.python_env.plan import plan_environments
+from trainyard.workflows.distill import student_specs
 
 
 class EnvironmentOptions(PlaybookOptions):

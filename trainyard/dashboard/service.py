@@ -25,7 +25,7 @@ from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.options import DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
 from trainyard.openssh import OpenSSHTransport
-from trainyard.queue.host import queue_host
+from trainyard.queue.client import queue_host
 from trainyard.queue.run_folder import read_host
 from trainyard.run.options import LaunchOptions
 

@@ -8,11 +8,8 @@ becomes a Go template. The proof renders other conversations with both templates
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
-import hashlib
-import importlib.metadata
 import itertools
 import json
 import os
@@ -24,12 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.data import hf_template
 from trainer.data.hf_template import ChatTemplate, Message, TemplateError
-from trainer.files import write_atomic
 from trainer.formats import quoted
 from trainyard import front_end
-from trainyard.ollama import go_template
 from trainyard.ollama.go_template import RANGE, go_string, render
 
 TURNS = 4  # turns of the longest conversation that a template is derived from
@@ -104,11 +98,15 @@ def prove(template: ChatTemplate, go: str, added_bos: str = "", system: bool = T
             at = next(
                 (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), len(min(expected, got))
             )
-            raise TemplateError(
-                f"chat template: the derived template differs at character {at} of a conversation with {len(chat)} messages: "
-                f"{quoted(got[at : at + 30])} instead of {quoted(expected[at : at + 30])}; write one and set {front_end.option('template', 'FILE')}"
+            raise _refusal(
+                f"the derived template differs at character {at} of a conversation with {len(chat)} messages: "
+                f"{quoted(got[at : at + 30])} instead of {quoted(expected[at : at + 30])}"
             )
     return PROOFS
+
+
+def _refusal(why: str) -> TemplateError:
+    return TemplateError(f"chat template: {why}; write a Go template and set {front_end.option('template', 'FILE')}")
 
 
 def _supports_system(template: ChatTemplate) -> bool:
@@ -136,28 +134,21 @@ def _cut(template: ChatTemplate, turns: int, system: bool) -> list[_Text]:
     for index, message in enumerate(spoken):
         marker, role = message["content"], message["role"]
         if rest.count(marker) != 1:
-            raise TemplateError(
-                f"chat template: it writes the content of {'an' if role == 'assistant' else 'a'} {role} message "
-                f"{rest.count(marker)} times or out of order; write a Go template and set {front_end.option('template', 'FILE')}"
-            )
+            raise _refusal(f"it writes the content of the {role} {rest.count(marker)} times or out of order")
         before, rest = rest.split(marker)
         last = index == len(spoken) - (1 if role == "user" else 2)
         facts = (("first", index < 2), ("system", system), (f"last {role}", last))
         texts.append(_Text(role, facts, _parts(before)))
     texts.append(_Text("end", (("first", turns == 1), ("system", system)), _parts(rest)))
     if sum(text.parts.count(_SYSTEM) for text in texts) != int(system):
-        raise TemplateError(
-            f"chat template: it writes the system message several times; set {front_end.option('template', 'FILE')}"
-        )
+        raise _refusal("it writes the system message several times")
     return texts
 
 
 def _parts(text: str) -> tuple[str, ...]:
     """Return a text as literals and `_SYSTEM`. Raises TemplateError if it holds a part of another marker."""
     if "zqUse" in text or "zqAss" in text:
-        raise TemplateError(
-            f"chat template: it writes messages out of order; write a Go template and set {front_end.option('template', 'FILE')}"
-        )
+        raise _refusal("it writes messages out of order")
     pieces: list[str] = []
     for index, literal in enumerate(text.split(_MARKERS["system"])):
         pieces += [_SYSTEM] if index else []
@@ -170,10 +161,7 @@ def _without(text: _Text, bos: str) -> _Text:
     if text.place != "user" or not dict(text.facts)["first"]:
         return text
     if not text.parts or text.parts[0] == _SYSTEM or not text.parts[0].startswith(bos):
-        raise TemplateError(
-            f"chat template: it does not begin with {quoted(bos)}, which the server adds to each prompt; "
-            f"write a Go template and set {front_end.option('template', 'FILE')}"
-        )
+        raise _refusal(f"it does not begin with {quoted(bos)}, which the server adds to each prompt")
     return _Text(text.place, text.facts, (text.parts[0].removeprefix(bos), *text.parts[1:]))
 
 
@@ -192,10 +180,8 @@ def _rules(texts: Sequence[_Text]) -> list[tuple[dict[str, bool], tuple[str, ...
                 for text in texts
             ):
                 return [(dict(zip(chosen, values, strict=True)), parts) for values, parts in found.items()]
-    raise TemplateError(
-        f"chat template: its text {'after the last message' if texts[0].place == 'end' else 'before a message'} depends on "
-        f"more than roles, turns and the system message; write a Go template and set {front_end.option('template', 'FILE')}"
-    )
+    where = "after the last message" if texts[0].place == "end" else "before a message"
+    raise _refusal(f"its text {where} depends on more than roles, turns and the system message")
 
 
 def _emit(places: dict[str, list[tuple[dict[str, bool], tuple[str, ...]]]]) -> str:
@@ -255,25 +241,17 @@ def _differences(template: ChatTemplate, go: str, added_bos: str) -> list[str]:
     return notes
 
 
-def derive_apart(
-    source: str, tokens: Mapping[str, str], today: datetime.datetime, added_bos: str, known: Path
-) -> Derived:
+def derive_apart(source: str, tokens: Mapping[str, str], today: datetime.datetime, added_bos: str) -> Derived:
     """Derive a template in a process of its own with limits, because the template is a program of the model.
 
     Args:
         source, tokens, today: of ChatTemplate.
         added_bos: the argument of `derive`.
-        known: file of the last derivation, which is read if it was the same, and replaced.
 
     Raises:
         TemplateError: see `derive`, or the template takes too much time or memory.
     """
     request = json.dumps({"source": source, "tokens": dict(tokens), "today": today.isoformat(), "added_bos": added_bos})
-    identity = hashlib.sha256(f"{_version()} {request}".encode()).hexdigest()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        last = json.loads(known.read_text(encoding="utf-8"))
-        if last["identity"] == identity:
-            return Derived(**last["derived"])
     words = [sys.executable, "-P", "-m", "trainyard.ollama.chat_template"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     try:
@@ -282,22 +260,10 @@ def derive_apart(
         )
         reply = json.loads(done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
-        raise TemplateError(
-            f"chat template: it takes too much time or memory; write a Go template and set {front_end.option('template', 'FILE')}"
-        ) from None
+        raise _refusal("it takes too much time or memory") from None
     if "error" in reply:
         raise TemplateError(reply["error"])
-    with contextlib.suppress(OSError):
-        write_atomic(known, json.dumps({"identity": identity, "derived": reply}))
     return Derived(**reply)
-
-
-def _version() -> str:
-    """Return the digest of the code that derives a template, and the version of jinja2."""
-    files = [Path(name) for name in (__file__, go_template.__file__, hf_template.__file__)]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() + importlib.metadata.version(
-        "jinja2"
-    )
 
 
 def main() -> None:

@@ -36,13 +36,13 @@ from trainyard.remote.ollama import BASES_LIMIT, equal_answers
 from trainyard.replies import ReplyError, checked_reply
 from trainyard.run.copy_files import fetch_file, lent_files, split_run
 from trainyard.run.errors import RunError, first_of
+from trainyard.run.types import Report
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
 CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
 # Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
 MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
 _SHOWN = 160  # characters of an answer in a message
-Report = Callable[[str], None]
 
 
 @dataclass
@@ -95,6 +95,7 @@ class Deployment:
         self.work, self.report, self.check = work / "deploy", report, check
         self._export = RunExport(connect, self.work, report)
         self._local = Path()
+        self._has_adapter = False  # whether this call has written the adapter as GGUF
         key = hashlib.sha256(options.deploy_name.encode()).hexdigest()[:16]
         about = {
             "run": options.run,
@@ -153,9 +154,7 @@ class Deployment:
             self._note(name, "failed", why)
         for name, keeper in self._shared.items():
             self._note(name, "failed" if keeper in errors else "deployed", f"has the same server as {keeper}")
-        if errors:
-            message, others = first_of(errors)
-            raise RunError(message, lines=[*others, *lines], troubles=errors)
+        _raise_first(errors, lines)
         return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in choices}}
 
     def remove(self) -> dict[str, Any]:
@@ -174,9 +173,7 @@ class Deployment:
             lines.append(
                 f"{name}: {self.options.deploy_name} {'would be ' if self.check and text == 'removed' else ''}{text}"
             )
-        if errors:
-            message, others = first_of(errors)
-            raise RunError(message, lines=[*others, *lines], troubles=errors)
+        _raise_first(errors, lines)
         return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
 
     # The nodes ----------------------------------------------------------------------------------------------------------
@@ -286,16 +283,14 @@ class Deployment:
             self._reasons.setdefault(why, []).append(name)
         return Choice(left or [self._merged(run)], refused, searched=True)
 
-    @functools.cache  # noqa: B019
-    def _adapter_file(self, run_folder: str, config: str) -> Path:
+    def _adapter(self, run: TrainedRun, base: dict[str, Any]) -> Artifact:
+        """Return the adapter of the run on a base. Raises AdapterError."""
         from trainyard.ollama.adapter_gguf import write_adapter
 
-        target = self.work / self.options.run / "adapter.gguf"
-        write_adapter(self._local, json.loads(config), target)
-        return target
-
-    def _adapter(self, run: TrainedRun, base: dict[str, Any]) -> Artifact:
-        file = self._adapter_file(run.folder, json.dumps(run.base))
+        file = self.work / self.options.run / "adapter.gguf"
+        if not self._has_adapter:
+            write_adapter(self._local, run.base, file)
+            self._has_adapter = True
         fields = {
             name: value == "True" if value in ("True", "False") else value for name, value in base["fields"].items()
         }
@@ -325,7 +320,7 @@ class Deployment:
 
     @functools.cache  # noqa: B019
     def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
-        return derive_apart(source, json.loads(special), today, added, self._local.parent / "template.json")
+        return derive_apart(source, json.loads(special), today, added)
 
     def _notes(self, choices: Mapping[str, Choice]) -> list[str]:
         artifacts = [artifact for choice in choices.values() for artifact in choice.artifacts]
@@ -399,7 +394,9 @@ class Deployment:
                 lines.append(f"{name}: {how} is not used: {text}")
                 following[name] = after
             else:
-                errors[name] = text + self._tried(choice)
+                searched = choice.searched and choice.artifacts[0].base
+                tried = f" (bases tried: {len(choice.refused) + 1}, at most {BASES_LIMIT})" if searched else ""
+                errors[name] = text + tried
         return following
 
     def _refusal(self, artifact: Artifact, reply: Mapping[str, Any], answers: Mapping[str, Any]) -> str:
@@ -427,13 +424,6 @@ class Deployment:
             rest = [self._merged(run)]
         return Choice(rest, [*choice.refused, failed.key], searched=True) if rest else None
 
-    @staticmethod
-    def _tried(choice: Choice) -> str:
-        """Return how many bases were tried before an error; empty if no base was searched for."""
-        if not choice.searched or not choice.artifacts[0].base:
-            return ""
-        return f" (bases tried: {len(choice.refused) + 1}, at most {BASES_LIMIT})"
-
     def _least(self, artifact: Artifact, count: int) -> int:
         """Return how many of `count` answers must be equal."""
         return math.ceil(MIN_EQUAL["f16" if artifact.base else self.options.deploy_quantize] * count)
@@ -442,23 +432,20 @@ class Deployment:
         """Copy the merged model from the run's host, unless the controller has it. Raises RemoteError, UserError."""
         if artifact.file.exists():
             return
-        try:
-            self._fetch_gguf(run, artifact)
-        except OSError as error:
-            raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
-
-    def _fetch_gguf(self, run: TrainedRun, artifact: Artifact) -> None:
         gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
         self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
-        with tempfile.TemporaryDirectory(dir=self.work) as aside:
-            arrived = Path(aside) / "model.gguf"
-            root, name = split_run(run.folder)
-            exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
-            with lent_files(self.connections[run.host.name], root, [exported]) as lent:
-                fetch_file(self.connections[run.host.name], lent[exported], arrived, gguf["bytes"])
-            if not arrived.exists() or sha256_file(arrived) != artifact.sha256:
-                raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
-            arrived.replace(artifact.file)
+        root, name = split_run(run.folder)
+        exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
+        connection = self.connections[run.host.name]
+        try:
+            with tempfile.TemporaryDirectory(dir=self.work) as aside, lent_files(connection, root, [exported]) as lent:
+                arrived = Path(aside) / "model.gguf"
+                fetch_file(connection, lent[exported], arrived, gguf["bytes"])
+                if sha256_file(arrived) != artifact.sha256:
+                    raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
+                arrived.replace(artifact.file)
+        except OSError as error:
+            raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
 
     def _create(self, name: str, choice: Choice, answers: dict[str, Any]) -> dict[str, Any]:
         """Copy the file to a node, which creates the model and answers; return its reply. Raises RemoteError."""
@@ -490,6 +477,13 @@ class Deployment:
         if "error" not in reply and len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")
         return reply
+
+
+def _raise_first(errors: Mapping[str, str], lines: list[str]) -> None:
+    """Raise RunError if hosts have errors, with the lines for the user."""
+    if errors:
+        message, others = first_of(errors)
+        raise RunError(message, lines=[*others, *lines], troubles=errors)
 
 
 def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:

@@ -13,8 +13,8 @@ from trainyard import front_end
 from trainyard.ollama.client import OllamaClient, OllamaError, full_name
 from trainyard.ollama.logprobs import FIRST_VERSION
 from trainyard.ollama.pool import OllamaNode
+from trainyard.ollama.servers import server_urls
 
-DEFAULT_PORT = 11434
 DEFAULT_MODELS = "/var/lib/ollama"  # of roles/ollama
 MAX_SHOWN = 5  # machines named in a message
 
@@ -58,11 +58,9 @@ def candidates(
 
 
 def _url(name: str, values: Mapping[str, Any]) -> str:
-    if url := values.get("ollama_url") or values.get("discovered_url"):
-        return str(url).rstrip("/")
-    address = str(values.get("cluster_address") or values.get("ansible_host") or name)
-    host = f"[{address}]" if ":" in address else address
-    return f"http://{host}:{values.get('ollama_port') or DEFAULT_PORT}"
+    address = values.get("cluster_address") or values.get("ansible_host") or name
+    url = values.get("ollama_url") or values.get("discovered_url")
+    return server_urls({"ollama_url": url, "cluster_address": address, "ollama_port": values.get("ollama_port")})[-1]
 
 
 @dataclass

@@ -26,7 +26,7 @@ ABORT_INTERVAL = 0.5  # s
 SPARE = 1 << 30  # bytes that stay free on the queue host
 
 
-class Held(NamedTuple):
+class HostCheckpoint(NamedTuple):
     """What one host has of a checkpoint: the sizes of its files, and for shards the files of other hosts and a common digest."""
 
     files: dict[str, int]
@@ -34,14 +34,14 @@ class Held(NamedTuple):
     digest: str = ""
 
 
-class Whole(NamedTuple):
+class FullCheckpoint(NamedTuple):
     """A checkpoint whose files hosts have together: its name, empty for none, and the sizes of its files by host."""
 
     step: str
     parts: dict[str, dict[str, int]]
 
 
-def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, dict[str, Held]]:
+def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, dict[str, HostCheckpoint]]:
     """Return the checkpoints of every host that answers, by host and name, in the order of the hosts."""
     requests = {
         host.name: functools.partial(connect(host.name).call, "checkpoints", {"run_dir": f"{host.data_dir}/runs/{run}"})
@@ -51,26 +51,26 @@ def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, dic
     for name in (name for name in requests if name in answers):
         answer = answers[name]
         shards = {step: (frozenset(part["elsewhere"]), part["digest"]) for step, part in answer["shards"].items()}
-        found[name] = {step: Held(files, *shards.get(step, ())) for step, files in answer["steps"].items()}
+        found[name] = {step: HostCheckpoint(files, *shards.get(step, ())) for step, files in answer["steps"].items()}
     return found
 
 
-def newest_whole(found: Mapping[str, Mapping[str, Held]]) -> Whole:
+def newest_whole(found: Mapping[str, Mapping[str, HostCheckpoint]]) -> FullCheckpoint:
     """Return the newest checkpoint that hosts have together."""
     for step in sorted({step for steps in found.values() for step in steps}, reverse=True):
         copies = {host: steps[step] for host, steps in found.items() if step in steps}
         for host, copy in copies.items():
             if not copy.elsewhere:
-                return Whole(step, {host: copy.files})
+                return FullCheckpoint(step, {host: copy.files})
         for digest in dict.fromkeys(copy.digest for copy in copies.values()):
             shards = {host: copy for host, copy in copies.items() if copy.digest == digest}
             here = {name for copy in shards.values() for name in copy.files}
             if all(copy.elsewhere <= here for copy in shards.values()):
-                return Whole(step, {host: copy.files for host, copy in shards.items()})
-    return Whole("", {})
+                return FullCheckpoint(step, {host: copy.files for host, copy in shards.items()})
+    return FullCheckpoint("", {})
 
 
-class Copy:
+class CheckpointCopy:
     """The copy of a run's newest checkpoint on the queue host, a full one."""
 
     def __init__(self, folder: Path, run: str, connect: Connect, report: Callable[[str], None]) -> None:
@@ -116,7 +116,7 @@ class Copy:
             )
         return ""
 
-    def fetch(self, whole: Whole, ended: threading.Event | None = None) -> None:
+    def fetch(self, whole: FullCheckpoint, ended: threading.Event | None = None) -> None:
         """Copy a checkpoint from the hosts to this host, and delete the older copy. Raises RemoteError, also once
         `ended` is set."""
         step, first = whole.step, next(iter(whole.parts))
@@ -198,7 +198,7 @@ class CopyThread(threading.Thread):
     Such a checkpoint is on a single host, or divided among hosts.
     """
 
-    def __init__(self, copy: Copy, hosts: list[Host]) -> None:
+    def __init__(self, copy: CheckpointCopy, hosts: list[Host]) -> None:
         """Prepare; `start` begins."""
         super().__init__(daemon=True)
         self.copy, self.hosts, self.first, self.ended = copy, hosts, "", threading.Event()

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from trainer.errors import UserError
 from trainer.formats import printable
+from trainyard.cluster import service_host
 from trainyard.connection import Host, HostConnection, RemoteError
 from trainyard.queue.request import Request, is_run_name
 from trainyard.replies import ReplyError, untrusted_json
@@ -278,6 +279,15 @@ def _request(name: str, text: str | None) -> Request | None:
     except (ValidationError, UserError):
         return None
     return request if request.run == name else None
+
+
+def queue_host(groups: Mapping[str, Sequence[str]]) -> str:
+    """Return the host of the queue. Whether Slurm runs there, only the host can tell. Raises UserError without a cluster."""
+    if name := service_host(groups):
+        return name
+    raise UserError(
+        "queue: the inventory has no group cluster: add the hosts to one, as in inventory/hosts.example.yml"
+    )
 
 
 def clock_time(seconds: float, now: float) -> str:

@@ -22,10 +22,10 @@ from trainer.errors import UserError
 from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_json
 from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.openssh import OpenSSHTransport
-from trainyard.queue.carry import Copy, CopyThread
+from trainyard.queue.carry import CheckpointCopy, CopyThread
 from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, TIME_LIMIT, Job, Leases, leased_hosts, read_job
 from trainyard.queue.never_starts import loses_hosts, never_starts
-from trainyard.queue.run_folder import Session, read_session
+from trainyard.queue.run_folder import QueuedStart, read_session
 from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, has_model, with_dataset
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
@@ -43,6 +43,7 @@ END_LIMIT = 60.0  # s for a job to end after its leases
 FORGET_LIMIT = (
     600.0  # s after its submission in which a crash of slurmctld can lose a job; it saves its state every 6 s
 )
+STOPPED = "it was stopped"  # why a run has ended
 PHASES = {FINISHED: "finished", FAILED: "failed", AGAIN: "waiting"}
 REASONS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": "its deadline", "CANCELLED": "it was cancelled"}
 
@@ -53,13 +54,13 @@ class Driver:
     def __init__(self, folder: Path) -> None:
         """Read the folder. Raises UserError."""
         self.folder = folder
-        self.session: Session = read_session(folder)
+        self.session: QueuedStart = read_session(folder)
         state = read_json(folder / "state.json")
         if state is None:
             raise UserError(f"{folder / 'state.json'} is missing: add the run again")
         self.state: dict[str, Any] = state
         self.run = self.session.prepared.run
-        self.copy = Copy(folder, self.run, self.connect, self.report)
+        self.copy = CheckpointCopy(folder, self.run, self.connect, self.report)
         self.reached = max((attempt.get("reached", 0) for attempt in state["attempts"]), default=0)  # furthest step
 
     @property
@@ -145,7 +146,7 @@ class Driver:
                 if result != "stopped":
                     return FINISHED, ""
                 stopped = leases.lost()
-                return left_for(stopped) if stopped else (FAILED, "it was stopped")
+                return left_for(stopped) if stopped else (FAILED, STOPPED)
             except PartlyActiveError:
                 self.report("ranks of an interrupted start are stopped")
                 parts = [Part(host.name, f"{host.data_dir}/runs/{self.run}") for host in hosts]
@@ -253,8 +254,7 @@ class Driver:
     def requeue(self, job: Job, reason: str) -> None:
         """Let Slurm end the allocation and return the job to the queue."""
         self.record(job, AGAIN, reason)
-        with contextlib.suppress(SupervisorError):
-            command(["scontrol", "requeue", str(job.number)])
+        tell_slurm("scontrol requeue", job)
         self.wait_for_end(job)
 
     def end(self, job: Job, leases: Leases, code: int, reason: str) -> None:
@@ -263,15 +263,10 @@ class Driver:
         self.record(job, code, reason)
         leases.end(code)
         self.wait_for_end(job)
-        stopped = code == FAILED and reason == "it was stopped"
-        self.save(phase="stopped" if stopped else PHASES[code], exit={"code": code, "reason": reason})
+        self.save(phase=phase_of(code, reason), exit={"code": code, "reason": reason})
         if reason == TIME_LIMIT and (now := self.job()) is not None and now.state not in ENDED:
-            self.cancel(now)  # the steps had ended before the order, and Slurm has returned the job to the queue
-
-    def cancel(self, job: Job) -> None:
-        """Cancel a job."""
-        with contextlib.suppress(SupervisorError):
-            command(["scancel", str(job.number)])
+            # The steps had ended before the order, and Slurm has returned the job to the queue.
+            tell_slurm("scancel", now)
 
     def end_again(self) -> None:
         """End a job that Slurm has started again after the end of its run, because slurmctld or a host failed as it ended.
@@ -295,7 +290,7 @@ class Driver:
         if not why:
             return False
         self.save(given_up=why)  # a driver after this one finds the job cancelled
-        self.cancel(job)
+        tell_slurm("scancel", job)
         time.sleep(POLL)
         return True
 
@@ -309,8 +304,7 @@ class Driver:
         while self.has_hosts(job):
             if time.monotonic() > deadline:
                 self.report("the steps of the job do not end: Slurm returns it to the queue")
-                with contextlib.suppress(SupervisorError):
-                    command(["scontrol", "requeue", str(job.number)])
+                tell_slurm("scontrol requeue", job)
                 deadline += END_LIMIT
             time.sleep(POLL)
 
@@ -319,25 +313,23 @@ class Driver:
         last = self.state["attempts"][-1] if self.state["attempts"] else {}
         order = last.get("order")
         if order in (FINISHED, FAILED) and (job is None or last.get("restart") == job.restart):
-            stopped = last.get("reason") == "it was stopped"
-            phase = "stopped" if stopped else PHASES[order]
-            self.save(phase=phase, exit={"code": order, "reason": last.get("reason", "")})
+            reason = last.get("reason", "")
+            self.save(phase=phase_of(order, reason), exit={"code": order, "reason": reason})
             return True
         if job is not None and job.state not in FINAL:
             self.report(f"the job ended with {job.state}: it returns to the queue")
-            with contextlib.suppress(SupervisorError):
-                command(["scontrol", "requeue", str(job.number)])
+            if tell_slurm("scontrol requeue", job):
                 time.sleep(POLL)
                 return False
         if job is None and self.submit_again():
             return True
-        state = job.state if job else ""
-        reason = (
-            REASONS.get(state, f"its job ended: {state}") if job else "Slurm has forgotten its job: add the run again"
-        )
-        phase = "cancelled" if state == "CANCELLED" else "failed"
         if given_up := self.state.get("given_up"):
             phase, reason = "failed", str(given_up)
+        elif job is None:
+            phase, reason = "failed", "Slurm has forgotten its job: add the run again"
+        else:
+            phase = "cancelled" if job.state == "CANCELLED" else "failed"
+            reason = REASONS.get(job.state, f"its job ended: {job.state}")
         self.report(f"ended: {reason}")
         self.save(phase=phase, exit={"code": FAILED, "reason": reason})
         return True
@@ -390,6 +382,20 @@ class Driver:
     def report(self, line: str) -> None:
         """Write a line to the log of the driver, which is standard output."""
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
+
+
+def tell_slurm(words: str, job: Job) -> bool:
+    """Give Slurm a command for a job; return whether it obeyed."""
+    try:
+        command([*words.split(), str(job.number)])
+    except SupervisorError:
+        return False
+    return True
+
+
+def phase_of(code: int, reason: str) -> str:
+    """Return the phase of a run whose lease was ended with this code."""
+    return "stopped" if (code, reason) == (FAILED, STOPPED) else PHASES[code]
 
 
 def host_was_lost(error: Exception) -> bool:

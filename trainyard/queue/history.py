@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.formats import clock, printable, table
 from trainyard import front_end
-from trainyard.queue.client import MAX_TIME, Job, QueueState, clock_time
+from trainyard.queue.client import MAX_TIME, QueueState, clock_time
 from trainyard.queue.reasons import RUNNING, why_waiting
 from trainyard.queue.request import Request
 from trainyard.queue.slurm import MAX_GPUS, PRIORITIES
@@ -61,7 +61,8 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
     return {
         "run": run,
         "job": last.number if last else None,
-        "priority": _priority(request, last),
+        # The priority may have been changed since the run was added.
+        "priority": last.priority if last and last.priority in PRIORITIES else request.priority,
         "state": state,
         "hosts": hosts,
         "submitted": request.submitted,
@@ -71,11 +72,6 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
         "attempts": attempts,
         "reason": _reason(request, queue, state, attempts),
     }
-
-
-def _priority(request: Request, job: Job | None) -> str:
-    """Return the priority, which may have been changed since the run was added."""
-    return job.priority if job and job.priority in PRIORITIES else request.priority
 
 
 def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict[str, Any]]) -> str:
@@ -138,26 +134,19 @@ def list_queue(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
     runs = [describe(run, queue) for run in queue.requests if run in queue.jobs and (not names or run in names)]
     order = ("running", "ending", "waiting", "held")
     runs.sort(key=lambda run: (order.index(run["state"]) if run["state"] in order else 9, _place(run)))
-    rows = [
-        [
-            *(run["run"], run["priority"], run["state"]),
-            _hosts(run) if run["state"] in ("running", "ending") else "-",
-            _shown(run["submitted"], queue),
-            _shown(run["end"] if run["state"] == "running" else 0.0, queue),
-            run["reason"] or "-",
-        ]
-        for run in runs
-    ]
-    return {"runs": runs, "lines": table([_LIST, *rows]) if rows else ["no run waits or runs", *_hint(queue)]}
+    rows = []
+    for run in runs:
+        has_hosts = run["state"] in ("running", "ending")
+        times = [_shown(run["submitted"], queue), _shown(run["end"] if run["state"] == "running" else 0.0, queue)]
+        where = _hosts(run) if has_hosts else "-"
+        rows.append([run["run"], run["priority"], run["state"], where, *times, run["reason"] or "-"])
+    hint = [f"{front_end.queue_verb('history')} lists the runs that have ended"] if queue.requests else []
+    return {"runs": runs, "lines": table([_LIST, *rows]) if rows else ["no run waits or runs", *hint]}
 
 
 def _place(run: dict[str, Any]) -> tuple[int, int]:
     known = run["priority"] in PRIORITIES
     return -PRIORITIES.index(run["priority"]) if known else 1, run["job"] or 0
-
-
-def _hint(queue: QueueState) -> list[str]:
-    return [f"{front_end.queue_verb('history')} lists the runs that have ended"] if queue.requests else []
 
 
 def list_history(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -178,11 +167,7 @@ def list_history(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]
 
 
 def _hosts(run: dict[str, Any]) -> str:
-    return _joined(run["hosts"]) or "-"
-
-
-def _joined(names: Iterable[str]) -> str:
-    return printable(",".join(names), 60)
+    return printable(",".join(run["hosts"]), 60) or "-"
 
 
 def _shown(seconds: float, queue: QueueState) -> str:

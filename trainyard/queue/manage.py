@@ -16,9 +16,8 @@ from trainer.formats import counted, quoted
 from trainyard import front_end
 from trainyard.cluster import Cluster
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.queue.client import Job, QueueClient, QueueState
+from trainyard.queue.client import Job, QueueClient, QueueState, queue_host
 from trainyard.queue.history import ENDED, list_history, list_queue, run_state, state_words
-from trainyard.queue.host import queue_host
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.reasons import refusal
 from trainyard.queue.request import Priority, is_run_name
@@ -101,11 +100,11 @@ def change_runs(client: QueueClient, verb: Verb, options: ChangeOptions, *, chec
     said = f"would be {_DONE[verb]}" if check else _DONE[verb]
     lines = [f"run {name}, which is {states[name]}, {said}{to}" for name in wanted]
     lines += [f"run {name} is {states[name]}: nothing to do" for name in jobs if name not in wanted]
-    return {
-        "changed": bool(wanted),
-        "runs": states,
-        "lines": lines if check else [*lines, *_effect(verb, wanted, states)],
-    }
+    ending = [name for name in wanted if states[name] == "running"] if verb == "cancel" and not check else []
+    if ending:
+        does = "saves a checkpoint and ends" if len(ending) == 1 else "save a checkpoint and end"
+        lines.append(f"{counted(len(ending), 'run')} {does}: {front_end.queue_verb('list')} shows when")
+    return {"changed": bool(wanted), "runs": states, "lines": lines}
 
 
 def _add_again(client: QueueClient, queue: QueueState, names: Sequence[str], check: bool) -> dict[str, Any]:
@@ -171,14 +170,6 @@ def _is_done(verb: Verb, job: Job, state: str, priority: str) -> bool:
         "release": state == "waiting",
         "priority": job.priority == priority,
     }[verb]
-
-
-def _effect(verb: Verb, names: Sequence[str], states: Mapping[str, str]) -> list[str]:
-    running = [name for name in names if states[name] == "running"]
-    if verb != "cancel" or not running:
-        return []
-    does = "saves a checkpoint and ends" if len(running) == 1 else "save a checkpoint and end"
-    return [f"{counted(len(running), 'run')} {does}: {front_end.queue_verb('list')} shows when"]
 
 
 def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dict[str, Any]:

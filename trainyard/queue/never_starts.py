@@ -26,26 +26,18 @@ def never_starts(job: Job, folder: Path, state: dict[str, Any]) -> str:
     if not job.reason.startswith(UNSATISFIED):
         return ""
     request = read_json(folder / "request.json") or {}
-    names = [str(name) for name in request.get("after") or []]
     awaited = _awaited(state)
-    unknown, unfinished = False, ""
-    for name in names:
+    for name in map(str, request.get("after") or []):
         before = read_json(folder.parent / name / "state.json") or {}
-        number, phase = before.get("job"), str(before.get("phase"))
-        if number not in awaited:  # it had finished when this run was added, or was added again since
-            unknown = unknown or phase != "finished"
-        elif phase == "finished":
-            unfinished = name
-        elif phase in _WORDS:
-            reason = str((before.get("exit") or {}).get("reason") or "")
-            return _line(name, _WORDS[phase], reason)
-        elif phase in LIVE and (reason := _failed(before)):
-            return _line(name, "has failed", reason)
-        elif phase in LIVE:
-            return ""  # its driver records the end in a moment
-    if unknown or not unfinished:
-        return "a run that it waits for did not finish, and was added again since: add this run again, too"
-    return f"run {unfinished} has finished, but its job did not complete: add this run again"
+        phase = str(before.get("phase"))
+        if before.get("job") not in awaited:  # it had finished when this run was added, or was added again since
+            continue
+        if phase in _WORDS:
+            return _line(name, _WORDS[phase], str((before.get("exit") or {}).get("reason") or ""))
+        if phase in LIVE:
+            reason = _failed(before)  # else its driver records the end in a moment
+            return _line(name, "has failed", reason) if reason else ""
+    return "the job of a run that it waits for did not complete: add this run again"
 
 
 def loses_hosts(attempts: list[dict[str, Any]]) -> str:

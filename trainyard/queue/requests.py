@@ -26,7 +26,7 @@ from trainyard.queue.history import ENDED, run_state, state_words
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
-from trainyard.queue.run_folder import Session, program_archive
+from trainyard.queue.run_folder import QueuedStart, program_archive
 from trainyard.queue.steps import (
     EVAL_PROMPTS,
     PROMPTS,
@@ -48,7 +48,7 @@ LIMIT_FACTOR = 2  # times the estimate
 MIN_LIMIT = 10  # minutes of a derived time limit: a start takes a minute or two, whatever the estimate says
 DEPLOY_LIMIT = 60  # minutes that a derived time limit has for the deployment
 COUNTED_BYTES = 1 << 28  # of datasets whose samples are counted for the estimate
-FACTS_LIMIT = 30.0  # s for a host to say which runs it has
+FACTS_LIMIT = 30.0  # s for a host to read files of its runs
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"run {twice[0]}: two runs have the same spec: name each model once")
     queue = site.queue.state(names)
-    there = _specs_on_hosts(names, site)
+    there = read_on_hosts(site, names, "spec.yml")
     known = [
         (_is_known(prepared, queue, there, site.hosts) and not _deploys_anew(run, prepared.run, queue))
         or (not again and run_state(prepared.run, queue) in ENDED)
@@ -278,18 +278,19 @@ def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str
     return [printable(line) for line in changed_fields(earlier, now)]
 
 
-def _specs_on_hosts(names: Sequence[str], site: Site) -> dict[str, dict[str, str]]:
-    """Return the text of spec.yml of the runs' folders, by run and host. A host that does not answer has none."""
+def read_on_hosts(site: Site, names: Sequence[str], file: str) -> dict[str, dict[str, str]]:
+    """Return the text of a file of the runs' folders, by run and host. A host that does not answer has none."""
+    paths = {f"{name}/{file}": name for name in names}
     calls = {}
     for host in site.hosts:
-        request = {"folder": f"{host.data_dir}/runs", "text": [f"{name}/spec.yml" for name in names]}
+        request = {"folder": f"{host.data_dir}/runs", "text": list(paths)}
         calls[host.name] = functools.partial(site.connect(host.name).call, "read_files", request)
-    answers = FanOut(calls).wait(FACTS_LIMIT).answers
-    texts = {host: answer["text"] for host, answer in answers.items()}
-    return {
-        name: {host: text for host, found in texts.items() if (text := found.get(f"{name}/spec.yml")) is not None}
-        for name in names
-    }
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    for place, answer in FanOut(calls).wait(FACTS_LIMIT).answers.items():
+        for path, text in answer["text"].items():
+            if path in paths and text is not None:
+                found[paths[path]][place] = text
+    return found
 
 
 def _already(name: str, queue: QueueState) -> dict[str, Any]:
@@ -333,7 +334,7 @@ def _add(
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
     contents = {
-        "session.json": Session(list(site.hosts), options, staged, steps, continues).as_json(),
+        "session.json": QueuedStart(list(site.hosts), options, staged, steps, continues).as_json(),
         "program.zip": program_archive(),
     }
     job = jobs[request.run] = site.queue.add(request, contents, links, arguments)

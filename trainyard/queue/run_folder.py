@@ -34,7 +34,7 @@ SSH_ARGUMENTS = (
 
 
 @dataclass(frozen=True)
-class Session:
+class QueuedStart:
     """What starts a run without its controller.
 
     Attributes:
@@ -75,7 +75,7 @@ def service_login(host: Host, key: str = KEY) -> Host:
     return replace(host, login=login)
 
 
-def read_session(folder: Path) -> Session:
+def read_session(folder: Path) -> QueuedStart:
     """Read `session.json`. Raises UserError if it is missing or damaged."""
     try:
         content = json.loads((folder / "session.json").read_bytes())
@@ -87,19 +87,12 @@ def read_session(folder: Path) -> Session:
         prepared = replace(prepared, files=files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
-    return Session(hosts, options, prepared, steps, bool(content.get("continues")))
+    return QueuedStart(hosts, options, prepared, steps, bool(content.get("continues")))
 
 
 def read_host(entry: dict[str, Any], key: str = KEY) -> Host:
-    """Return a host from its fields, as `service_login`. Raises KeyError and TypeError for wrong fields."""
-    login = entry["login"]
-    fields = entry | {
-        "login": Login(user=login["user"], port=login["port"]),
-        "gpus": None if entry["gpus"] is None else tuple(entry["gpus"]),
-        "cpus": tuple(entry["cpus"]),
-        "ollama_urls": tuple(entry.get("ollama_urls", ())),
-    }
-    return service_login(Host(**fields), key)
+    """Return a host from its fields, as `service_login`. Raises ValueError for wrong fields."""
+    return service_login(read(Host, entry), key)
 
 
 def _below(folder: Path, name: str) -> Path:

@@ -31,11 +31,10 @@ from trainyard.queue.steps import CONVERTER, EVAL_PROMPTS, PROMPTS
 from trainyard.remote.digests import Digests
 from trainyard.run.errors import RunError
 from trainyard.run.spec_files import dataset_entry
-from trainyard.run.types import PreparedRun
+from trainyard.run.types import PreparedRun, Report
 
 POLL = 2.0  # s between two attempts to open answers that another run collects
 ANSWERS = ".students"  # folder of the answers below that of the queue: runs share them
-Report = Callable[[str], None]
 Connect = Callable[[Host], HostConnection]
 
 

@@ -11,7 +11,7 @@ from trainer_runs import Cluster, lines, losses
 from trainer.checkpoint import HostCheckpoint
 from trainyard.connection import Host, HostConnection
 from trainyard.openssh import LocalTransport
-from trainyard.queue.carry import Copy
+from trainyard.queue.carry import CheckpointCopy
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def test_shards_continue_on_other_hosts(strategy: str, cluster: Cluster, tmp_pat
     was, now = ([machine(each, number) for number in (0, 1)] for each in (cluster, others))
     every = {host.name: host for host in [*was, *now]}
     (tmp_path / "queue").mkdir()
-    copy = Copy(tmp_path / "queue", "r", lambda name: HostConnection(every[name], LocalTransport()), print)
+    copy = CheckpointCopy(tmp_path / "queue", "r", lambda name: HostConnection(every[name], LocalTransport()), print)
     assert copy.carry(now, list(every.values())) == newest
     try:
         launchers = others.start(2, **fields)

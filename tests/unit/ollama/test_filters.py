@@ -60,8 +60,7 @@ def test_thinking() -> None:
 @pytest.mark.parametrize(
     ("begin", "end"),
     [
-        ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"), ("<reasoning>", "</reasoning>"),
-        ("<seed:think>", "</seed:think>"), ("◁think▷", "◁/think▷"),
+        ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("◁think▷", "◁/think▷"),
     ],
 )  # fmt: skip
 def test_every_spelling_of_thinking(begin: str, end: str) -> None:

@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_queue import HOSTS, FakeQueue
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainyard.cluster import Cluster
-from trainyard.connection import Host
-from trainyard.ollama.distill import distill, student_specs
 from trainyard.ollama.distill_options import make_distill_options
-from trainyard.ollama.queued_students import StudentQueue, student_queue
 from trainyard.queue import requests
-from trainyard.queue.client import Job, Node, QueueState
-from trainyard.queue.request import QueueOptions, Request
-from trainyard.queue.requests import Site
+from trainyard.queue.client import Job
+from trainyard.queue.request import QueueOptions
 from trainyard.run.options import make_options
+from trainyard.workflows.distill import distill, student_specs
+from trainyard.workflows.queued_students import StudentQueue, student_queue
 
 TOP = Path(__file__).resolve().parents[3]
-HOSTS = [Host(f"node{n}", f"10.0.0.{n}", "/data", "/usr/bin/python3") for n in (1, 2)]
 GIVEN = {"teacher": "t", "prompts": "p.jsonl", "model": "tiny", "queue": "true"}
 RESULT = {"status": "finished", "step": 5, "steps": 5, "world_size": 1, "tokens": 9, "samples": 9}
 RESULT |= {
@@ -83,47 +81,14 @@ def test_mistakes_are_found_before_a_host_is_asked(values: dict[str, Any], said:
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-class FakeQueue:
-    """Stands for the queue host. `one` has finished on node2, `two` waits, and `three` has failed on node1."""
-
-    host = HOSTS[0]
-
-    def state(self, specs: Any = ()) -> QueueState:
-        attempt = {"begin": 1.0, "end": 2.0, "hosts": {"node2": {}}, "reason": ""}
-        return QueueState(
-            jobs={"two": Job(7, "two", "low", "PENDING", "Dependency")},
-            nodes={host.name: Node(host.name, "idle", 2, 8192) for host in HOSTS},
-            requests={
-                "one": Request(run="one"),
-                "two": Request(run="two", after=("one",), priority="low"),
-                "three": Request(run="three"),
-            },
-            states={
-                "one": {"phase": "finished", "attempts": [attempt]},
-                "three": {
-                    "phase": "failed",
-                    "attempts": [attempt | {"hosts": {"node1": {}}, "reason": "lr is too high"}],
-                },
-            },
-            now=2.0,
-        )
-
-
-class FakeHost:
-    """Stands for the connection to a host; node2 has the result of the run `one`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert verb == "read_files"
-        there = {"one/result.json": json.dumps(RESULT)} if self.name == "node2" else {}
-        return {"text": {name: text for name, text in there.items() if name in request["text"]}}
-
-
 def queue_of(tmp_path: Path, **options: Any) -> StudentQueue:
-    connect: Any = FakeHost
-    site = Site(HOSTS, False, FakeQueue(), connect, tmp_path, lambda line: None, "token")  # type: ignore[arg-type]
+    """Return a queue in which `one` has finished on node2, which has its result, `two` waits, and `three` has failed on node1."""
+    queue = FakeQueue({"two": {"after": ("one",)}}, 2, one="finished", two="waiting", three="failed")
+    queue.found.jobs["two"] = Job(7, "two", "low", "PENDING", "Dependency")
+    attempt = {"begin": 1.0, "end": 2.0, "reason": ""}
+    queue.found.states["one"]["attempts"] = [attempt | {"hosts": {"node2": {}}}]
+    queue.found.states["three"]["attempts"] = [attempt | {"hosts": {"node1": {}}, "reason": "lr is too high"}]
+    site = queue.site(tmp_path, {"node2": {"one/result.json": json.dumps(RESULT)}})
     return StudentQueue(site, QueueOptions(**options), make_options({}))
 
 
@@ -163,15 +128,6 @@ def test_failed_students_are_shown_and_added_again_only_when_asked_for(
 
     monkeypatch.setattr(requests, "_add", add)
     assert dataclasses.replace(queue_of(tmp_path), again=True).add([spec])["changed"] and asked == ["three"]
-
-
-def test_a_teacher_that_is_a_run_of_the_queue_must_be_deployed_first(tmp_path: Path) -> None:
-    queue = queue_of(tmp_path)
-    assert queue.teacher_run("two:latest").startswith("run two is waiting: once it has finished, deploy it with")
-    assert queue.teacher_run("one").startswith(
-        "run one has finished: deploy it with ansible-playbook playbooks/deploy.yml -e run=one"
-    )
-    assert queue.teacher_run("llama3:8b") == ""
 
 
 def test_students_that_no_host_can_train_are_refused(tmp_path: Path) -> None:

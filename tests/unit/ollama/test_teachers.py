@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_target import serve_target
 from fake_teacher import Teacher, serve
 from run_hosts import TOP, free_port
 
@@ -19,12 +21,13 @@ from trainyard.connection import Host
 from trainyard.ollama import collect
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, make_dataset
-from trainyard.ollama.distill import student_specs
 from trainyard.ollama.distill_options import DistillOptions, make_distill_options
+from trainyard.ollama.model_copy import CopyPlan, plan_copy
 from trainyard.ollama.prompts import read_prompts
-from trainyard.ollama.students import host_groups
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.run.merge import MergeOptions, make_merge_options
+from trainyard.workflows.distill import student_specs
+from trainyard.workflows.students import host_groups
 
 OTHER = "b" * 64
 
@@ -75,6 +78,28 @@ def test_the_choice_of_teachers() -> None:
             find_teachers([a, b], "nothing")
         with pytest.raises(UserError, match="discovered machines are not trusted"):
             find_teachers([stranger], "teacher")
+
+
+def test_where_a_missing_teacher_is_copied_from_and_to() -> None:
+    """The folder of a store is that of the inventory, or that of a model of the server."""
+    blob = "/srv/models/blobs/sha256-" + "0" * 64
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serve_target("127.0.0.1", "0.5.4", lambda _, text: text)) for _ in range(3)]
+        servers[0].models["teacher:latest"] = {"modelfile": f'FROM "{blob}"'}
+        servers[2].models["other:latest"] = {"modelfile": f"FROM {blob}"}
+        has, lacks, other = (Candidate(f"node{n}", server.url, True) for n, server in enumerate(servers, 1))
+        with pytest.raises(UserError, match="node2: the folder of Ollama's models is unknown: set ollama_models"):
+            plan_copy([has, lacks], "teacher", ["node1", "node2"])
+        lacks = dataclasses.replace(lacks, models="/var/lib/ollama")
+        plan = plan_copy([has, lacks, other], "teacher", ["node1", "node2", "node3"])
+        stores = {"node1": "/srv/models", "node2": "/var/lib/ollama", "node3": "/srv/models"}
+        assert plan == CopyPlan("node1", ("node2", "node3"), stores)
+        assert plan_copy([has, lacks], "teacher", ["node1"]) is None
+        with pytest.raises(UserError, match="no host has teacher: teacher_copy=true needs one that has it"):
+            plan_copy([dataclasses.replace(has, trusted=False), lacks], "teacher", ["node1", "node2"])
+        servers[2].models["teacher:latest"] = {"modelfile": "FROM another"}
+        with pytest.raises(UserError, match=r"different models under the name teacher .*: remove all but one"):
+            plan_copy([has, lacks, other], "teacher", ["node2"])
 
 
 def test_prompts_of_every_shape(tmp_path: Path) -> None:
@@ -174,38 +199,18 @@ def test_answers_that_are_lost_are_loud_and_more_than_half_stop(
     assert not outcome.startswith("WARNING") or any(line.startswith(outcome) for line in lines)
 
 
-def write_table(path: Path) -> None:
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet"])
+def test_prompts_of_tables(tmp_path: Path, name: str) -> None:
+    """A row without an answer is a prompt; tests/unit/trainer has the formats."""
     rows = [("a, b", ""), ("c\nd", "x"), ("a, b", "again")]
-    if path.suffix == ".parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        table = {"prompt": [row[0] for row in rows], "completion": [row[1] or None for row in rows]}
-        parquet.write_table(pyarrow.table(table), path)
-        return
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("prompt", "completion"), *rows])
-
-
-@pytest.mark.parametrize("name", ["p.csv", "p.parquet", "p.json", "folder"])
-@pytest.mark.parametrize("library", [True, False])
-def test_prompts_of_every_format(tmp_path: Path, name: str, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-        (path / "1.jsonl").write_text('{"prompt": "a, b"}\n')
-        (path / "2.json").write_text('[{"prompt": "c\\nd"}]')
-    elif name == "p.json":
-        path.write_text('[{"prompt": "a, b"}, {"prompt": "c\\nd"}]')
+    if name == "p.csv":
+        with (tmp_path / name).open("w", newline="") as file:
+            csv.writer(file).writerows([("prompt", "completion"), *rows])
     else:
-        write_table(path)
-    if not library:
-        monkeypatch.setattr("trainer.data.samples.has_library", lambda: False)
-        monkeypatch.setitem(sys.modules, "datasets", None)
-    if name == "p.parquet" and not library:
-        with pytest.raises(UserError, match=r"prompts: .*p.parquet needs the package 'datasets', .*: pip install"):
-            read_prompts(path)
-        return
-    assert [chat[-1]["content"] for chat in read_prompts(path)] == ["a, b", "c\nd"]
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = {"prompt": [row[0] for row in rows], "completion": [row[1] or None for row in rows]}
+        parquet.write_table(pyarrow.table(table), tmp_path / name)
+    assert [chat[-1]["content"] for chat in read_prompts(tmp_path / name)] == ["a, b", "c\nd"]
 
 
 def test_columns_of_prompts(tmp_path: Path) -> None:

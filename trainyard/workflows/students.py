@@ -23,9 +23,9 @@ from trainyard.run.errors import RunError
 from trainyard.run.options import LaunchOptions
 from trainyard.run.plan import PORTS
 from trainyard.run.session import KeepRecord, RunSession
+from trainyard.run.types import Report
 
 Connect = Callable[[Host], HostConnection]
-Report = Callable[[str], None]
 
 
 @dataclass
@@ -106,7 +106,10 @@ def train_students(
             how: dict[str, Any] = {"home": home, "report": say, "state": state, "keep_record": keep_record}
             session = RunSession(groups[group], connect, settings[group], **how)
             try:
-                tell(("result", index, _run(session)))
+                if result := session.run().get("result"):
+                    tell(("result", index, result))
+                else:
+                    tell(("error", index, "the run was stopped"))
             except (RunError, UserError, InventoryError) as error:
                 tell(("error", index, str(error)))
 
@@ -127,19 +130,6 @@ def train_students(
         if not run.result and not run.error:
             run.error = "its process on the controller ended"
     return runs
-
-
-def _run(session: RunSession) -> dict[str, Any]:
-    """Do all steps of a prepared session; return the result of the run. Raises as RunSession does."""
-    collected: dict[str, Any] = {}
-    for step in (session.plan, session.preflight, session.stage, session.launch, session.follow, session.collect):
-        collected = step()
-        for line in collected.get("lines", []):
-            session.report(line)
-    if not collected.get("result"):
-        raise RunError("the run was stopped")
-    result: dict[str, Any] = collected["result"]
-    return result
 
 
 def _prefixed(name: str, tell: Callable[[tuple[Any, ...]], None]) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +11,16 @@ from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainyard import front_end
 from trainyard.cluster import Cluster
-from trainyard.connection import FanOut
-from trainyard.ollama.students import StudentRun, student_table
 from trainyard.queue.client import QueueState
 from trainyard.queue.history import ENDED, describe, list_queue, run_state
 from trainyard.queue.manage import open_queue
 from trainyard.queue.new_runs import NewRun, make_run
 from trainyard.queue.request import QueueOptions
-from trainyard.queue.requests import Site, add_runs, check_runs
+from trainyard.queue.requests import Site, add_runs, check_runs, read_on_hosts
 from trainyard.run.artifacts import parse_result
 from trainyard.run.options import LaunchOptions
 from trainyard.run.types import Report
-
-_LIMIT = 60.0  # s for a host to read the results of its runs
+from trainyard.workflows.students import StudentRun, student_table
 
 
 @dataclass(frozen=True)
@@ -46,19 +42,6 @@ class StudentQueue:
     def check(self, specs: Sequence[RunSpec]) -> None:
         """Check that the queue can run the students, before prompts are sent. Raises as `add`."""
         check_runs(self._runs(specs), self.site)
-
-    def teacher_run(self, teacher: str) -> str:
-        """Return what to do if no server has a model that is named like a run of the queue; empty for another name."""
-        name, queue = teacher.partition(":")[0], self.site.queue.state()
-        state = run_state(name, queue) if name in queue.requests else ""
-        if not state:
-            return ""
-        deploy = f"deploy it with {front_end.command('deploy', name)}, and repeat this command"
-        return (
-            f"run {name} has finished: {deploy}"
-            if state == "finished"
-            else f"run {name} is {state}: once it has finished, {deploy}"
-        )
 
     def add(self, specs: Sequence[RunSpec]) -> dict[str, Any]:
         """Add the students that the queue does not have yet; with `again`, also those that have failed.
@@ -94,32 +77,21 @@ class StudentQueue:
 
     def _ended(self, by_run: Mapping[str, RunSpec], queue: QueueState) -> list[StudentRun]:
         """Return the students that have ended: with the result that the first of their hosts has, or why they failed."""
-        ended = [run for run in by_run if run in queue.requests and run_state(run, queue) in ENDED]
-        about = {run: describe(run, queue) for run in ended}
-        texts = self._results([run for run in ended if about[run]["state"] == "finished"])
+        about = {
+            run: describe(run, queue) for run in by_run if run in queue.requests and run_state(run, queue) in ENDED
+        }
+        finished = [run for run in about if about[run]["state"] == "finished"]
+        texts = read_on_hosts(self.site, finished, "result.json") if finished else {}
         found = []
-        for run in ended:
-            hosts, state = list(about[run]["hosts"]), str(about[run]["state"])
-            here = [name for name in hosts if texts.get(name, {}).get(f"{run}/result.json")]
-            result = parse_result(here[0], texts[here[0]][f"{run}/result.json"]) if here else None
+        for run, known in about.items():
+            hosts, state = list(known["hosts"]), str(known["state"])
+            there = {name: texts[run][name] for name in hosts if texts.get(run, {}).get(name)}
+            result = parse_result(*next(iter(there.items()))) if there else None
             error = "" if result else f"{', '.join(hosts) or 'no host'}: has no result.json"
             if state != "finished":
-                error = str(about[run]["reason"]) or ("see its logs" if state == "failed" else f"it was {state}")
+                error = str(known["reason"]) or ("see its logs" if state == "failed" else f"it was {state}")
             found.append(StudentRun(by_run[run], run, hosts, dict(result or {}), error))
         return found
-
-    def _results(self, runs: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Return the texts of result.json, by host and name. A host that does not answer has none."""
-        if not runs:
-            return {}
-        site, text = self.site, [f"{run}/result.json" for run in runs]
-        calls = {
-            host.name: functools.partial(
-                site.connect(host.name).call, "read_files", {"folder": f"{host.data_dir}/runs", "text": text}
-            )
-            for host in site.hosts
-        }
-        return {host: answer["text"] for host, answer in FanOut(calls).wait(_LIMIT).answers.items()}
 
 
 def student_queue(
