@@ -79,8 +79,7 @@ options:
     default: 1.0
   concurrency:
     description:
-      - Maximum number of simultaneous connection attempts, 1 to 4096. The limit of open files and the size of the
-        kernel's neighbour table may reduce it.
+      - Maximum number of simultaneous connection attempts, 1 to 4096. The limit of open files may reduce it.
     type: int
     default: 256
   max_addresses:

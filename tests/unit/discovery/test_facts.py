@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.errors import AnsibleParserError
 from ansible.inventory.data import InventoryData
 from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import inventory_loader
@@ -36,8 +37,8 @@ from trainyard.run.options import LaunchOptions
 KEY = "ssh-ed25519 " + "A" * 68
 
 
-def model(name: str, family: str = "f", modified: str = "") -> Model:
-    return Model(name=name, size=1, digest="d", family=family, parameters="", quantisation="", modified_at=modified)
+def model(name: str, family: str = "f") -> Model:
+    return Model(name=name, size=1, family=family)
 
 
 def place(address: str, models: tuple[Model, ...] = (), *, key: str = "", mac: str = "", ports: int = 1) -> Place:
@@ -144,13 +145,10 @@ def count_calls(work: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("key", ["", KEY], ids=["no key", "one key"])
 def test_grouping_is_linear_in_addresses(key: str) -> None:
-    """A neighbour can have many addresses, present one key on all of them, and invent the models."""
+    """A neighbour can have many addresses, and present one key on all of them."""
 
     def group(count: int) -> int:
-        found = [
-            place(f"10.0.{i // 250}.{i % 250}", (model(f"m{i}", "f", "t"), model("same", "f", "t")), key=key)
-            for i in range(count)
-        ]
+        found = [place(f"10.0.{i // 250}.{i % 250}", key=key) for i in range(count)]
         return count_calls(lambda: machines(found, set()))
 
     assert group(2000) < 13 * group(200)
@@ -223,6 +221,11 @@ def test_untrusted_machines_have_no_groups(parse: Callable[..., InventoryData]) 
     options = {"groups": {"every": f"{PREFIX}version != ''"}, "keyed_groups": keyed}
     assert not {"every", "m0_0"} & set(parse(neighbours(3, 5), **options).groups)
     assert {"every", "m0_0"} <= set(parse(neighbours(3, 5, local=True), **options).groups)
+
+
+def test_an_old_variable_in_an_expression_is_an_error_with_strict(parse: Callable[..., InventoryData]) -> None:
+    with pytest.raises(AnsibleParserError, match="ollama_models is now discovered_models"):
+        parse(neighbours(1, 1), compose={"first": "ollama_models[0].name"}, strict=True)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
