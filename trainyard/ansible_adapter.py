@@ -52,7 +52,6 @@ __all__ = [
     "HostVariables",
     "Inventory",
     "failure",
-    "inventory_hosts",
 ]
 
 # Keys of a documented option that an argument spec also has.
@@ -136,7 +135,7 @@ class ClusterAction(ActionBase):
         def connect(host: Host | str) -> HostConnection:
             name = host if isinstance(host, str) else host.name
             variables, context = hostvars[name], self._play_context.copy()
-            transport = _transport(name, variables, context, self._templar, self._task.connection, self._task)
+            transport = make_transport(name, variables, context, self._templar, self._task.connection, self._task)
             return HostConnection(make_host(name, variables) if isinstance(host, str) else host, transport)
 
         return connect
@@ -221,33 +220,6 @@ class AnsibleTransport:
             self.connection.fetch_file(source, target)
         except (AnsibleError, OSError) as error:
             raise RemoteError(f"cannot fetch {source}: {last_line(str(error))}") from None
-
-
-def inventory_hosts(sources: Sequence[str], pattern: str = "cluster") -> list[tuple[Host, AnsibleTransport]]:
-    """Return the hosts of an inventory that match a pattern, each with its transport, outside of any play.
-
-    Args:
-        sources: inventory files, folders or host lists, as `ansible-playbook -i` takes them.
-        pattern: as `--limit` takes it.
-
-    Raises:
-        InventoryError: a source cannot be read, or a host is not described completely.
-    """
-    from ansible.playbook.play_context import PlayContext
-    from ansible.template import Templar
-    from ansible.vars.hostvars import HostVars
-
-    try:
-        loader, inventory, manager = _load_inventory(sources)
-        hostvars = HostVars(inventory=inventory, variable_manager=manager, loader=loader)
-        found = []
-        for host in inventory.get_hosts(pattern):
-            templar = Templar(loader=loader, variables=manager.get_vars(host=host))
-            transport = _transport(host.name, hostvars[host.name], PlayContext(), templar, "ssh")
-            found.append((make_host(host.name, hostvars[host.name]), transport))
-    except AnsibleError as error:
-        raise InventoryError(last_line(str(error))) from error
-    return found
 
 
 def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> tuple[Any, Any, Any]:
@@ -371,7 +343,7 @@ class Inventory:
             return HostConnection(host, OpenSSHTransport(login))
         variables = self.variables[host.name]
         try:
-            transport = _transport(host.name, variables, PlayContext(), variables.templar, "ssh")
+            transport = make_transport(host.name, variables, PlayContext(), variables.templar, "ssh")
         except AnsibleError as error:
             raise InventoryError(f"{host.name}: {last_line(str(error))}") from error
         if host.name not in self._logins:
@@ -441,7 +413,7 @@ def _vault_secrets() -> list[Any]:
     return found
 
 
-def _transport(
+def make_transport(
     name: str, variables: Any, context: Any, templar: Any, default: str, task: Any = None
 ) -> AnsibleTransport:
     """Make a host's connection as ansible.executor.task_executor does for the host of a task."""
