@@ -27,7 +27,7 @@ class Server(BaseModel):
     response_ms: float
 
 
-class Place(BaseModel):
+class Endpoint(BaseModel):
     """An address of a machine, and the scan result at this address."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,21 +45,23 @@ class Machine(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     local: bool
-    places: tuple[Place, ...]
+    endpoints: tuple[Endpoint, ...]
 
     @property
     def addresses(self) -> list[str]:
         """The addresses of the machine."""
-        return [p.address for p in self.places]
+        return [p.address for p in self.endpoints]
 
 
-def places(answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str, int], ssh_port: int) -> list[Place]:
-    """Return one place per address: several ports at one address are always one machine."""
+def endpoints(
+    answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str, int], ssh_port: int
+) -> list[Endpoint]:
+    """Return one endpoint per address: several ports at one address are always one machine."""
     by_address: dict[str, list[Answer]] = {}
     for answer in answers:
         by_address.setdefault(answer.target.address, []).append(answer)
     return [
-        Place(
+        Endpoint(
             address=address,
             mac=macs.get(address, ""),
             ssh_port=ssh_ports.get(address, ssh_port),
@@ -75,27 +77,27 @@ def places(answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str,
                 for a in sorted(group, key=lambda a: a.target.port)
             ),
         )
-        for address, group in sorted(by_address.items(), key=lambda item: place_order(item[0]))
+        for address, group in sorted(by_address.items(), key=lambda item: endpoint_order(item[0]))
     ]
 
 
-def place_order(address: str) -> tuple:
+def endpoint_order(address: str) -> tuple:
     """Return a sort key: addresses that other machines can reach first, IPv4 before IPv6, by number."""
     ip = ipaddress.ip_address(address)
     return (ip.is_loopback, ip.is_link_local, *address_order(ip))
 
 
-def machines(found: Sequence[Place], own_addresses: set[str]) -> tuple[list[Machine], list[str]]:
-    """Group places by machine. The time is linear in the number of addresses and keys.
+def machines(found: Sequence[Endpoint], own_addresses: set[str]) -> tuple[list[Machine], list[str]]:
+    """Group endpoints by machine. The time is linear in the number of addresses and keys.
 
     Args:
-        found: the result of `places`.
+        found: the result of `endpoints`.
         own_addresses: the addresses of the machine that scans.
 
     Returns:
         The machines, sorted by their first address, and warnings about machines that present the same key.
     """
-    own = [i for i, place in enumerate(found) if _is_own(place.address, own_addresses)]
+    own = [i for i, endpoint in enumerate(found) if _is_own(endpoint.address, own_addresses)]
     groups = Groups(len(found))
     for members in (own, *_same_machine(found, set(own))):
         for other in members[1:]:
@@ -103,11 +105,11 @@ def machines(found: Sequence[Place], own_addresses: set[str]) -> tuple[list[Mach
     result = [
         Machine(
             local=members[0] in own[:1],
-            places=tuple(sorted((found[i] for i in members), key=lambda p: place_order(p.address))),
+            endpoints=tuple(sorted((found[i] for i in members), key=lambda p: endpoint_order(p.address))),
         )
         for members in groups.members()
     ]
-    return sorted(result, key=lambda m: address_order(m.places[0].address)), _shared_keys(found, set(own), groups)
+    return sorted(result, key=lambda m: address_order(m.endpoints[0].address)), _shared_keys(found, set(own), groups)
 
 
 class Groups:
@@ -140,42 +142,42 @@ def _is_own(address: str, own_addresses: set[str]) -> bool:
     return ipaddress.ip_address(address).is_loopback or address.partition("%")[0] in own_addresses
 
 
-def _same_machine(found: Sequence[Place], own: set[int]) -> Iterator[list[int]]:
-    """Yield places that are one machine: the same SSH host key and network card, or one of them where the other is unknown.
+def _same_machine(found: Sequence[Endpoint], own: set[int]) -> Iterator[list[int]]:
+    """Yield endpoints that are one machine: the same SSH host key and network card, or one of them where the other is unknown.
 
     Clones of one image have the same key and different cards. A Wi-Fi repeater presents its own card for all machines. The
     card is unknown behind a router, and the key without an SSH server.
     """
     by: dict[tuple[str, str], list[int]] = {}
-    for i, place in enumerate(found):
+    for i, endpoint in enumerate(found):
         if i in own:
             continue
-        for key in place.host_keys:
+        for key in endpoint.host_keys:
             by.setdefault((key, ""), []).append(i)
-            if place.mac:
-                by.setdefault((key, place.mac), []).append(i)
-        if place.mac:
-            by.setdefault(("", place.mac), []).append(i)
+            if endpoint.mac:
+                by.setdefault((key, endpoint.mac), []).append(i)
+        if endpoint.mac:
+            by.setdefault(("", endpoint.mac), []).append(i)
     for (key, mac), members in by.items():
         unknown = any(not (found[i].mac if key else found[i].host_keys) for i in members)
         if (key and mac) or unknown:
             yield members
 
 
-def _shared_keys(found: Sequence[Place], own: set[int], groups: Groups) -> list[str]:
+def _shared_keys(found: Sequence[Endpoint], own: set[int], groups: Groups) -> list[str]:
     """Return a warning for each machine that presents the SSH host key of an earlier one."""
     warnings = []
     first_with: dict[str, int] = {}
     warned: set[tuple[int, int]] = set()
-    for i, place in enumerate(found):
+    for i, endpoint in enumerate(found):
         if i in own:
             continue
-        for key in place.host_keys:
+        for key in endpoint.host_keys:
             first = first_with.setdefault(key, i)
             pair = (groups.find(first), groups.find(i))
             if pair[0] != pair[1] and pair not in warned:
                 warned.add(pair)
-                warnings.append(f"{found[first].address} and {place.address} {_SAME_KEY}")
+                warnings.append(f"{found[first].address} and {endpoint.address} {_SAME_KEY}")
     return warnings
 
 

@@ -29,7 +29,7 @@ def test_a_real_ollama_is_found_with_its_models(tmp_path, monkeypatch):
         wait_until_it_answers()
         settings = Settings(networks=("127.0.11.0/29",), ports=(TARGET.port,), this_machine=False)
         [empty] = discover(settings).machines
-        assert empty.local and empty.places[0].servers[0].models == ()
+        assert empty.local and empty.endpoints[0].servers[0].models == ()
 
         weights = Path(os.path.realpath(str(OLLAMA))).parents[1] / "tiny.gguf"
         if not weights.exists():
@@ -38,7 +38,7 @@ def test_a_real_ollama_is_found_with_its_models(tmp_path, monkeypatch):
         run("create", "tiny", "-f", str(tmp_path / "Modelfile"))
         run("run", "tiny", "hi")
         [machine] = discover(settings).machines
-    server = machine.places[0].servers[0]
+    server = machine.endpoints[0].servers[0]
     assert [(m.name, m.family, m.parameters) for m in server.models] == [("tiny:latest", "llama", "116K")]
     assert len(server.models[0].digest) == 64 and server.models[0].size > 400_000
     assert [m.name for m in server.loaded] == ["tiny:latest"]

@@ -24,7 +24,7 @@ def calls(lab, settings: Settings, limit: float) -> list[Report]:
 
 
 def found(report: Report) -> list[str]:
-    return [m.places[0].address for m in report.machines]
+    return [m.endpoints[0].address for m in report.machines]
 
 
 @pytest.mark.lab
