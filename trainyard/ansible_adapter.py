@@ -135,7 +135,7 @@ class ClusterAction(ActionBase):
         def connect(host: Host | str) -> HostConnection:
             name = host if isinstance(host, str) else host.name
             variables, context = hostvars[name], self._play_context.copy()
-            transport = _transport(name, variables, context, self._templar, self._task.connection, self._task)
+            transport = make_transport(name, variables, context, self._templar, self._task.connection, self._task)
             return HostConnection(make_host(name, variables) if isinstance(host, str) else host, transport)
 
         return connect
@@ -342,7 +342,7 @@ class Inventory:
             return HostConnection(host, OpenSSHTransport(login))
         variables = self.variables[host.name]
         try:
-            transport = _transport(host.name, variables, PlayContext(), variables.templar, "ssh")
+            transport = make_transport(host.name, variables, PlayContext(), variables.templar, "ssh")
         except AnsibleError as error:
             raise InventoryError(f"{host.name}: {last_line(str(error))}") from error
         if host.name not in self._logins:
@@ -412,7 +412,7 @@ def _vault_secrets() -> list[Any]:
     return found
 
 
-def _transport(
+def make_transport(
     name: str, variables: Any, context: Any, templar: Any, default: str, task: Any = None
 ) -> AnsibleTransport:
     """Make a host's connection as ansible.executor.task_executor does for the host of a task."""

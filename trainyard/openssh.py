@@ -43,27 +43,24 @@ class _Processes:
 
     def run(self, argv: list[str], stdin: bytes | None) -> tuple[int, bytes, bytes]:
         """Run a program; return its exit code and its output. Raises RemoteError if it writes too much."""
-        self._aborted.clear()
         with _input(stdin) as source:
-            process = subprocess.Popen(argv, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._process = process
-        with process:  # closes its pipes
-            out, err = _read_output(process, self._aborted)
-            code = process.wait()
+            code, out, err = self._run(argv, stdin=source, stdout=subprocess.PIPE)
         if max(len(out), len(err)) > OUTPUT_LIMIT:
             raise RemoteError(TOO_MUCH)
         return code, out, err
 
     def copy(self, argv: list[str], **streams: Any) -> None:
         """Run a program between files. Raises RemoteError with the last line of its errors."""
-        self._aborted.clear()
-        process = subprocess.Popen(argv, stderr=subprocess.PIPE, **streams)
-        self._process = process
-        with process:
-            _, err = _read_output(process, self._aborted)
-            code = process.wait()
+        code, _, err = self._run(argv, **streams)
         if code:
             raise RemoteError(last_line(err.decode(errors="replace")) or f"exit code {code}")
+
+    def _run(self, argv: list[str], **streams: Any) -> tuple[int, bytes, bytes]:
+        self._aborted.clear()
+        self._process = subprocess.Popen(argv, stderr=subprocess.PIPE, **streams)
+        with self._process as process:  # closes its pipes
+            out, err = _read_output(process, self._aborted)
+            return process.wait(), out, err
 
 
 class LocalTransport:
@@ -182,7 +179,7 @@ def _read_output(process: subprocess.Popen[bytes], aborted: threading.Event) -> 
 
     ssh's shared connection keeps the pipes open after the client was killed; `aborted` handles this.
     """
-    output = {process.stdout: bytearray(), process.stderr: bytearray()}
+    output = {process.stdout: bytearray(), process.stderr: bytearray()}  # the first key is None for a copy to a file
     with selectors.DefaultSelector() as selector:
         for pipe in filter(None, output):
             selector.register(pipe, selectors.EVENT_READ)

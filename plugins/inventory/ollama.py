@@ -79,8 +79,7 @@ options:
     default: 1.0
   concurrency:
     description:
-      - Maximum number of simultaneous connection attempts, 1 to 4096. The limit of open files and the size of the
-        kernel's neighbour table may reduce it.
+      - Maximum number of simultaneous connection attempts, 1 to 4096. The limit of open files may reduce it.
     type: int
     default: 256
   max_addresses:
@@ -282,8 +281,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             if machine.local:
                 variables["ansible_connection"] = "local"
                 variables["ansible_python_interpreter"] = sys.executable  # as for the implicit localhost
-            elif trust.place.ssh_port != 22:
-                variables["ansible_port"] = trust.place.ssh_port
+            elif trust.endpoint.ssh_port != 22:
+                variables["ansible_port"] = trust.endpoint.ssh_port
         for name, value in variables.items():
             # Text from the network must not be marked as a template.
             self.inventory.set_variable(host, name, value)
@@ -348,8 +347,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             self._warn(f"hosts: {name} does not resolve to an address; use its address instead")
         if report.left_out:
             self._print(f"{report.left_out} models have malformed entries and are ignored")
-        for place, reason in report.rejected:
-            self.display.vv(f"ollama: {place}: {reason}")
+        for endpoint, reason in report.rejected:
+            self.display.vv(f"ollama: {endpoint}: {reason}")
         for host, trust in untrusted[:20]:
             self._print(f"{host} is untrusted: {trust.reason}")
             if trust.accept:
@@ -425,9 +424,9 @@ class Declared:
 
 def _login_address(machine: Machine, trust: Trust, report: Report) -> str:
     """Return the address at which other machines reach it: this machine may have answered only at 127.0.0.1."""
-    if trust.place.address.startswith("127.") and report.own_addresses:
+    if trust.endpoint.address.startswith("127.") and report.own_addresses:
         return report.own_addresses[0]
-    return trust.place.address
+    return trust.endpoint.address
 
 
 def _host_name(address: str) -> str:

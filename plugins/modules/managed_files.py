@@ -44,12 +44,6 @@ options:
         description: Mode of the file; with O(files[].lines) only if this module creates the file.
         type: str
         default: "0644"
-      validate:
-        description: >-
-          Command that checks O(files[].content) before the file is written; C(%s) is replaced with a file that holds it.
-        type: list
-        elements: str
-        default: []
   members:
     description:
       - All hosts of the cluster, in the play or not, for O(files[].lines). The lines of other hosts are removed. An empty list
@@ -80,7 +74,6 @@ RETURN = r"""
 """
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +89,6 @@ Diff = dict[str, str]
 def file_diff(path: Path, before: str, after: str) -> Diff:
     """Return the change of one file for C(--diff)."""
     return {"before_header": str(path), "after_header": str(path), "before": before, "after": after}
-
-
-def validate(module: AnsibleModule, entry: dict[str, Any]) -> None:
-    """End the module with an error if the validation command of a file rejects its content."""
-    with tempfile.NamedTemporaryFile("w", suffix=".trainyard", encoding="utf-8") as file:
-        file.write(entry["content"])
-        file.flush()
-        code, out, err = module.run_command([word.replace("%s", file.name) for word in entry["validate"]])
-    if code:
-        module.fail_json(
-            msg=f"{entry['path']} was not written, validation failed: {' '.join((err or out).split())[-300:]}"
-        )
 
 
 def is_current(path: Path, content: str, mode: int) -> bool:
@@ -136,8 +117,6 @@ def update_file(module: AnsibleModule, entry: dict[str, Any]) -> Diff | None:
     if is_current(path, content, mode) if content else not os.path.lexists(path):
         return None
     diff = difference(path, content, mode)
-    if content and entry["validate"]:
-        validate(module, entry)
     if not module.check_mode:
         if content:
             write_atomic(path, content, mode)

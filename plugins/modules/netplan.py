@@ -42,10 +42,6 @@ options:
     description: Seconds within which the controller must reach the host at its new address.
     type: int
     default: 30
-  backup_dir:
-    description: Folder for the former files.
-    type: path
-    default: /var/lib/trainyard/netplan
   step:
     description: Part of the change to run; set by the action plugin.
     type: str
@@ -99,6 +95,7 @@ except ImportError:
     HAS_YAML = False
 
 ETC = Path("/etc/netplan")
+BACKUP = Path("/var/lib/trainyard/netplan/before.json")  # the former files
 CLOUD = Path("/etc/cloud/cloud.cfg.d/99-trainyard-network.cfg")
 CLOUD_TEXT = (
     "# trainyard: the role netplan manages the addresses; cloud-init would overwrite them at boot\n"
@@ -118,7 +115,6 @@ class AddressChange:
     def __init__(self, module: AnsibleModule) -> None:
         self.module = module
         self.params = module.params
-        self.backup = Path(self.params["backup_dir"], "before.json")
 
     def fail(self, message: str) -> NoReturn:
         """End the module with an error of one line."""
@@ -139,7 +135,7 @@ class AddressChange:
 
     def saved(self) -> dict[str, Any] | None:
         """Return the backup of the former configuration, or None before the first change."""
-        return json.loads(self.backup.read_text(encoding="utf-8")) if self.backup.exists() else None
+        return json.loads(BACKUP.read_text(encoding="utf-8")) if BACKUP.exists() else None
 
     # The NIC
 
@@ -356,13 +352,13 @@ class AddressChange:
             path = Path(name)
             saved["files"].setdefault(name, path.read_text(encoding="utf-8") if path.exists() else None)
             saved["wrote"][name] = digest(text)
-        write_atomic(self.backup, json.dumps(saved), 0o600)
+        write_atomic(BACKUP, json.dumps(saved), 0o600)
 
     def remove_backup(self) -> None:
         """Remove the backup, and its folder if it is empty."""
-        self.backup.unlink(missing_ok=True)
-        if self.backup.parent.is_dir() and not any(self.backup.parent.iterdir()):
-            self.backup.parent.rmdir()
+        BACKUP.unlink(missing_ok=True)
+        if BACKUP.parent.is_dir() and not any(BACKUP.parent.iterdir()):
+            BACKUP.parent.rmdir()
 
 
 def name_servers() -> list[str]:

@@ -30,10 +30,6 @@ options:
     description: Login user; settings for this user (C(Match) blocks) are checked too.
     type: str
     default: ""
-  service:
-    description: The name that M(service_reload) uses for sshd.
-    type: str
-    default: ssh
 extends_documentation_fragment: [trainyard, trainyard.files]
 """
 
@@ -49,7 +45,7 @@ up_to_date:
   type: bool
   returned: success
 reload_is_due:
-  description: Whether O(path) changed after M(service_reload) last reloaded O(service), also in an earlier play that was killed.
+  description: Whether O(path) changed after M(service_reload) last reloaded sshd, also in an earlier play that was killed.
   type: bool
   returned: success
 """
@@ -66,6 +62,7 @@ from ansible.module_utils.ssh_session import ssh_session
 from ansible.module_utils.sshd_config import hardening, ineffective, read_settings, with_drop_in
 
 SSHD = "/usr/sbin/sshd"
+SERVICE = "ssh"  # the name that M(service_reload) uses for sshd
 HEADER = """\
 # trainyard: settings that are stricter than those of this host; removed by playbooks/reset.yml
 # sshd uses the first value of each setting, and reads this folder in the order of the file names.
@@ -131,7 +128,7 @@ def main() -> None:
                 write_atomic(path, text, 0o644)
             else:
                 path.unlink()
-        reload_is_due = digest([path]) != read_digest(module.params["service"])
+        reload_is_due = digest([path]) != read_digest(SERVICE)
     except OSError as error:
         module.fail_json(msg=f"cannot write {path}: {error.strerror}", plain=True)
     diff = {"before_header": str(path), "after_header": str(path), "before": before, "after": text}

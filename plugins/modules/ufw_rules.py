@@ -7,12 +7,12 @@ DOCUMENTATION = r"""
 module: ufw_rules
 short_description: Manage the ufw rules of the cluster and leave other rules unchanged
 description:
-  - Rules whose comment starts with O(mark) are managed. Managed rules that are not in O(rules) are deleted. All other rules
+  - Rules whose comment starts with C(trainyard) are managed. Managed rules that are not in O(rules) are deleted. All other rules
     stay unchanged; a rule that exists without the mark is not marked.
   - Before ufw is enabled, the port of the current SSH connection and every port of sshd's configuration are opened to
     any address. These rules come first. Incoming connections that no rule allows are then denied.
   - If ufw is enabled, but the kernel does not have its rules, ufw is enabled again.
-  - The former state of ufw is stored in O(backup_dir), and O(state=absent) restores it.
+  - The former state of ufw is stored in C(/var/lib/trainyard/firewall), and O(state=absent) restores it.
 options:
   rules:
     description: Connections to allow, in addition to SSH.
@@ -43,14 +43,6 @@ options:
     type: str
     choices: [present, absent]
     default: present
-  mark:
-    description: Prefix of the comments of managed rules.
-    type: str
-    default: trainyard
-  backup_dir:
-    description: Folder for the former state of ufw.
-    type: path
-    default: /var/lib/trainyard/firewall
   rollback_timeout:
     description: >-
       Seconds after which ufw is disabled again, unless the unit C(trainyard-firewall-rollback.timer) is stopped first.
@@ -92,6 +84,8 @@ CONFIG = Path("/etc/ufw/ufw.conf")
 SSHD = Path("/usr/sbin/sshd")
 POLICIES = {"DROP": "deny", "REJECT": "reject", "ACCEPT": "allow"}
 ROLLBACK = "trainyard-firewall-rollback"
+BACKUP = Path("/var/lib/trainyard/firewall/before.json")
+MARK = "trainyard"  # prefix of the comments of managed rules
 
 
 def setting(path: Path, name: str, default: str) -> str:
@@ -182,15 +176,14 @@ class Firewall:
 
 def desired_rules(module: AnsibleModule) -> tuple[list[Rule], list[Rule]]:
     """Return the rules for SSH and the rules that the parameters ask for."""
-    mark = module.params["mark"]
     ssh: list[Rule] = []
     rules: list[Rule] = []
     session = ssh_session()
     try:
         for port in ssh_ports(module):
-            ssh += allow_rules(str(port), "tcp", "any", f"{mark}: SSH")
+            ssh += allow_rules(str(port), "tcp", "any", f"{MARK}: SSH")
         for entry in module.params["rules"]:
-            comment = f"{mark}: {entry['why']}".replace("'", "")
+            comment = f"{MARK}: {entry['why']}".replace("'", "")
             source = session.peer if session and entry["source"] == "controller" else entry["source"]
             if source != "controller":
                 rules += allow_rules(entry["port"], entry["proto"], source, comment)
@@ -211,16 +204,14 @@ def reject_firewalld(module: AnsibleModule) -> None:
 
 def save_state(module: AnsibleModule, state: dict[str, Any]) -> None:
     """Store ufw's settings and rule files, unless an earlier call stored them."""
-    backup = Path(module.params["backup_dir"], "before.json")
-    if backup.exists() or module.check_mode:
+    if BACKUP.exists() or module.check_mode:
         return
     texts = {path.name: path.read_text(encoding="utf-8") for path in FILES.values() if path.exists()}
-    write_atomic(backup, json.dumps({"state": state, "files": texts}), 0o644)
+    write_atomic(BACKUP, json.dumps({"state": state, "files": texts}), 0o644)
 
 
 def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     """Add and delete rules, enable ufw, and return the result of the module."""
-    mark = module.params["mark"]
     ssh, rules = desired_rules(module)
     reject_firewalld(module)
     state, current = current_state(), current_rules()
@@ -229,7 +220,7 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
         target["incoming"] = "deny"
     # If two rules are equal, the last one applies. Without IPv6 in ufw there are no IPv6 rules.
     desired = list({rule.identity: rule for rule in [*rules, *ssh] if rule.family == 4 or target["ipv6"]}.values())
-    delete, add = plan_changes(current, mark, desired)
+    delete, add = plan_changes(current, MARK, desired)
     start = not state["enabled"] or not loaded(module, state)
     changed = bool(delete or add or target != state or start)
     if changed:
@@ -252,7 +243,7 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
         firewall.enable()
     elif target["ipv6"] != state["ipv6"]:
         firewall.ufw("reload")
-    managed = [rule for rule in current if rule.comment.startswith(mark)]
+    managed = [rule for rule in current if rule.comment.startswith(MARK)]
     added = {rule.identity for rule in add}
     after = [rule for rule in managed if rule not in delete and rule.identity not in added] + add
     return {
@@ -280,13 +271,11 @@ def rollback_pending(module: AnsibleModule) -> bool:
 
 def absent(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     """Delete the managed rules, restore ufw's former settings, and return the result of the module."""
-    mark = module.params["mark"]
-    backup = Path(module.params["backup_dir"], "before.json")
     state, current = current_state(), current_rules()
-    saved = json.loads(backup.read_text(encoding="utf-8")) if backup.exists() else {"state": state, "files": {}}
+    saved = json.loads(BACKUP.read_text(encoding="utf-8")) if BACKUP.exists() else {"state": state, "files": {}}
     before = saved["state"]
-    managed = [rule for rule in current if rule.comment.startswith(mark)]
-    changed = bool(managed) or state != before or backup.exists()
+    managed = [rule for rule in current if rule.comment.startswith(MARK)]
+    changed = bool(managed) or state != before or BACKUP.exists()
     # Disable ufw before its rules are deleted: the rule for SSH is one of them.
     if state["enabled"] and not before["enabled"]:
         firewall.ufw("disable")
@@ -296,11 +285,11 @@ def absent(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
         firewall.delete(rule)
     if state["ipv6"] != before["ipv6"]:
         firewall.set_ipv6("yes" if before["ipv6"] else "no")
-    if backup.exists() and not module.check_mode:
+    if BACKUP.exists() and not module.check_mode:
         restore_files(saved["files"], before["enabled"])
-        backup.unlink()
-        if not any(backup.parent.iterdir()):
-            backup.parent.rmdir()
+        BACKUP.unlink()
+        if not any(BACKUP.parent.iterdir()):
+            BACKUP.parent.rmdir()
     return {
         "changed": changed,
         "rollback_pending": False,

@@ -25,7 +25,7 @@ from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
 
 from trainyard import openssh
-from trainyard.ansible_adapter import AnsibleTransport, Inventory, _transport
+from trainyard.ansible_adapter import AnsibleTransport, Inventory, make_transport
 from trainyard.connection import TOO_MUCH, FanOut, Host, HostConnection, InventoryError, Login, RemoteError, Transport
 from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote.__main__ import VERBS
@@ -36,12 +36,11 @@ __all__ = ["control_folder", "server"]
 HOSTILE = 'it\'s "quoted" $HOME `id` \\ ; * \t\n\u00e9'  # every character that a shell may treat specially
 
 
-def ansible_transport(folder: Path, **variables: Any) -> tuple[Host, AnsibleTransport]:
-    inventory = folder / "inventory.yml"
-    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": {"node1": variables}}}))
-    found = Inventory([str(inventory)])
-    values = found.variables["node1"]
-    return found.hosts[0], _transport("node1", values, PlayContext(), values.templar, "ssh")
+def ansible_transport(folder: Path, **variables: Any) -> AnsibleTransport:
+    file = folder / "inventory.yml"
+    file.write_text(yaml.safe_dump({"cluster": {"hosts": {"node1": variables}}}))
+    host = Inventory([str(file)]).variables["node1"]
+    return make_transport("node1", host, PlayContext(), host.templar, "ssh")
 
 
 def ssh_variables(login: Login, folder: Path) -> dict[str, Any]:
@@ -60,11 +59,11 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     if request.param == "local":
         return LocalTransport()
     if request.param == "ansible-local":
-        return ansible_transport(tmp_path, ansible_connection="local")[1]
+        return ansible_transport(tmp_path, ansible_connection="local")
     login = request.getfixturevalue("server").login
     if request.param == "ssh":
         return OpenSSHTransport(login)
-    return ansible_transport(tmp_path, **ssh_variables(login, tmp_path))[1]
+    return ansible_transport(tmp_path, **ssh_variables(login, tmp_path))
 
 
 @pytest.fixture
@@ -198,7 +197,7 @@ def test_all_reduce_measures_and_reports_failure() -> None:
 
 def test_an_unreachable_host_is_reported(server: Server, tmp_path: Path) -> None:
     closed = Login("127.0.0.1", port=free_port(), extra_arguments=server.login.extra_arguments)
-    for transport in (OpenSSHTransport(closed), ansible_transport(tmp_path, **ssh_variables(closed, tmp_path))[1]):
+    for transport in (OpenSSHTransport(closed), ansible_transport(tmp_path, **ssh_variables(closed, tmp_path))):
         with pytest.raises(RemoteError, match="refused") as error:
             transport.execute("true")
         assert "\n" not in str(error.value)
@@ -249,8 +248,8 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
     inventory.write_text(
         yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}, "other": {"hosts": {"x": {}}}})
     )
-    found = Inventory([str(inventory)])
-    first, second = found.hosts
+    read = Inventory([str(inventory)])
+    first, second = read.hosts
     assert first == Host(
         "node1",
         "10.0.0.1",
@@ -261,8 +260,10 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
         ollama_urls=("http://127.0.0.1:11434", "http://10.0.0.1:11434"),
     )
     assert (second.name, second.managed, second.login) == ("node2", False, server.login)
-    assert found.connect(second).transport.execute("echo there")[1] == b"there\n"
+    assert read.connect(second).transport.execute("echo there")[1] == b"there\n"
     first.check()
+    with pytest.raises(InventoryError, match="x: cluster_address is 'x'"):
+        read.connect("x").host.check()
     inventory.write_text(yaml.safe_dump({"cluster": {"hosts": {"x": {"cluster_processes": "two"}}}}))
     with pytest.raises(InventoryError, match=r"^x: cluster_processes is 'two'"):
         Inventory([str(inventory)])

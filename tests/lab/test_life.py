@@ -119,9 +119,6 @@ def start(lab: Lab, *arguments: str) -> subprocess.Popen[str]:
     [
         (signal.SIGTERM, "state.json"),
         (signal.SIGKILL, "node1/console.log"),
-        pytest.param(signal.SIGKILL, "state.json", marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, "node1/console.log", marks=pytest.mark.long),
-        pytest.param(signal.SIGINT, "state.json", marks=pytest.mark.long),
         pytest.param(signal.SIGINT, "node1/console.log", marks=pytest.mark.long),
     ],
 )
@@ -219,23 +216,3 @@ def test_invalid_command_is_one_line(one: Lab, arguments: list[str], message: st
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
-
-
-def test_without_root_the_reason_is_one_line(tmp_path: Path) -> None:
-    # The user "nobody" may lack access to the repository: copy the package.
-    subprocess.run(["cp", "-r", str(REPO / "molecule/resources/testbed"), str(tmp_path)], check=True)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder != Path("/") and folder != Path("/tmp"):
-            folder.chmod(0o755)
-    argv = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c"]
-    code = "from testbed import machine; print(machine.why_not())"
-    done = subprocess.run([*argv, code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "a lab requires root to create namespaces and mounts: run it with sudo\n"
-
-
-@pytest.mark.long
-def test_three_hosts_start_within_15_seconds(one: Lab) -> None:
-    """With a built root three hosts start in 6 s. The limit allows for other load of the machine."""
-    begun = time.monotonic()
-    one.up(hosts=3)
-    assert time.monotonic() - begun < 15

@@ -15,7 +15,7 @@ from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
-ADA, PASCAL, KEPLER, BLACKWELL = "0x2684", "0x1b06", "0x102d", "0x2b85"
+ADA, PASCAL, BLACKWELL = "0x2684", "0x1b06", "0x2b85"
 # A repository of packages with Debian's names, which the login user can read; the driver package contains an nvidia-smi that prints its version.
 REPOSITORY = r"""
 rm -rf /opt/nvidia; mkdir -p /opt/nvidia; cd /opt/nvidia
@@ -66,32 +66,11 @@ def play(lab: Lab, *arguments: str, **variables: Any) -> Played:
     )
 
 
-def test_the_role_reports_the_driver_and_changes_nothing(lab: Lab, host: Host) -> None:
-    cards(lab, host, PASCAL)
-    played = play(lab)
-    assert played.rc == 0 and played.count("changed") == 0, played.stdout
-    assert "0000:01:00.0  10de:1b06  Pascal  no driver" in played.stdout
-    assert "no driver is loaded: the GPUs need branch 580 with closed kernel modules" in played.stdout
-
-
-@pytest.mark.parametrize(
-    ("devices", "message"),
-    [
-        ([KEPLER], "the last driver for this GPU is 470, torch needs 525 or later"),
-        (
-            [PASCAL, BLACKWELL],
-            "no driver supports all GPUs of this host (Blackwell, Pascal): remove the GPUs of one generation",
-        ),
-        ([ADA], "apt has no "),
-    ],
-)
-def test_unsupported_gpus_are_an_error(lab: Lab, host: Host, devices: list[str], message: str) -> None:
-    cards(lab, host, *devices)
+def test_gpu_whose_driver_apt_does_not_have_is_an_error(lab: Lab, host: Host) -> None:
+    cards(lab, host, ADA)
     played = play(lab, nvidia_install=True)
     assert played.rc != 0 and played.count("changed") == 0, played.stdout
-    assert f"error: {host.name}: {message}" in played.stdout, played.stdout
-    if devices == [ADA]:
-        assert "no nvidia-driver: add contrib, non-free and non-free-firmware to the apt sources" in played.stdout
+    assert "no nvidia-driver: add contrib, non-free and non-free-firmware to the apt sources" in played.stdout
 
 
 def test_driver_that_does_not_support_the_gpu_is_rejected(lab: Lab, host: Host) -> None:

@@ -36,44 +36,26 @@ DATA = "/home/tester/trainyard"
 MARKERS = "find /home/tester -maxdepth 3 -name '.trainyard-preflight-*'"
 
 
-def mount(lab: Lab, host: Host, folders: tuple[str, str]) -> None:
-    """Mount one file system on the host before `host` and on `host`, as NFS does.
-
-    It holds the marker of a preflight that was killed.
-    """
+def share(lab: Lab, host: Host) -> None:
+    """Let two hosts share their data directory, as with homes on NFS. It holds the marker of a preflight that was killed."""
     image = lab.folder / SHARED
     machine.run("truncate", "--size=16M", image)
     machine.run("mke2fs", "-q", "-t", "ext4", "-E", "root_owner=1000:1000", image)
     device = machine.run("losetup", "--find", "--show", image).strip()
-    for each, folder in zip((lab.hosts[host.index - 2], host), folders, strict=True):
+    for each in (lab.hosts[host.index - 2], host):
         lab.inside(
             each,
             f"""mknod /dev/shared b 7 {device.removeprefix("/dev/loop")}
             [ -d {DATA} ] || runuser -u tester mkdir {DATA}
-            [ -d {folder} ] || mkdir {folder}
-            mount /dev/shared {folder}""",
+            mount /dev/shared {DATA}""",
         )
-    lab.inside(host, f"touch -d '1 day ago' {folders[1]}/.trainyard-preflight-killed")
-
-
-def share(lab: Lab, host: Host) -> None:
-    """Let two hosts share their data directory, as with homes on NFS."""
-    mount(lab, host, (DATA, DATA))
-
-
-def share_runs(lab: Lab, host: Host) -> None:
-    """Let two hosts share the folder of runs alone: one mounts it there, the other one has a link to the mount."""
-    mount(lab, host, (f"{DATA}/runs", "/srv/runs"))
-    lab.inside(host, f"rm -rf {DATA}/runs; runuser -u tester -- ln -s /srv/runs {DATA}/runs")
+    lab.inside(host, f"touch -d '1 day ago' {DATA}/.trainyard-preflight-killed")
 
 
 def unshare(lab: Lab) -> None:
-    """Undo `share` and `share_runs`."""
+    """Undo `share`."""
     for host in lab.hosts:
-        folders = f"{DATA} {DATA}/runs /srv/runs"
-        lab.inside(
-            host, f"for f in {folders}; do ! mountpoint -q $f || umount $f; done; rm -rf /dev/shared {DATA}/runs"
-        )
+        lab.inside(host, f"! mountpoint -q {DATA} || umount {DATA}; rm -rf /dev/shared")
     for line in machine.run("losetup", "--associated", lab.folder / SHARED).splitlines():
         machine.run("losetup", "--detach", line.partition(":")[0])
     (lab.folder / SHARED).unlink(missing_ok=True)
@@ -95,35 +77,21 @@ TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
         ("shared data directory", lambda lab, host: None, 1, "shared", f"data directory {DATA} with node2"),
     ],
     [
-        ("version", fault("skew", "peft", "0.0.7"), 2, "versions", "peft"),
         ("fill", fault("fill"), 3, "disk", "MB free"),
         ("cpu", fault("cpu", "20"), 3, "cpu", "quota"),
         ("shape", fault("shape", "100mbit"), 2, "link", "Mbit/s"),
         ("one port", fault("block", "29500"), 3, "firewall", "29500"),
-        ("link to a shared folder of runs", share_runs, 2, "", ""),
-        ("shared folder of runs", lambda lab, host: None, 1, "shared", f"folder of runs {DATA}/runs with node2"),
         ("no sudo", inside("mv /etc/sudoers.d/90-cloud-init-users /var/lib/sudoers.aside"), 2, "sudo", "sudo"),
         ("load of another program", unit("lab-load", "while :; do :; done"), 1, "load", "cores"),
         ("run of another launcher", unit("lab-run", TORCHRUN), 1, "busy", "torch.distributed.run"),
-        (
-            "damaged dataset",
-            inside(
-                "su tester -c 'mkdir -p ~/trainyard/store/datasets; echo x > ~/trainyard/store/datasets/00ff.jsonl'"
-            ),
-            2,
-            "checksum",
-            "damaged",
-        ),
     ],
     [
         ("crash", fault("crash"), 2, "ssh", "does not answer"),
         ("pause", fault("pause"), 3, "ssh", "does not answer"),
     ],
-    [("cut", fault("cut"), 3, "ssh", "does not answer")],
 ]
 UNDO = """systemctl stop lab-load lab-run 2>/dev/null || :
-[ ! -e /var/lib/sudoers.aside ] || mv /var/lib/sudoers.aside /etc/sudoers.d/90-cloud-init-users
-rm -rf /home/tester/trainyard/store/datasets"""
+[ ! -e /var/lib/sudoers.aside ] || mv /var/lib/sudoers.aside /etc/sudoers.d/90-cloud-init-users"""
 
 
 def preflight(inventory: Path, *words: str) -> tuple[int, dict[str, Any]]:
@@ -195,12 +163,6 @@ def test_healthy_cluster_has_no_failure_and_runs_an_all_reduce(lab: Lab, hosts: 
             # A random port may be in use on that host; then it is not checked.
             taken = report["hosts"][peer]["mesh"]["taken"]
             assert len(taken) < len(ports) and not any(wrong for port, wrong in ports.items() if int(port) not in taken)
-
-
-def test_host_without_torch(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
-    code, report = preflight(inventory_with(lab, tmp_path, cluster_python="/usr/bin/python3"), "-e", "quick=true")
-    assert code == 2
-    assert [row["host"] for row in report["findings"] if row["check"] == "torch"] == ["node1", "node2", "node3"]
 
 
 def test_a_closed_port_of_ollama_is_reported(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def ufw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(ufw_rules, "CONFIG", tmp_path / "ufw.conf")
     monkeypatch.setattr(ufw_rules, "DEFAULTS", tmp_path / "defaults")
     monkeypatch.setattr(ufw_rules, "ssh_ports", lambda module: [22])
-    monkeypatch.setattr(ufw_rules, "save_state", lambda module, state: None)
+    monkeypatch.setattr(ufw_rules, "BACKUP", tmp_path / "firewall/before.json")
     monkeypatch.setattr(ufw_rules, "Path", lambda *words: tmp_path / "missing")
     commands: list[str] = []
 
@@ -89,3 +89,14 @@ def test_rules_that_the_kernel_lost_are_loaded_again(
     result = run_module(ufw_rules, capsys, rules=[{"source": "10.0.0.2", "why": "peer"}])
     changes = [command.split()[1] for command in ufw if command.startswith("ufw ")]
     assert changes == ["--force", "prepend", "allow"] and result["changed"]
+
+
+def test_the_former_state_is_restored(ufw: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ufw.conf").write_text("ENABLED=no\n")
+    (tmp_path / "user.rules").write_text("### RULES ###\n")
+    assert run_module(ufw_rules, capsys)["changed"] and (tmp_path / "firewall/before.json").exists()
+    (tmp_path / "ufw.conf").write_text("ENABLED=yes\n")
+    (tmp_path / "user.rules").write_text("### RULES ###\n# added by ufw\n")
+    ufw.clear()
+    assert run_module(ufw_rules, capsys, state="absent")["changed"] and "ufw disable" in ufw
+    assert (tmp_path / "user.rules").read_text() == "### RULES ###\n" and not (tmp_path / "firewall").exists()

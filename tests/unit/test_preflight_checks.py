@@ -314,5 +314,5 @@ def test_the_report_has_an_exit_code_and_names_the_first_failure() -> None:
     assert several.other_lines == ["table", failure.line, warning.line], "the error is printed above them"
     assert Report([warning], [warning.line]).other_lines == [warning.line]
     report = Report([failure], [], healthy_hosts()).as_dict()
-    assert report["exit"] == 2 and report["findings"] == [failure.as_dict()]
+    assert report["exit"] == 2 and report["findings"] == [dataclasses.asdict(failure)]
     assert set(report["hosts"]["node1"]) == {"address", "data_dir", "python", "facts", "health", "mesh"}

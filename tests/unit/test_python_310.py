@@ -94,12 +94,6 @@ def test_newer_names_are_found(text: str) -> None:
     assert too_new(text)
 
 
-def test_newer_syntax_is_refused() -> None:
-    for text in ("try:\n    pass\nexcept* ValueError:\n    pass", "type A = int", "def f[T](x: T) -> T: ..."):
-        with pytest.raises(SyntaxError):
-            ast.parse(text, feature_version=(3, 10))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
 def test_the_remote_programs_run_with_the_python_of_a_distribution(version: str, tmp_path: Path) -> None:

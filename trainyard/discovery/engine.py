@@ -28,9 +28,9 @@ def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> 
     ports = dict(ssh_ports or {})
     found = asyncio.run(scan(plan.targets, settings, ports))
     macs = networks.mac_addresses(any(":" in t.address for t in plan.targets)) if len(found.answers) > 1 else {}
-    places = identity.places(found.answers, macs, ports, settings.ssh_port)
+    endpoints = identity.endpoints(found.answers, macs, ports, settings.ssh_port)
     own = {str(a.address).partition("%")[0] for a in here}
-    machines, warnings = identity.machines(places, own)
+    machines, warnings = identity.machines(endpoints, own)
     return Report(
         networks=plan.networks,
         skipped=plan.skipped,

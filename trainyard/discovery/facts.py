@@ -29,8 +29,8 @@ def machine_facts(machine: Machine, trust: Trust, report: Report) -> dict[str, A
 
     At most MAX_MODELS models are listed, the first by name.
     """
-    places = [trust.place, *(p for p in machine.places if p is not trust.place)]
-    servers = [(p.address, s) for p in places for s in p.servers]
+    endpoints = [trust.endpoint, *(p for p in machine.endpoints if p is not trust.endpoint)]
+    servers = [(p.address, s) for p in endpoints for s in p.servers]
     models = {m.name: m for _, s in reversed(servers) for m in s.models}
     loaded = {m.name: m for _, s in reversed(servers) for m in s.loaded}
     facts = {

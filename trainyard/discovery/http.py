@@ -1,4 +1,7 @@
-"""A bounded HTTP GET. The server is not trusted: its reply may be endless, too large or malformed."""
+"""A bounded HTTP GET. The server is not trusted: its reply may be endless, too large or malformed.
+
+The request is HTTP/1.0, to which no server answers in chunks.
+"""
 
 import asyncio
 import contextlib
@@ -35,7 +38,7 @@ async def get(address: str, port: int, path: str, timeout: float, connected: soc
                 reader, writer = await asyncio.open_connection(sock=connected, limit=MAX_HEADER)
             host = f"[{address.partition('%')[0]}]" if ":" in address else address
             writer.write(
-                f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nAccept: application/json\r\n"
+                f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAccept: application/json\r\n"
                 "User-Agent: trainyard\r\nConnection: close\r\n\r\n".encode()
             )
             return await _read_reply(reader)
@@ -57,50 +60,18 @@ async def get(address: str, port: int, path: str, timeout: float, connected: soc
 
 
 async def _read_reply(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readuntil(b"\r\n\r\n")
-    status, *lines = head.decode("latin-1").split("\r\n")
-    match = re.fullmatch(r"HTTP/1\.[01] (\d{3})(?: .*)?", status)
-    if not match:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    status = re.match(r"HTTP/1\.[01] (\d{3})[ \r]", head)
+    if not status:
         raise BadReply("the reply is not HTTP")
-    if match[1] != "200":
-        raise BadReply(f"HTTP status {match[1]}")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if "chunked" in headers.get("transfer-encoding", "").lower():
-        return await _read_chunks(reader)
-    if re.fullmatch(r"\d{1,18}", headers.get("content-length", ""), re.ASCII):
-        size = int(headers["content-length"])
-        if size > MAX_BODY:
-            raise BadReply(_too_large())
-        return await reader.readexactly(size)
-    return await _read_to_end(reader)
-
-
-async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
+    if status[1] != "200":
+        raise BadReply(f"HTTP status {status[1]}")
+    length = re.search(r"^content-length:[ \t]*(\d{1,18})[ \t]*\r$", head, re.ASCII | re.IGNORECASE | re.MULTILINE)
+    if length and int(length[1]) <= MAX_BODY:
+        return await reader.readexactly(int(length[1]))
     body = bytearray()
-    while part := await reader.read(65536):
+    while not length and len(body) <= MAX_BODY and (part := await reader.read(65536)):
         body += part
-        if len(body) > MAX_BODY:
-            raise BadReply(_too_large())
+    if length or len(body) > MAX_BODY:
+        raise BadReply(f"the reply is larger than {MAX_BODY // 1024 // 1024} MiB")
     return bytes(body)
-
-
-async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
-    """Read a chunked body (RFC 9112, section 7.1); extensions and trailers are ignored."""
-    body = bytearray()
-    while True:
-        line = await reader.readuntil(b"\r\n")
-        size = re.match(rb"[0-9A-Fa-f]{1,8}(?=[;\s])", line)
-        if not size:
-            raise BadReply("the reply is not HTTP")
-        length = int(size[0], 16)
-        if length == 0:
-            return bytes(body)
-        if len(body) + length > MAX_BODY:
-            raise BadReply(_too_large())
-        body += await reader.readexactly(length)
-        if await reader.readexactly(2) != b"\r\n":
-            raise BadReply("the reply is not HTTP")
-
-
-def _too_large() -> str:
-    return f"the reply is larger than {MAX_BODY // 1024 // 1024} MiB"

@@ -1,8 +1,7 @@
 """Group answers by machine. Before login there are only hints; `duplicates` uses the facts after login."""
 
 import ipaddress
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
@@ -28,7 +27,7 @@ class Server(BaseModel):
     response_ms: float
 
 
-class Place(BaseModel):
+class Endpoint(BaseModel):
     """An address of a machine, and the scan result at this address."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,21 +45,23 @@ class Machine(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     local: bool
-    places: tuple[Place, ...]
+    endpoints: tuple[Endpoint, ...]
 
     @property
     def addresses(self) -> list[str]:
         """The addresses of the machine."""
-        return [p.address for p in self.places]
+        return [p.address for p in self.endpoints]
 
 
-def places(answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str, int], ssh_port: int) -> list[Place]:
-    """Return one place per address: several ports at one address are always one machine."""
+def endpoints(
+    answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str, int], ssh_port: int
+) -> list[Endpoint]:
+    """Return one endpoint per address: several ports at one address are always one machine."""
     by_address: dict[str, list[Answer]] = {}
     for answer in answers:
         by_address.setdefault(answer.target.address, []).append(answer)
     return [
-        Place(
+        Endpoint(
             address=address,
             mac=macs.get(address, ""),
             ssh_port=ssh_ports.get(address, ssh_port),
@@ -76,40 +77,39 @@ def places(answers: Sequence[Answer], macs: dict[str, str], ssh_ports: dict[str,
                 for a in sorted(group, key=lambda a: a.target.port)
             ),
         )
-        for address, group in sorted(by_address.items(), key=lambda item: place_order(item[0]))
+        for address, group in sorted(by_address.items(), key=lambda item: endpoint_order(item[0]))
     ]
 
 
-def place_order(address: str) -> tuple:
+def endpoint_order(address: str) -> tuple:
     """Return a sort key: addresses that other machines can reach first, IPv4 before IPv6, by number."""
     ip = ipaddress.ip_address(address)
     return (ip.is_loopback, ip.is_link_local, *address_order(ip))
 
 
-def machines(found: Sequence[Place], own_addresses: set[str]) -> tuple[list[Machine], list[str]]:
-    """Group places by machine. The time is linear in the number of models, addresses and keys.
+def machines(found: Sequence[Endpoint], own_addresses: set[str]) -> tuple[list[Machine], list[str]]:
+    """Group endpoints by machine. The time is linear in the number of addresses and keys.
 
     Args:
-        found: the result of `places`.
+        found: the result of `endpoints`.
         own_addresses: the addresses of the machine that scans.
 
     Returns:
-        The machines, sorted by their first address, and warnings about machines that look like clones.
+        The machines, sorted by their first address, and warnings about machines that present the same key.
     """
-    hints = [_hints(place, own_addresses) for place in found]
-    groups = Groups(len(hints))
-    for members in _same_machine(hints):
+    own = [i for i, endpoint in enumerate(found) if _is_own(endpoint.address, own_addresses)]
+    groups = Groups(len(found))
+    for members in (own, *_same_machine(found, set(own))):
         for other in members[1:]:
             groups.join(members[0], other)
-    warnings = _clones(hints, groups)
     result = [
         Machine(
-            local=hints[members[0]].own,
-            places=tuple(sorted((hints[i].place for i in members), key=lambda p: place_order(p.address))),
+            local=members[0] in own[:1],
+            endpoints=tuple(sorted((found[i] for i in members), key=lambda p: endpoint_order(p.address))),
         )
         for members in groups.members()
     ]
-    return sorted(result, key=lambda m: address_order(m.places[0].address)), warnings
+    return sorted(result, key=lambda m: address_order(m.endpoints[0].address)), _shared_keys(found, set(own), groups)
 
 
 class Groups:
@@ -138,111 +138,50 @@ class Groups:
         return list(sets.values())
 
 
-@dataclass(frozen=True, eq=False)
-class _Hints:
-    """Hints about the machine of a place: whether it is this machine, SSH keys, network card, modification times of models."""
-
-    place: Place
-    own: bool
-    keys: frozenset[str]
-    mac: str
-    models: frozenset[tuple[str, str, str]]
+def _is_own(address: str, own_addresses: set[str]) -> bool:
+    return ipaddress.ip_address(address).is_loopback or address.partition("%")[0] in own_addresses
 
 
-def _hints(place: Place, own_addresses: set[str]) -> _Hints:
-    return _Hints(
-        place,
-        ipaddress.ip_address(place.address).is_loopback or place.address.partition("%")[0] in own_addresses,
-        frozenset(place.host_keys),
-        place.mac,
-        frozenset((m.name, m.digest, m.modified_at) for s in place.servers for m in s.models if m.modified_at),
-    )
+def _same_machine(found: Sequence[Endpoint], own: set[int]) -> Iterator[list[int]]:
+    """Yield endpoints that are one machine: the same SSH host key and network card, or one of them where the other is unknown.
 
-
-def _same_machine(hints: Sequence[_Hints]) -> Iterator[list[int]]:
-    """Yield places that are one machine.
-
-    The SSH host key is the strongest hint. The MAC address identifies the network card, and the modification times of the
-    models (in nanoseconds) the disk. A cloned image has the same key and often the same models, but another network card.
+    Clones of one image have the same key and different cards. A Wi-Fi repeater presents its own card for all machines. The
+    card is unknown behind a router, and the key without an SSH server.
     """
-    yield [i for i, hint in enumerate(hints) if hint.own]
-    by: dict[tuple, list[int]] = {}
-    for i, hint in enumerate(hints):
-        if hint.own:
+    by: dict[tuple[str, str], list[int]] = {}
+    for i, endpoint in enumerate(found):
+        if i in own:
             continue
-        for key in hint.keys:
-            # Some models are enough: one of the two may have a second server with other models.
-            for model in hint.models:
-                by.setdefault(("key and model", key, model), []).append(i)
-            if hint.mac:
-                by.setdefault(("key and card", key, hint.mac), []).append(i)
-            by.setdefault(("key and all models", key, hint.models), []).append(i)
-        if hint.mac:
-            by.setdefault(("card and all models", hint.mac, hint.models), []).append(i)
-        if hint.models:
-            by.setdefault(("all models", hint.models), []).append(i)
-    for (what, *_), members in by.items():
-        if len(members) > 1:
-            yield from _EVIDENCE[what]([(i, hints[i]) for i in members])
+        for key in endpoint.host_keys:
+            by.setdefault((key, ""), []).append(i)
+            if endpoint.mac:
+                by.setdefault((key, endpoint.mac), []).append(i)
+        if endpoint.mac:
+            by.setdefault(("", endpoint.mac), []).append(i)
+    for (key, mac), members in by.items():
+        unknown = any(not (found[i].mac if key else found[i].host_keys) for i in members)
+        if (key and mac) or unknown:
+            yield members
 
 
-_Members = list[tuple[int, _Hints]]
-
-
-def _all(members: _Members) -> Iterator[list[int]]:
-    yield [i for i, _ in members]
-
-
-def _if_a_card_is_unknown(members: _Members) -> Iterator[list[int]]:
-    """Unknown cards, as behind a router, may be the same; two known cards are compared in another step."""
-    if any(not hint.mac for _, hint in members):
-        yield [i for i, _ in members]
-
-
-def _if_a_key_is_unknown(members: _Members) -> Iterator[list[int]]:
-    if any(not hint.keys for _, hint in members):
-        yield [i for i, _ in members]
-
-
-def _if_a_key_and_a_card_are_unknown(members: _Members) -> Iterator[list[int]]:
-    """Two places with the same models are one machine if neither their keys nor their cards can be compared."""
-    neither = [i for i, hint in members if not hint.keys and not hint.mac]
-    only_card = [i for i, hint in members if not hint.keys and hint.mac]
-    only_key = [i for i, hint in members if hint.keys and not hint.mac]
-    if neither:
-        yield [i for i, _ in members]
-    elif only_card and only_key:
-        yield only_card + only_key
-
-
-_EVIDENCE: dict[str, Callable[[_Members], Iterator[list[int]]]] = {
-    "key and model": _all,
-    "key and card": _all,
-    "key and all models": _if_a_card_is_unknown,
-    "card and all models": _if_a_key_is_unknown,
-    "all models": _if_a_key_and_a_card_are_unknown,
-}
-
-
-def _clones(hints: Sequence[_Hints], groups: Groups) -> list[str]:
+def _shared_keys(found: Sequence[Endpoint], own: set[int], groups: Groups) -> list[str]:
     """Return a warning for each machine that presents the SSH host key of an earlier one."""
     warnings = []
     first_with: dict[str, int] = {}
     warned: set[tuple[int, int]] = set()
-    for i, hint in enumerate(hints):
-        if hint.own:
+    for i, endpoint in enumerate(found):
+        if i in own:
             continue
-        for key in sorted(hint.keys):
+        for key in endpoint.host_keys:
             first = first_with.setdefault(key, i)
             pair = (groups.find(first), groups.find(i))
-            if pair[0] == pair[1] or pair in warned:
-                continue
-            warned.add(pair)
-            warnings.append(f"{hints[first].place.address} and {hint.place.address} {_SAME_KEY}")
+            if pair[0] != pair[1] and pair not in warned:
+                warned.add(pair)
+                warnings.append(f"{found[first].address} and {endpoint.address} {_SAME_KEY}")
     return warnings
 
 
 _SAME_KEY = (
-    "present the same SSH host key but seem to be two machines (clones of one image): create new "
-    "keys on one of them (sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, then restart ssh)"
+    "present the same SSH host key on different network cards: if they are clones of one image, create new keys on one of "
+    "them (sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, then restart ssh); if they are one machine, exclude an address"
 )

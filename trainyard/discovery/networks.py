@@ -182,16 +182,6 @@ def mac_addresses(with_ipv6: bool) -> dict[str, str]:
     return macs
 
 
-def neighbour_limit() -> int:
-    """Return the number of addresses that can be scanned at once without an overflow of the kernel's neighbour table.
-
-    All network namespaces share the table (gc_thresh3, arp(7)). Half of it is reserved for other programs:
-    with a quarter, a scan of a /22 shortly after another scan overflows it.
-    """
-    limit = Path("/proc/sys/net/ipv4/neigh/default/gc_thresh3")  # absent inside a network namespace
-    return max(64, (int(limit.read_text(encoding="utf-8")) if limit.exists() else 1024) // 2)
-
-
 def _automatic(settings: Settings, here: list[Attached], taken: int) -> tuple[list[IPNetwork], list[str]]:
     """Return the attached private networks, the smallest first, up to max_addresses; and why others are skipped."""
     candidates: dict[IPNetwork, str] = {

@@ -5,10 +5,20 @@ An entry that violates a rule is ignored and counted. A reply with another struc
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic_core
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from .http import BadReply
 
@@ -37,50 +47,32 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class Details(Strict):
-    """`details` of a model."""
-
-    family: Optional = ""
-    parameter_size: Optional = ""
-    quantization_level: Optional = ""
+def _detail(name: str, reply_name: str) -> Any:
+    """Return a field that a reply has in `details`, and the cache under its own name."""
+    return Field("", validation_alias=AliasChoices(name, AliasPath("details", reply_name)))
 
 
-class TaggedModel(Strict):
-    """An entry of /api/tags."""
+class Model(Strict):
+    """A model on the disk of a server, as in an entry of /api/tags. `size` is in bytes; `modified_at` has nanosecond precision."""
 
     name: Name
     size: Bytes = 0
     digest: Optional = ""
+    family: Optional = _detail("family", "family")
+    parameters: Optional = _detail("parameters", "parameter_size")
+    quantisation: Optional = _detail("quantisation", "quantization_level")
     modified_at: Optional = ""
-    details: Annotated[Details, BeforeValidator(lambda v: {} if v is None else v)] = Details()
-
-
-class RunningModel(Strict):
-    """An entry of /api/ps."""
-
-    name: Name
-    size: Bytes = 0
-    size_vram: Bytes = 0
-
-
-class Model(Strict):
-    """A model on the disk of a server. `size` is in bytes; `modified_at` has nanosecond precision."""
-
-    name: Name
-    size: Bytes
-    digest: Text
-    family: Text
-    parameters: Text
-    quantisation: Text
-    modified_at: Text
 
 
 class Loaded(Strict):
-    """A model in the memory of a server; sizes are in bytes."""
+    """A model in the memory of a server, as in an entry of /api/ps; sizes are in bytes."""
 
     name: Name
-    size: Bytes
-    vram: Bytes
+    size: Bytes = 0
+    vram: Annotated[Bytes, Field(validation_alias=AliasChoices("vram", "size_vram"))] = 0
+
+
+Entry = TypeVar("Entry", Model, Loaded)
 
 
 def parse_version(body: bytes) -> str:
@@ -102,19 +94,7 @@ def parse_tags(body: bytes) -> tuple[list[Model], int]:
     Raises:
         BadReply: the reply is not from Ollama.
     """
-    entries, dropped = _entries(body, "/api/tags", TaggedModel)
-    models = [
-        Model(
-            name=e.name,
-            size=e.size,
-            digest=e.digest,
-            family=e.details.family,
-            parameters=e.details.parameter_size,
-            quantisation=e.details.quantization_level,
-            modified_at=e.modified_at,
-        )
-        for e in entries
-    ]
+    models, dropped = _entries(body, "/api/tags", Model)
     return sorted(models, key=lambda m: m.name), dropped
 
 
@@ -124,11 +104,10 @@ def parse_ps(body: bytes) -> list[Loaded]:
     Raises:
         BadReply: the reply is not from Ollama.
     """
-    entries, _ = _entries(body, "/api/ps", RunningModel)
-    return sorted((Loaded(name=e.name, size=e.size, vram=e.size_vram) for e in entries), key=lambda m: m.name)
+    return sorted(_entries(body, "/api/ps", Loaded)[0], key=lambda m: m.name)
 
 
-def _entries(body: bytes, path: str, kind: type[Strict]) -> tuple[list[Any], int]:
+def _entries(body: bytes, path: str, kind: type[Entry]) -> tuple[list[Entry], int]:
     reply = _object(body, path)
     listed = reply.get("models", ...)
     if listed is None:  # how Go encodes an empty list

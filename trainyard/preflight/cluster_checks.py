@@ -38,18 +38,18 @@ def duplicates(states: Sequence[HostState]) -> list[Finding]:
 
 def _identity(state: HostState) -> tuple[str, ...]:
     """Return the common property of inventory entries that are one machine with one data directory."""
-    facts = state.facts
+    return (*_machine(state), state.host.data_dir)
+
+
+def _machine(state: HostState) -> tuple[str, ...]:
+    """Return the common property of inventory entries that are one machine."""
     # Containers share a boot_id, and cloned images share a machine-id. Entries that share both are one machine.
-    return (facts["boot_id"], facts["machine_id"], *_own_addresses(facts), state.host.data_dir)
+    return (state.facts["boot_id"], state.facts["machine_id"], *_own_addresses(state.facts))
 
 
 def machines(states: Sequence[HostState]) -> list[HostState]:
     """Return the hosts, and of several that are one machine only the first: their measurements are the same."""
-    found: dict[tuple[str, ...], HostState] = {}
-    for state in states:
-        key = (state.facts["boot_id"], state.facts["machine_id"], *_own_addresses(state.facts))
-        found.setdefault(key, state)
-    return list(found.values())
+    return list({_machine(state): state for state in reversed(states)}.values())[::-1]
 
 
 def _own_addresses(facts: Mapping[str, Any]) -> tuple[str, ...]:

@@ -41,10 +41,6 @@ class Finding:
         """The line that preflight prints."""
         return f"{self.level}: {self.headline} [{self.check}]"
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the finding in the form of the JSON report."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Report:
@@ -73,11 +69,11 @@ class Report:
     @property
     def other_lines(self) -> list[str]:
         """The lines without that of the failure in `error`, which is printed above them."""
-        failure = next((finding.line for finding in self.findings if finding.level == "failure"), None)
-        if failure not in self.lines:
-            return self.lines
-        place = self.lines.index(failure)
-        return self.lines[:place] + self.lines[place + 1 :]
+        lines = list(self.lines)
+        failure = next((finding.line for finding in self.findings if finding.level == "failure"), "")
+        if failure in lines:
+            lines.remove(failure)
+        return lines
 
     def output(self, json_to: str) -> list[str]:
         """Return the lines to print.
@@ -99,7 +95,7 @@ class Report:
         """Return the JSON report."""
         return {
             "exit": self.exit_code,
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "hosts": {state.name: state.as_dict() for state in self.states},
             "all_reduce": self.all_reduce,
         }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.errors import AnsibleParserError
 from ansible.inventory.data import InventoryData
 from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import inventory_loader
@@ -27,7 +28,7 @@ from trainyard.discovery.facts import (
     old_names,
     scan_facts,
 )
-from trainyard.discovery.identity import Machine, Place, Server, machines
+from trainyard.discovery.identity import Endpoint, Machine, Server, machines
 from trainyard.discovery.replies import MAX_MODELS, Model
 from trainyard.discovery.report import Report
 from trainyard.discovery.trust import Trust
@@ -36,15 +37,15 @@ from trainyard.run.options import LaunchOptions
 KEY = "ssh-ed25519 " + "A" * 68
 
 
-def model(name: str, family: str = "f", modified: str = "") -> Model:
-    return Model(name=name, size=1, digest="d", family=family, parameters="", quantisation="", modified_at=modified)
+def model(name: str, family: str = "f") -> Model:
+    return Model(name=name, size=1, family=family)
 
 
-def place(address: str, models: tuple[Model, ...] = (), *, key: str = "", mac: str = "", ports: int = 1) -> Place:
+def endpoint(address: str, models: tuple[Model, ...] = (), *, key: str = "", mac: str = "", ports: int = 1) -> Endpoint:
     servers = tuple(
         Server(port=11434 + i, version="0.12.3", models=models, loaded=(), response_ms=1) for i in range(ports)
     )
-    return Place(address=address, mac=mac, host_keys=(key,) if key else (), servers=servers)
+    return Endpoint(address=address, mac=mac, host_keys=(key,) if key else (), servers=servers)
 
 
 def report(*found: Machine) -> Report:
@@ -56,8 +57,8 @@ def report(*found: Machine) -> Report:
 
 
 def facts(*models: Model) -> dict[str, Any]:
-    machine = Machine(local=False, places=(place("10.0.0.1", models),))
-    return machine_facts(machine, Trust(True, machine.places[0], "known"), report(machine))
+    machine = Machine(local=False, endpoints=(endpoint("10.0.0.1", models),))
+    return machine_facts(machine, Trust(True, machine.endpoints[0], "known"), report(machine))
 
 
 def declared_names(tree: Any) -> Iterator[str]:
@@ -118,8 +119,8 @@ def test_old_names_are_found_in_expressions() -> None:
 def test_models_and_groups_are_limited() -> None:
     many = tuple(model(f"m{i:05}", f"family{i}") for i in range(900))
     more = tuple(model(f"n{i:05}", "f") for i in range(900))
-    machine = Machine(local=False, places=(place("10.0.0.1", many), place("10.0.0.2", more)))
-    listed = machine_facts(machine, Trust(True, machine.places[0], ""), report(machine))[f"{PREFIX}models"]
+    machine = Machine(local=False, endpoints=(endpoint("10.0.0.1", many), endpoint("10.0.0.2", more)))
+    listed = machine_facts(machine, Trust(True, machine.endpoints[0], ""), report(machine))[f"{PREFIX}models"]
     assert len(listed) == MAX_MODELS and listed[0]["name"] == "m00000"
     assert len(model_groups(listed)) == MAX_GROUPS
     names = ["a" * MAX_GROUP_NAME, "b" * (MAX_GROUP_NAME + 1), "../..", "Q:1"]
@@ -144,13 +145,10 @@ def count_calls(work: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("key", ["", KEY], ids=["no key", "one key"])
 def test_grouping_is_linear_in_addresses(key: str) -> None:
-    """A neighbour can have many addresses, present one key on all of them, and invent the models."""
+    """A neighbour can have many addresses, and present one key on all of them."""
 
     def group(count: int) -> int:
-        found = [
-            place(f"10.0.{i // 250}.{i % 250}", (model(f"m{i}", "f", "t"), model("same", "f", "t")), key=key)
-            for i in range(count)
-        ]
+        found = [endpoint(f"10.0.{i // 250}.{i % 250}", key=key) for i in range(count)]
         return count_calls(lambda: machines(found, set()))
 
     assert group(2000) < 13 * group(200)
@@ -158,7 +156,7 @@ def test_grouping_is_linear_in_addresses(key: str) -> None:
 
 def test_warnings_are_linear_in_machines() -> None:
     clones = [
-        place(f"10.0.{i // 250}.{i % 250}", key=KEY, mac=f"02:00:00:00:{i // 99:02}:{i % 99:02}") for i in range(900)
+        endpoint(f"10.0.{i // 250}.{i % 250}", key=KEY, mac=f"02:00:00:00:{i // 99:02}:{i % 99:02}") for i in range(900)
     ]
     found, warnings = machines(clones, set())
     assert len(found) == 900 and len(warnings) == 899
@@ -195,8 +193,8 @@ def neighbours(count: int, models: int, local: bool = False) -> Report:
         *(
             Machine(
                 local=local,
-                places=(
-                    place(f"10.0.0.{i + 1}", tuple(model(f"m{i}-{j}", f"f{i}-{j}") for j in range(models)), key=KEY),
+                endpoints=(
+                    endpoint(f"10.0.0.{i + 1}", tuple(model(f"m{i}-{j}", f"f{i}-{j}") for j in range(models)), key=KEY),
                 ),
             )
             for i in range(count)
@@ -223,6 +221,11 @@ def test_untrusted_machines_have_no_groups(parse: Callable[..., InventoryData]) 
     options = {"groups": {"every": f"{PREFIX}version != ''"}, "keyed_groups": keyed}
     assert not {"every", "m0_0"} & set(parse(neighbours(3, 5), **options).groups)
     assert {"every", "m0_0"} <= set(parse(neighbours(3, 5, local=True), **options).groups)
+
+
+def test_an_old_variable_in_an_expression_is_an_error_with_strict(parse: Callable[..., InventoryData]) -> None:
+    with pytest.raises(AnsibleParserError, match="ollama_models is now discovered_models"):
+        parse(neighbours(1, 1), compose={"first": "ollama_models[0].name"}, strict=True)
 
 
 @pytest.mark.parametrize("trusted", [False, True])

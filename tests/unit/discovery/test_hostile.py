@@ -55,7 +55,7 @@ def test_malformed_entries_are_ignored_and_counted():
         "text",
         model("size", size="big"),
         model("negative", size=-1),
-        model("details", details=[1]),
+        model("family", details={"family": 1}),
     ]
     with serve([Server("127.0.7.1", 18434, models=[*bad, model("good"), model("bare", details=None)])]):
         [answer] = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(), {})).answers

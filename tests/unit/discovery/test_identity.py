@@ -3,27 +3,21 @@
 import itertools
 
 import pytest
-from fake_ollama import Server, model, serve
+from fake_ollama import Server, serve
 from test_ssh import sshd
 
 from trainyard.discovery.duplicates import find_duplicates
 from trainyard.discovery.engine import discover
-from trainyard.discovery.identity import Place, machines
+from trainyard.discovery.identity import Endpoint, machines
 from trainyard.discovery.identity import Server as Seen
-from trainyard.discovery.replies import Model
 from trainyard.discovery.settings import Settings
 
 KEY, OTHER_KEY = ("ssh-ed25519 " + c * 68 for c in "AB")
 
 
-def place(address: str, mac: str = "", key: str = "", modified: str = "", port: int = 11434) -> Place:
-    models = (
-        (Model(name="m", size=1, digest="d", family="f", parameters="", quantisation="", modified_at=modified),)
-        if modified
-        else ()
-    )
-    seen = Seen(port=port, version="0.12.3", models=models, loaded=(), response_ms=1)
-    return Place(address=address, mac=mac, host_keys=(key,) if key else (), servers=(seen,))
+def endpoint(address: str, mac: str = "", key: str = "") -> Endpoint:
+    seen = Seen(port=11434, version="0.12.3", models=(), loaded=(), response_ms=1)
+    return Endpoint(address=address, mac=mac, host_keys=(key,) if key else (), servers=(seen,))
 
 
 A, B = "02:00:00:00:00:0a", "02:00:00:00:00:0b"
@@ -34,39 +28,33 @@ ONE, TWO = "10.0.0.5", "10.0.0.6"
     ("first", "second", "count", "warning"),
     [
         # one network card with two addresses
-        (place(ONE, A, KEY), place(TWO, A, KEY), 1, ""),
-        (place(ONE, A), place(TWO, A), 1, ""),
-        # two network cards, one disk
-        (place(ONE, A, KEY, "t1"), place(TWO, B, KEY, "t1"), 1, ""),
-        # clones: one key, two cards, two disks
-        (place(ONE, A, KEY, "t1"), place(TWO, B, KEY, "t2"), 2, "clones of one image"),
-        (place(ONE, A, KEY), place(TWO, B, KEY), 2, "clones of one image"),
+        (endpoint(ONE, A, KEY), endpoint(TWO, A, KEY), 1, ""),
+        (endpoint(ONE, A), endpoint(TWO, A), 1, ""),
+        (endpoint(ONE, A, KEY), endpoint(TWO, A), 1, ""),
+        # clones of one image, or one machine with two cards
+        (endpoint(ONE, A, KEY), endpoint(TWO, B, KEY), 2, "the same SSH host key"),
         # behind a router: no MAC address
-        (place(ONE, "", KEY), place(TWO, "", KEY), 1, ""),
-        (place(ONE, "", KEY, "t1"), place(TWO, "", KEY, "t2"), 2, "clones of one image"),
-        (place(ONE, "", "", "t1"), place(TWO, "", "", "t1"), 1, ""),
+        (endpoint(ONE, "", KEY), endpoint(TWO, "", KEY), 1, ""),
+        (endpoint(ONE, A, KEY), endpoint(TWO, "", KEY), 1, ""),
+        (endpoint(ONE, "", KEY), endpoint(TWO, "", OTHER_KEY), 2, ""),
         # a Wi-Fi repeater presents its own MAC address for all machines
-        (place(ONE, A, KEY), place(TWO, A, OTHER_KEY), 2, ""),
-        (place(ONE, A, "", "t1"), place(TWO, A, "", "t2"), 2, ""),
-        # copied models alone are not proof
-        (place(ONE, A, "", "t1"), place(TWO, B, "", "t1"), 2, ""),
-        (place(ONE, A, KEY, "t1"), place(TWO, B, OTHER_KEY, "t1"), 2, ""),
+        (endpoint(ONE, A, KEY), endpoint(TWO, A, OTHER_KEY), 2, ""),
         # two machines
-        (place(ONE, A), place(TWO, B), 2, ""),
-        (place(ONE), place(TWO), 2, ""),
+        (endpoint(ONE, A), endpoint(TWO, B), 2, ""),
+        (endpoint(ONE), endpoint(TWO), 2, ""),
     ],
 )
 def test_hints(first, second, count, warning):
     for order in ([first, second], [second, first]):
         found, warnings = machines(order, set())
         assert len(found) == count
-        assert [m.places[0].address for m in found] == [ONE, TWO][:count]
+        assert [m.endpoints[0].address for m in found] == [ONE, TWO][:count]
         assert [warning in w for w in warnings] == ([True] if warning else [])
 
 
 def test_addresses_of_this_machine_are_one_machine():
-    places = [place(a) for a in ("10.0.0.9", "127.0.0.1", "10.0.0.1", "fe80::1%eth0", "192.168.7.1", "::1")]
-    found, _ = machines(places, {"10.0.0.1", "192.168.7.1", "fe80::1"})
+    endpoints = [endpoint(a) for a in ("10.0.0.9", "127.0.0.1", "10.0.0.1", "fe80::1%eth0", "192.168.7.1", "::1")]
+    found, _ = machines(endpoints, {"10.0.0.1", "192.168.7.1", "fe80::1"})
     assert [(m.local, m.addresses) for m in found] == [
         (True, ["10.0.0.1", "192.168.7.1", "fe80::1%eth0", "127.0.0.1", "::1"]),
         (False, ["10.0.0.9"]),
@@ -75,10 +63,10 @@ def test_addresses_of_this_machine_are_one_machine():
 
 def test_a_chain_of_hints_makes_one_machine_in_any_order():
     chain = [
-        place("10.0.0.5", A, KEY),
-        place("10.0.0.6", A, "", ""),
-        place("10.0.0.7", B, KEY, "t"),
-        place("10.0.0.8", "", KEY, "t"),
+        endpoint("10.0.0.5", A, KEY),
+        endpoint("10.0.0.6", A),
+        endpoint("10.0.0.7", B, OTHER_KEY),
+        endpoint("10.0.0.8", "", OTHER_KEY),
     ]
     for order in itertools.permutations(chain):
         found, _ = machines(order, set())
@@ -86,19 +74,13 @@ def test_a_chain_of_hints_makes_one_machine_in_any_order():
 
 
 @pytest.mark.lab
-def test_two_cards_two_ports_and_a_clone_with_real_ssh(lab, tmp_path):
+def test_two_addresses_two_ports_and_a_clone_with_real_ssh(lab, tmp_path):
     lab.controller("10.32.0.1/28")
-    twin = lab.node("twin", "10.32.0.5/28")
-    lab.card(twin, "eth1", "10.32.0.6/28")
+    twin = lab.node("twin", "10.32.0.5/28", "10.32.0.6/28")
     clone = lab.node("clone", "10.32.0.9/28")
     lab.wait_for_links()
-    models = [model("m", modified="2026-01-01T00:00:00.000000001Z")]
-    servers = [
-        Server("10.32.0.5", namespace=twin, models=models),
-        Server("10.32.0.6", namespace=twin, models=models),
-        Server("10.32.0.5", 11500, namespace=twin, models=[model("second")]),
-        Server("10.32.0.9", namespace=clone, models=[model("m", modified="2026-01-01T00:00:00.000000002Z")]),
-    ]
+    servers = [Server(a, namespace=twin) for a in ("10.32.0.5", "10.32.0.6")]
+    servers += [Server("10.32.0.5", 11500, namespace=twin), Server("10.32.0.9", namespace=clone)]
     settings = Settings(ports=(11434, 11500), this_machine=False)
     with (
         serve(servers),
@@ -107,11 +89,11 @@ def test_two_cards_two_ports_and_a_clone_with_real_ssh(lab, tmp_path):
     ):
         for _ in range(50):  # until both sshds listen
             report = lab.run(lambda: discover(settings))
-            if all(p.host_keys for m in report.machines for p in m.places):
+            if all(p.host_keys for m in report.machines for p in m.endpoints):
                 break
-    assert len({p.host_keys for m in report.machines for p in m.places}) == 1
+    assert len({p.host_keys for m in report.machines for p in m.endpoints}) == 1
     assert [m.addresses for m in report.machines] == [["10.32.0.5", "10.32.0.6"], ["10.32.0.9"]]
-    assert [s.port for s in report.machines[0].places[0].servers] == [11434, 11500]
+    assert [s.port for s in report.machines[0].endpoints[0].servers] == [11434, 11500]
     assert any("10.32.0.5 and 10.32.0.9 present the same SSH host key" in w for w in report.warnings)
 
 

@@ -87,9 +87,10 @@ def accept(net: Inventory, i: int) -> None:
         file.write(f"10.50.0.{i} {' '.join(key)}\n")
 
 
-def until_ssh_is_up(net: Inventory, *machines: int) -> None:
+def until_ssh_is_up(net: Inventory, *machines: int | str) -> None:
     for i in machines:
-        command = [*net.prefix, "ssh-keyscan", "-T", "5", f"10.50.0.{i}"]
+        address = i if isinstance(i, str) else f"10.50.0.{i}"
+        command = [*net.prefix, "ssh-keyscan", "-T", "5", address]
         for _ in range(100):
             if subprocess.run(command, capture_output=True).stdout:
                 break
@@ -230,25 +231,9 @@ def config(**options) -> dict:
 def test_text_from_the_network_is_never_a_template(here, tmp_path):
     cache = {"cache": True, "cache_plugin": "jsonfile", "cache_connection": str(tmp_path / "cache")}
     here.source("ollama.yml", config(compose={"first": "discovered_models[0].name"}, **cache))
-    (tmp_path / "play.yml").write_text(
-        yaml.safe_dump(
-            [
-                {
-                    "hosts": "discovered",
-                    "gather_facts": False,
-                    "tasks": [
-                        {
-                            "copy": {
-                                "content": "{{ discovered_models[0].name }}|{{ first }}",
-                                "dest": f"{tmp_path}/seen",
-                            }
-                        },
-                        {"copy": {"content": "{{ discovered_models | to_json }}", "dest": f"{tmp_path}/all"}},
-                    ],
-                }
-            ]
-        )
-    )
+    texts = {"seen": "{{ discovered_models[0].name }}|{{ first }}", "all": "{{ discovered_models | to_json }}"}
+    tasks = [{"copy": {"content": text, "dest": f"{tmp_path}/{name}"}} for name, text in texts.items()]
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([{"hosts": "discovered", "gather_facts": False, "tasks": tasks}]))
     for _ in ("scanned", "from the cache"):
         with serve([Server("127.0.10.1", 18434, models=[model(PROGRAM, family=PROGRAM)])]):
             done = here.run("ansible-playbook", str(tmp_path / "play.yml"))
@@ -303,55 +288,6 @@ def test_constructed_groups_and_strict(here):
     assert strict.returncode != 0 and "Could not set x" in strict.stderr
 
 
-@pytest.mark.slow
-def test_a_server_does_not_change_the_parameters_of_the_role_ollama(here, tmp_path):
-    """A machine that is declared and discovered keeps the operator's version and store."""
-    local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
-    here.source(
-        "hosts.yml",
-        {"cluster": {"hosts": {"node1": local}, "vars": {"ollama_version": "0.12.11", "ollama_sha256": "0" * 64}}},
-    )
-    here.source("ollama.yml", config())
-    (tmp_path / "play.yml").write_text(
-        yaml.safe_dump(
-            [
-                {
-                    "hosts": "node1",
-                    "gather_facts": False,
-                    "tasks": [
-                        {"include_role": {"name": "ollama", "defaults_from": "main", "public": True}},
-                        {
-                            "template": {
-                                "src": f"{TOP}/roles/ollama/templates/ollama.service.j2",
-                                "dest": f"{tmp_path}/ollama.service",
-                            }
-                        },
-                        {"copy": {"content": "{{ ollama_archive }}", "dest": f"{tmp_path}/archive"}},
-                    ],
-                }
-            ]
-        )
-    )
-    with serve(
-        [Server("127.0.10.1", 18434, version="6.6.6", models=[model('x"\nExecStartPre=/bin/evil'), model("y")])]
-    ):
-        done = here.run("ansible-playbook", str(tmp_path / "play.yml"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "/v0.12.11/" in (tmp_path / "archive").read_text()
-    unit = (tmp_path / "ollama.service").read_text()
-    assert 'Environment="OLLAMA_MODELS=/var/lib/ollama"' in unit and "6.6.6" not in unit
-
-
-@pytest.mark.slow
-def test_an_old_variable_in_an_expression_is_reported(here):
-    here.source("ollama.yml", config(compose={"first": "ollama_models[0].name"}))
-    done = here.graph()
-    assert done.returncode == 0 and "ollama_models is now discovered_models" in " ".join(done.stderr.split())
-    here.sources = []
-    here.source("ollama.yml", config(compose={"first": "ollama_models[0].name"}, strict=True))
-    assert here.graph().returncode != 0
-
-
 def test_this_machine_declared_as_two_nodes_stays_two_nodes(here):
     local = {"hosts": {"node1": {"ansible_connection": "local"}, "node2": {"ansible_connection": "local"}}}
     here.source("local.yml", {"cluster": local})
@@ -367,12 +303,8 @@ def test_this_machine_declared_as_two_nodes_stays_two_nodes(here):
     ("options", "words"),
     [
         ({"networks": ["8.8.8.0/24"]}, "networks: 8.8.8.0/24 is public"),
-        ({"networks": ["10.0.0.0/8"]}, "more than max_addresses (4,096)"),
-        ({"hosts": ["0.0.0.0"]}, "0.0.0.0 is an address to listen on"),
         ({"connect_timeout": 0}, "connect_timeout: got 0.0, expected 0.01 to 60"),
         ({"ports": ["http"]}, "ports"),
-        ({"passes": 3}, "passes"),
-        ({"interface": ["nope0"]}, "interface: nope0 is not up on this machine"),
     ],
 )
 def test_an_invalid_option_is_an_error_with_its_name(here, options, words):
@@ -440,11 +372,9 @@ def test_inventory_without_the_package_is_a_one_line_error(tmp_path, without_tra
     assert line.startswith("error: Ansible's Python (") and "the package trainyard: run make setup" in line
 
 
-@pytest.mark.parametrize(
-    "task", [{"trainyard": {"command": "preflight"}}, {"debug": {"msg": "{{ hostvars | netplan_problems(['a']) }}"}}]
-)
-def test_playbook_without_the_package_is_a_one_line_error(tmp_path, without_trainyard, task):
+def test_playbook_without_the_package_is_a_one_line_error(tmp_path, without_trainyard):
     """Action plugins and filters import the package; the callback is loaded before them."""
+    task = {"trainyard": {"command": "preflight"}}
     (tmp_path / "play.yml").write_text(yaml.safe_dump([{"hosts": "all", "gather_facts": False, "tasks": [task]}]))
     here = Inventory(tmp_path, without_trainyard)
     done = here.run("ansible-playbook", "-i", "a,", str(tmp_path / "play.yml"))
@@ -464,14 +394,8 @@ def test_identity_yml_finds_duplicates_after_login(lab, tmp_path, environment):
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "login"], check=True)
     (tmp_path / "authorized_keys").write_text((tmp_path / "login.pub").read_text())
     (tmp_path / "boot_id").write_text("11111111-2222-3333-4444-555555555555\n")
-    own_boot_id = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        f'mount --bind {tmp_path}/boot_id /proc/sys/kernel/random/boot_id && exec "$@"',
-        "-",
-    ]
+    bind = f'mount --bind {tmp_path}/boot_id /proc/sys/kernel/random/boot_id && exec "$@"'
+    own_boot_id = ["unshare", "--mount", "sh", "-c", bind, "-"]
     ssh = f"-o UserKnownHostsFile={tmp_path}/known_hosts -o StrictHostKeyChecking=accept-new -o ConnectionAttempts=10"
     inventory = Inventory(tmp_path, environment, lab.control)
     hosts = {"a": "10.51.0.5", "b": "10.51.0.6", "c": "10.51.0.9"}
@@ -488,11 +412,7 @@ def test_identity_yml_finds_duplicates_after_login(lab, tmp_path, environment):
         sshd(tmp_path, "one", "0.0.0.0", 22, nodes["one"], before=own_boot_id),
         sshd(tmp_path, "two", "0.0.0.0", 22, nodes["two"]),
     ):
-        for address in hosts.values():
-            for _ in range(100):
-                scan = [*inventory.prefix, "ssh-keyscan", "-T", "5", address]
-                if subprocess.run(scan, capture_output=True).stdout:
-                    break
+        until_ssh_is_up(inventory, *hosts.values())
         done = inventory.run("ansible-playbook", "playbooks/identity.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     output = " ".join(done.stdout.split())

@@ -1,4 +1,4 @@
-"""Parsing of ten thousand almost valid replies, over real sockets and directly in the parser."""
+"""Parsing of two thousand almost valid replies, over real sockets and directly in the parser."""
 
 import asyncio
 import json
@@ -72,10 +72,9 @@ def mutants(seed: int, count: int):
             [
                 b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body),
                 b"HTTP/1.0 200 OK\r\n\r\n",
-                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body),
             ]
         )
-        reply = bytearray(head + body + (b"\r\n0\r\n\r\n" if b"chunked" in head else b""))
+        reply = bytearray(head + body)
         for _ in range(chance.randrange(1, 6)):
             at = chance.randrange(len(reply) + 1)
             kind = chance.randrange(5)
@@ -95,9 +94,9 @@ def mutants(seed: int, count: int):
 
 
 @pytest.mark.slow
-def test_ten_thousand_broken_replies_over_a_socket():
+def test_two_thousand_broken_replies_over_a_socket():
     """Each reply is an answer or BadReply, without a crash or a hang, and all of them take less than a minute."""
-    count, at_once = 10_000, 50
+    count, at_once = 2_000, 50
     waiting, served = mutants(4, count), [0]
 
     async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -136,21 +135,12 @@ def test_ten_thousand_broken_replies_over_a_socket():
     assert time.perf_counter() - start < 60
 
 
-FRAMES = {
-    "to the end": b"HTTP/1.0 200 OK\r\n\r\n%s",
-    "length": b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s",
-    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n%x\r\n%s\r\n0\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("frame", FRAMES)
-def test_a_body_one_byte_too_large(frame: str) -> None:
+@pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"])
+def test_a_body_one_byte_too_large(head: bytes) -> None:
     async def main(size: int) -> int:
         async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            rest = size - (frame == "chunks")
-            values = (b"x" * rest,) if frame == "to the end" else (rest, b"x" * rest)
-            writer.write(FRAMES[frame] % values)
+            writer.write((head % size if b"%" in head else head) + b"x" * size)
             writer.close()
 
         async with await asyncio.start_server(serve_one, "127.0.8.1", 0) as server:

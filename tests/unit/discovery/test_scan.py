@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from pathlib import Path
 
 import pytest
 from fake_ollama import Server, model, serve
 
+from trainyard.discovery import scan as scanning
 from trainyard.discovery.engine import discover
 from trainyard.discovery.networks import Target
 from trainyard.discovery.report import Report
@@ -24,7 +24,7 @@ def calls(lab, settings: Settings, limit: float) -> list[Report]:
 
 
 def found(report: Report) -> list[str]:
-    return [m.places[0].address for m in report.machines]
+    return [m.endpoints[0].address for m in report.machines]
 
 
 @pytest.mark.lab
@@ -49,28 +49,23 @@ def test_servers_that_answer_in_450_ms_are_all_found_in_under_600_ms(lab24):
     assert all(len(r.machines) == 8 for r in reports)
 
 
-def neighbour_table() -> dict[str, int]:
-    """Return the kernel's counters, which only the initial network namespace shows."""
-    names, *rows = (line.split() for line in Path("/proc/net/stat/arp_cache").read_text().splitlines())
-    return {name: sum(int(row[i], 16) for row in rows) for i, name in enumerate(names)}
-
-
 @pytest.mark.lab
-def test_a_22_does_not_overflow_the_neighbour_table(lab):
-    lab.controller("10.20.0.1/22")
-    live = [
-        lab.node(f"n{i}", address) for i, address in enumerate(["10.20.0.9/22", "10.20.1.200/22", "10.20.3.254/22"])
-    ]
+def test_all_attached_networks_are_scanned_with_their_netmask_and_addresses_grouped(lab, monkeypatch):
+    """Without a default route. A local Ollama at two addresses is one machine, and does not end the search."""
+    monkeypatch.setenv("OLLAMA_HOST", "0.0.0.0")
+    lab.controller("10.30.0.1/23", "10.40.0.1/28")
+    lab.card(lab.control, "eth1", "192.168.77.1/24")
+    node, other = lab.node("n", "10.30.1.5/23", "10.30.1.6/23"), lab.node("other", "192.168.77.5/24")
+    beyond = lab.node("beyond", "10.40.0.200/24")
     lab.wait_for_links()
-    if not Path("/proc/net/stat/arp_cache").exists():
-        pytest.skip("this kernel does not show its neighbour table's counters here")
-    before = neighbour_table()["table_fulls"]
-    addresses = ["10.20.0.9", "10.20.1.200", "10.20.3.254"]
-    with serve([Server(a, namespace=n, models=[model(a)]) for a, n in zip(addresses, live, strict=True)]):
+    servers = [Server(a, namespace=node) for a in ("10.30.1.5", "10.30.1.6")]
+    servers.append(Server("192.168.77.5", namespace=other))
+    with serve([*servers, Server("0.0.0.0", namespace=lab.control), Server("10.40.0.200", namespace=beyond)]):
         report = lab.run(lambda: discover(Settings()))
-    assert found(report) == addresses
-    assert report.addresses == 1023  # all of them, and 127.0.0.1
-    assert neighbour_table()["table_fulls"] == before
+    local = ["10.30.0.1", "10.40.0.1", "192.168.77.1", "127.0.0.1"]
+    assert [m.addresses for m in report.machines] == [local, ["10.30.1.5", "10.30.1.6"], ["192.168.77.5"]]
+    assert [m.local for m in report.machines] == [True, False, False]
+    assert report.addresses == 510 + 14 + 254 + 1
 
 
 @pytest.mark.lab
@@ -88,7 +83,7 @@ def test_the_second_pass_scans_silent_addresses_only(lab):
     assert len(twice.machines) == 1
 
 
-@pytest.mark.parametrize("kind", ["ollama", "segments", "chunked", "to_the_end", "without_ps"])
+@pytest.mark.parametrize("kind", ["ollama", "segments", "to_the_end", "without_ps"])
 def test_replies_are_read_to_their_end(kind):
     models = [model("qwen2.5:0.5b"), model("llama3.2:1b", "llama")]
     loaded = [{"name": "qwen2.5:0.5b", "size": 900, "size_vram": 700}]
@@ -109,6 +104,15 @@ def test_results_are_in_the_order_of_addresses():
         targets = [Target(a, 18434) for a in ("127.0.4.2", "127.0.4.9", "127.0.4.10")]
         answers = asyncio.run(scan(targets, Settings(), {})).answers
     assert [a.target.address for a in answers] == ["127.0.4.2", "127.0.4.9", "127.0.4.10"]
+
+
+def test_a_large_network_is_scanned_with_pauses(monkeypatch):
+    monkeypatch.setattr(scanning, "UNPACED", 3)
+    monkeypatch.setattr(scanning, "RATE", 10)
+    targets = [Target(f"127.0.4.{i}", 18435) for i in range(1, 5)]
+    start = time.perf_counter()
+    assert len(asyncio.run(scan(targets, Settings(concurrency=2), {})).refused) == 4
+    assert 0.2 <= time.perf_counter() - start < 1
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from fake_ollama import Server, serve
 from netlab import daemon
 
-from trainyard.discovery.identity import Machine, Place
+from trainyard.discovery.identity import Endpoint, Machine
 from trainyard.discovery.identity import Server as Seen
 from trainyard.discovery.ssh import fetch_host_keys, fingerprint, known_hosts_name, read_known_hosts
 from trainyard.discovery.trust import check_trust
@@ -78,8 +78,8 @@ def test_fingerprints_equal_those_of_ssh(tmp_path, keys):
 
 def machine(*host_keys: str, address: str = "10.0.0.5", port: int = 22) -> Machine:
     seen = Seen(port=11434, version="0.12.3", models=(), loaded=(), response_ms=1)
-    place = Place(address=address, ssh_port=port, host_keys=host_keys, servers=(seen,))
-    return Machine(local=False, places=(place,))
+    endpoint = Endpoint(address=address, ssh_port=port, host_keys=host_keys, servers=(seen,))
+    return Machine(local=False, endpoints=(endpoint,))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_the_address_with_the_known_key_is_the_one_to_use(tmp_path, keys):
     file = tmp_path / "known_hosts"
     file.write_text(f"10.0.0.5 {keys[0]}\n")
     one, other = machine(keys[0], address="10.0.0.4"), machine(keys[0], address="10.0.0.5")
-    both = Machine(local=False, places=(*one.places, *other.places))
-    assert check_trust(both, read_known_hosts([str(file)]), {}, str(file)).place.address == "10.0.0.5"
+    both = Machine(local=False, endpoints=(*one.endpoints, *other.endpoints))
+    assert check_trust(both, read_known_hosts([str(file)]), {}, str(file)).endpoint.address == "10.0.0.5"
 
 
 def sshd(folder: Path, name: str, address: str, port: int, namespace: str | None = None, before: Sequence[str] = ()):
