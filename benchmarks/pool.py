@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
 
-from trainyard.ollama.client import Cancel, OllamaClient
 from trainyard.ollama.pool import OllamaNode, Prompt, TeacherPool
+from trainyard.remote.ollama_client import Cancel, OllamaClient
 
 TOKENS = 100  # of a real answer
 OPTIONS = {"temperature": 1.0, "num_predict": TOKENS, "num_thread": 1, "seed": 1}

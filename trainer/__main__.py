@@ -173,7 +173,7 @@ def data(argv: list[str]) -> int:
 def plan(argv: list[str]) -> int:
     """Print the estimates for every strategy, and a recommendation."""
     from trainer.costs.host_memory import read_hosts
-    from trainer.planner.report import plan as make_plan
+    from trainer.planner.plan_report import plan as make_plan
 
     data_dir, hosts = take_path(argv, "--data-dir") or Path.cwd(), read_hosts(take_value(argv, "--hosts") or "1")
     as_json, fast = take_switch(argv, "--json"), take_switch(argv, "--no-measure")

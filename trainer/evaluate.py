@@ -17,11 +17,11 @@ import torch
 from trainer.adapter_merge import adapted_model
 from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec
-from trainer.connection import end_with_connection
 from trainer.data.shapes import with_system_in_first_question
 from trainer.errors import UserError
 from trainer.files import to_json
 from trainer.greedy import answer_loss, greedy, prompt_rows
+from trainer.lost_connection import end_with_connection
 from trainer.model import load_tokenizer, read_causal_model
 from trainer.spec import read_spec
 from trainer.tokenizer_output import end_ids

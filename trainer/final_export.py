@@ -16,7 +16,7 @@ from trainer import __version__
 from trainer.config import RunSpec
 from trainer.costs.cost import EXPORT_PART
 from trainer.data.data_report import DataReport
-from trainer.data.files import HUB_ID
+from trainer.data.dataset_files import HUB_ID
 from trainer.errors import UserError
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.strategy import plan_of

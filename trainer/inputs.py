@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainer.supervise import files
+from trainer.supervise import run_files as files
 
 HOST_PREFIX = "host:"
 

@@ -18,7 +18,6 @@ import torch
 from trainer.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.base_weights import load_causal_model
 from trainer.config import RunSpec
-from trainer.connection import end_with_connection
 from trainer.data.corpus import Corpus, select
 from trainer.data.encode import encoded_dataset
 from trainer.data.order import held_out
@@ -27,6 +26,7 @@ from trainer.errors import UserError, first_line
 from trainer.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.finite import all_finite
 from trainer.greedy import answer_loss, greedy, prompt_rows
+from trainer.lost_connection import end_with_connection
 from trainer.model import ModelWithLoss, load_tokenizer, read_causal_model
 from trainer.spec import read_spec
 from trainer.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer

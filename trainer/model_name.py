@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from trainer.config import SMOLLM2, TINY
-from trainer.data.files import is_hub_id
+from trainer.data.dataset_files import is_hub_id
 from trainer.errors import UserError
 from trainer.inputs import path_kind, user_path
 

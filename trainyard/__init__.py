@@ -1,5 +1,6 @@
 """Makes unlike Linux machines a training cluster. Programs import `Cluster` and `TrainyardError`, see docs/api.md."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,4 @@ def __getattr__(name: str) -> Any:
     # Not at once: every module of the package imports this one, also where Ansible is not installed.
     if name not in ("Cluster", "TrainyardError"):
         raise AttributeError(f"module 'trainyard' has no attribute {name!r}")
-    from trainyard import api
-
-    return getattr(api, name)
+    return getattr(importlib.import_module("trainyard.api"), name)

@@ -28,9 +28,12 @@ from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import MAX_MESSAGE, memory_failure
 from trainer.formats import printable
 from trainer.supervise.processes import descendants, send_signal
-from trainyard import worker_output
-from trainyard.cluster import Cluster
-from trainyard.connection import (
+from trainyard.extra_vars import plain_data
+from trainyard.host_variables import make_host
+from trainyard.inventory import Cluster
+from trainyard.run.launch_options import ALIASES, options_from_variables
+from trainyard.wire import worker_output
+from trainyard.wire.connection import (
     OUTPUT_LIMIT,
     TOO_MUCH,
     FanOut,
@@ -41,10 +44,7 @@ from trainyard.connection import (
     RemoteError,
     last_line,
 )
-from trainyard.extra_vars import plain_data
-from trainyard.host_variables import make_host
-from trainyard.openssh import LocalTransport, OpenSSHTransport
-from trainyard.run.options import ALIASES, options_from_variables
+from trainyard.wire.openssh import LocalTransport, OpenSSHTransport
 
 __all__ = [
     "AnsibleTransport",

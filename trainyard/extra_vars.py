@@ -15,7 +15,7 @@ from trainer.errors import UserError, nearest
 from trainer.formats import printable
 from trainer.inputs import user_path
 from trainer.spec import MAX_LISTED, and_more, make_spec
-from trainyard.run import options
+from trainyard.run import launch_options as options
 
 MAX_VALUES = 1_000_000  # in one variable; the state of a session with a thousand hosts has fewer
 

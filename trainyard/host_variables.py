@@ -8,11 +8,11 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.formats import quoted
-from trainyard.connection import Host, InventoryError, Login
 from trainyard.extra_vars import plain_data
-from trainyard.ollama.client import is_server_url
 from trainyard.ollama.servers import server_urls
-from trainyard.run.options import make_options
+from trainyard.remote.ollama_client import is_server_url
+from trainyard.run.launch_options import make_options
+from trainyard.wire.connection import Host, InventoryError, Login
 
 OLLAMA_PORT = 11434  # roles/ollama
 DEFAULT_PYTHON = "/usr/bin/python3"

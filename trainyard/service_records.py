@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trainyard import front_end
-from trainyard.cluster import service_host
-from trainyard.connection import HostConnection, InventoryError, RemoteError
+from trainyard.inventory import service_host
 from trainyard.progress_record import SUFFIX
-from trainyard.run.copy_files import in_time
-from trainyard.run.start_record import LIMIT
+from trainyard.run.launch.start_record import LIMIT
+from trainyard.wire.connection import HostConnection, InventoryError, RemoteError
+from trainyard.wire.copy_files import in_time
 
 WAIT = 3.0  # s that a start waits for the host of the service
 ANSWER_LIMIT = 15.0  # s for the host of the service to keep a record

@@ -24,7 +24,7 @@ from trainer.costs.host_memory import BASE, own_memory_mib
 from trainer.costs.model_shape import shape_of
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
-from trainer.planner.report import plan, rows_of
+from trainer.planner.plan_report import plan, rows_of
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 

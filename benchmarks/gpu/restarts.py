@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.spec import make_spec
-from trainer.supervise.files import read_json
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.runs import manage_runs
+from trainer.supervise.run_files import read_json
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
 
 CRASHES = 3
 RUN = "restarts"
@@ -55,7 +55,7 @@ def trained(run_dir: Path, steps: int, after: int = 0) -> dict[str, Any]:
 
 def was_forked(pid: int) -> bool:
     """Return whether a rank's program is that of the standby process."""
-    return b"trainer.distributed.standby" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"trainer.distributed.standby_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def main(folder: Path) -> None:

@@ -8,9 +8,9 @@ from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 
 from trainyard.ansible_adapter import failure
-from trainyard.connection import RemoteError
-from trainyard.known_hosts import find_known_hosts
 from trainyard.provision.address_change import AddressChange, AddressChangeError
+from trainyard.wire.connection import RemoteError
+from trainyard.wire.known_hosts import find_known_hosts
 
 
 class ActionModule(ActionBase):

@@ -13,11 +13,11 @@ from trainyard.commands.functions import train_step
 from trainyard.commands.groups import Group
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS
-from trainyard.connection import InventoryError, RemoteError
 from trainyard.python_env.resolve import EnvironmentBuildError
 from trainyard.queue.manage import check_verb
-from trainyard.run.errors import RunError
-from trainyard.run.options import names as launch_names
+from trainyard.run.launch_options import names as launch_names
+from trainyard.wire.connection import InventoryError, RemoteError
+from trainyard.wire.run_errors import RunError
 
 TOP = Path(__file__).resolve().parents[2]
 ERRORS = (RunError, RemoteError, UserError, InventoryError, EnvironmentBuildError)

@@ -1,4 +1,4 @@
-"""Filters of the role dashboard. The logic is in trainyard/dashboard/service.py."""
+"""Filters of the role dashboard. The logic is in trainyard/dashboard/dashboard_service.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def dashboard_config(
 ) -> str:
     """Return the contents of the file with the settings of the service."""
     # Here, because they load pydantic, and every worker of Ansible loads every filter plugin.
-    from trainyard.connection import InventoryError
-    from trainyard.dashboard.service import service_config
+    from trainyard.dashboard.dashboard_service import service_config
     from trainyard.host_variables import make_host
+    from trainyard.wire.connection import InventoryError
 
     try:
         hosts = [make_host(name, hostvars[name]) for name in members]

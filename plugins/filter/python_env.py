@@ -21,7 +21,7 @@ def python_environments(hostvars: Any, hosts: Sequence[str], built: bool = False
 def python_env_error(infos: Any, check_mode: bool = False) -> str:
     """Return one line that says how the environments of the hosts differ, or an empty string."""
     # Every worker of Ansible that renders a template loads all filter plugins; this import takes a quarter of a second.
-    from trainyard.python_env.plan import consistency_error
+    from trainyard.python_env.environment_plan import consistency_error
 
     return consistency_error(infos, check_mode)
 

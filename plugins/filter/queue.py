@@ -1,4 +1,4 @@
-"""Filters of the role queue. The logic is in trainyard/queue/slurm.py."""
+"""Filters of the role queue. The logic is in trainyard/queue/slurm_conf.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 
-from trainyard.queue import slurm
+from trainyard.queue import slurm_conf as slurm
 
 ANOTHER = "has a configuration of Slurm that trainyard did not write (/etc/slurm/slurm.conf): remove it, or leave the host out"
 
@@ -38,7 +38,7 @@ def queue_problems(hostvars: Any, addresses: dict[str, str], controller: str) ->
 
 
 def queue_nodes(hostvars: Any, addresses: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the nodes in inventory order, with the fields of trainyard.queue.slurm.QueueNode and its properties."""
+    """Return the nodes in inventory order, with the fields of trainyard.queue.slurm_conf.QueueNode and its properties."""
     gpus = {host: hostvars[host]["cluster_gpus"] for host in addresses if "cluster_gpus" in hostvars[host]}
     try:
         nodes = slurm.queue_nodes(_facts(hostvars, addresses), addresses, gpus)

@@ -159,7 +159,7 @@ try:
     from trainyard.discovery.engine import discover
     from trainyard.discovery.facts import machine_facts, model_groups, old_names, scan_facts
     from trainyard.discovery.identity import Machine
-    from trainyard.discovery.report import Report, advice, summary, verdict
+    from trainyard.discovery.scan_result import Report, advice, summary, verdict
     from trainyard.discovery.settings import Settings, SettingsError
     from trainyard.discovery.ssh import read_known_hosts
     from trainyard.discovery.trust import Trust, check_trust

@@ -73,7 +73,7 @@ from ansible.module_utils.safe_path import check_path
 
 BLOCK = 1 << 20  # bytes
 STORE = "store"  # the files are below it, as in a data directory: trainyard/remote/relay.py opens nothing else
-INCOMING = f"{STORE}/incoming"  # where trainyard/run/relay.py writes
+INCOMING = f"{STORE}/incoming"  # where trainyard/wire/host_relay.py writes
 
 
 def remove(folder: Path) -> bool:

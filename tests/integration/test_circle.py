@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import UserError
-from trainyard.ollama import converter
+from trainyard.deploy import converter
 
 TOP = Path(__file__).resolve().parents[2]
 OLLAMA = shutil.which("ollama")

@@ -19,8 +19,8 @@ from run_hosts import TOP, Bed, bed, free_port, until
 from ssh_server import control_folder, server
 from test_run_session import dataset, session_of_plan
 
-from trainyard.connection import HostConnection
-from trainyard.openssh import LocalTransport
+from trainyard.wire.connection import HostConnection
+from trainyard.wire.openssh import LocalTransport
 
 __all__ = ["bed", "control_folder", "server"]
 

@@ -30,7 +30,7 @@ from trainer.errors import UserError
 from trainer.supervise.processes import descendants, is_running
 from trainyard.dashboard import security
 from trainyard.dashboard.certificate import FILE, own_certificate, user_certificate
-from trainyard.dashboard.options import DashboardOptions, run_dashboard
+from trainyard.dashboard.dashboard_options import DashboardOptions, run_dashboard
 from trainyard.dashboard.password import ATTEMPTS, AttemptLimit, hash_password, matches, read_password
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.server import login_method
@@ -68,11 +68,11 @@ class Served:
 SERVE = """
 import sys
 from pathlib import Path
-from trainyard.connection import Host, HostConnection
-from trainyard.dashboard.options import DashboardOptions, run_dashboard
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.dashboard.dashboard_options import DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
-from trainyard.openssh import LocalTransport
-from trainyard.run.options import LaunchOptions
+from trainyard.wire.openssh import LocalTransport
+from trainyard.run.launch_options import LaunchOptions
 folder = Path(sys.argv[1])
 host = Host("node1", "127.0.0.1", str(folder / "data"), sys.executable)
 given = {"dashboard_listen": sys.argv[2], "dashboard_port": 0, "dashboard_password_file": str(folder / "password")}

@@ -18,18 +18,18 @@ from dashboard_lines import HostOfRuns
 from dashboard_site import start_training, write_inventory
 from run_hosts import TOP, Bed, until
 
-from trainyard.connection import Host, HostConnection, Login, RemoteError
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.views import Action, Pages
-from trainyard.openssh import LocalTransport
 from trainyard.progress_record import SUFFIX, ProgressRecord
-from trainyard.run.options import LaunchOptions
-from trainyard.run.runs import stop_run
+from trainyard.run.follow.manage_runs import stop_run
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.service_records import WAIT, ServiceRecords
+from trainyard.wire.connection import Host, HostConnection, Login, RemoteError
+from trainyard.wire.openssh import LocalTransport
 
 pytestmark = pytest.mark.slow
 RUN = f"service-{os.getpid()}"

@@ -23,14 +23,14 @@ from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.gguf.llama import write_llama
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection
-from trainyard.ollama import converter
-from trainyard.ollama.client import OllamaClient
-from trainyard.ollama.deploy import Deployment, compare
-from trainyard.ollama.options import make_deploy_options
+from trainyard.deploy import converter
+from trainyard.deploy.deploy_options import make_deploy_options
+from trainyard.deploy.deployment import Deployment, compare
 from trainyard.ollama.servers import server_urls
-from trainyard.openssh import LocalTransport
-from trainyard.run.errors import RunError
+from trainyard.remote.ollama_client import OllamaClient
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
 
 TOP = Path(__file__).resolve().parents[2]
 ANSWERS = {f"What follows {n}?": f"After {n} comes {n + 1}." for n in range(20)}

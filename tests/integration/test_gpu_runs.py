@@ -13,13 +13,13 @@ from run_hosts import Bed, bed
 from test_run_session import SMALL, hosts
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.errors import PlanError
-from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.runs import manage_runs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.session import RunSession
 from trainyard.run.types import PlanEntry
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import PlanError
 
 __all__ = ["bed"]
 

@@ -20,14 +20,15 @@ from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainer.files import sha256_file
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection, Login, RemoteError
-from trainyard.openssh import LocalTransport
-from trainyard.run import hub, relay
-from trainyard.run.errors import PlanError, RunError, StageError
-from trainyard.run.options import make_options
+from trainyard.run.launch_options import make_options
+from trainyard.run.prepare import hub
 from trainyard.run.session import RunSession
-from trainyard.run.stage import release_claims
+from trainyard.run.stage.stage_files import release_claims
 from trainyard.run.types import PreviousStart
+from trainyard.wire import host_relay as relay
+from trainyard.wire.connection import Host, HostConnection, Login, RemoteError
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import PlanError, RunError, StageError
 
 SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 2, "eval_interval": 0, "loggers": "none"}
 

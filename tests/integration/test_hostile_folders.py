@@ -18,12 +18,12 @@ from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
 
 from trainer.supervise.processes import all_pids, environ, is_running
-from trainyard.connection import Host, HostConnection, RemoteError
-from trainyard.openssh import LocalTransport, OpenSSHTransport
-from trainyard.remote_archive import remote_command, remote_input
-from trainyard.run.errors import RunError
-from trainyard.run.gathered_logs import FILES_LIMIT, copy_logs
-from trainyard.run.launch import begin
+from trainyard.run.follow.gathered_logs import FILES_LIMIT, copy_logs
+from trainyard.run.launch.start_ranks import begin
+from trainyard.wire.connection import Host, HostConnection, RemoteError
+from trainyard.wire.openssh import LocalTransport, OpenSSHTransport
+from trainyard.wire.remote_archive import remote_command, remote_input
+from trainyard.wire.run_errors import RunError
 
 __all__ = ["control_folder", "server"]
 

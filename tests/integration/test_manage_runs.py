@@ -15,12 +15,12 @@ from run_hosts import Bed, bed, until
 from test_run_session import hosts
 
 from trainer.supervise.processes import descendants, is_running
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.errors import RunError
-from trainyard.run.launch import start_ranks
-from trainyard.run.options import LaunchOptions
-from trainyard.run.runs import manage_runs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch.start_ranks import start_ranks
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
 
 __all__ = ["bed"]
 

@@ -21,19 +21,19 @@ from run_hosts import free_port
 from test_deploy import Site, create_base, printable_answers_only
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, Login
+from trainyard.deploy.deploy_options import DeployOptions
 from trainyard.ollama.answers import AnswerFile, answers_path
-from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.teachers import Candidate
-from trainyard.openssh import LocalTransport
 from trainyard.queue import driver as module
 from trainyard.queue import step_work
-from trainyard.queue.lease import FAILED, FINISHED, Job
 from trainyard.queue.run_folder import QueuedStart
+from trainyard.queue.slurm_lease import FAILED, FINISHED, Job
 from trainyard.queue.step_work import LeaseLostError, ask_teachers
 from trainyard.queue.steps import CONVERTER, Servers, Steps, StudentOptions, prepare_student, step_data
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun, StagedFile
+from trainyard.wire.connection import Host, Login
+from trainyard.wire.openssh import LocalTransport
 
 SPEC = {
     "max_steps": 2, "epochs": 50, "seq_length": 64, "total_batch_size": 2, "batch_size": 2, "eval_interval": 0,

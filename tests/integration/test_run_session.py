@@ -16,13 +16,13 @@ from run_hosts import Bed, bed, until
 from ssh_server import control_folder, server
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection, Login
-from trainyard.openssh import LocalTransport, OpenSSHTransport
-from trainyard.run.errors import LaunchError, PlanError, RunError
-from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.runs import manage_runs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.session import RunSession
 from trainyard.run.types import PlanEntry, SessionState, plain, read
+from trainyard.wire.connection import Host, HostConnection, Login
+from trainyard.wire.openssh import LocalTransport, OpenSSHTransport
+from trainyard.wire.run_errors import LaunchError, PlanError, RunError
 
 __all__ = ["bed", "control_folder", "server"]
 

@@ -12,12 +12,12 @@ import pytest
 from run_hosts import Bed, bed, until
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.errors import PlanError, RunError
-from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.runs import manage_runs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import PlanError, RunError
 
 __all__ = ["bed"]
 pytestmark = pytest.mark.slow

@@ -21,12 +21,12 @@ from small_slurm import SmallSlurm
 from trainer_runs import records, until, write_jsonl
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.errors import RunError
-from trainyard.run.options import make_options
-from trainyard.run.runs import manage_runs, stop_run
+from trainyard.run.follow.manage_runs import manage_runs, stop_run
+from trainyard.run.launch_options import make_options
 from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
 
 
 class Site:

@@ -18,15 +18,15 @@ import pytest
 from run_hosts import FAKE_RANK, Bed, bed, parent_of, until
 from standby_bed import WAIT, ask, fail, log, prepare, stage_trainer, start, train_command, waiting
 
-from trainer.supervise.files import SupervisorError, is_alive
 from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import RUN_VARIABLE, descendants, environ, held_gpus, is_running
+from trainer.supervise.run_files import SupervisorError, is_alive
 from trainer.supervise.stop import stop
 from trainer.supervise.waiting import REQUEST, STATE, take_request
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.options import LaunchOptions
-from trainyard.run.runs import manage_runs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
 
 __all__ = ["bed"]
 

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from run_hosts import FAKE_RANK, TOP, Bed, bed, free_port, parent_of, until
 
-from trainer.supervise.files import LOG_LIMIT
 from trainer.supervise.logs import LOG_SIZE
 from trainer.supervise.processes import environ, is_running, process_stat, send_signal
 from trainer.supervise.ranks import EXIT_LIMIT
+from trainer.supervise.run_files import LOG_LIMIT
 from trainer.supervise.start import STOPPED
 from trainer.supervise.status import list_runs
 from trainer.supervise.status import status as status_here
-from trainyard.remote_archive import remote_command, remote_input
+from trainyard.wire.remote_archive import remote_command, remote_input
 
 __all__ = ["bed"]
 

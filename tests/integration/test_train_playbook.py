@@ -26,11 +26,11 @@ from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import run_processes
-from trainyard.connection import Host, HostConnection
 from trainyard.extra_vars import read_run_spec
-from trainyard.run.errors import RunError
-from trainyard.run.options import options_from_variables
+from trainyard.run.launch_options import options_from_variables
 from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.run_errors import RunError
 
 SMALL = {"seq_length": 64, "total_batch_size": 4, "max_steps": 8, "checkpoint_interval": 2, "eval_interval": 4}
 

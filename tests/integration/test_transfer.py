@@ -17,13 +17,13 @@ import pytest
 from run_hosts import TOP, free_port, until
 
 from trainer.files import sha256_file
-from trainyard.connection import Host, HostConnection, RemoteError
-from trainyard.openssh import LocalTransport
 from trainyard.remote.relay import ACCEPTED, relay
-from trainyard.run import relay as chain
-from trainyard.run.relay import Copy, Member, make_transfer_key, plan_relay
-from trainyard.run.transfer import copy_to_hosts
+from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import PlanEntry, StagedFile
+from trainyard.wire import host_relay as chain
+from trainyard.wire.connection import Host, HostConnection, RemoteError
+from trainyard.wire.host_relay import Copy, Member, make_transfer_key, plan_relay
+from trainyard.wire.openssh import LocalTransport
 
 SIZE = 2_000_000
 
@@ -113,9 +113,9 @@ def test_files_pass_from_host_to_host(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_failed_relay_is_one_warning(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts behind the one that fails receive the files from the controller; those before it have them."""
-    monkeypatch.setattr("trainyard.run.relay.IDLE", 1.0)
+    monkeypatch.setattr("trainyard.wire.host_relay.IDLE", 1.0)
     cluster.failing.add(("node3", "relay"))
-    monkeypatch.setattr("trainyard.run.relay.CONNECT", 1.0)
+    monkeypatch.setattr("trainyard.wire.host_relay.CONNECT", 1.0)
     files = [cluster.file("a")]
     cluster.copy(files)
     cluster.check(files)
@@ -244,7 +244,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, "tests/integration")
 import test_transfer as t
-from trainyard.run import relay
+from trainyard.wire import host_relay as relay
 relay.MINIMUM, relay.IDLE = 0, 1.0
 class Slow(t.Transport):
     def put(self, source, target):

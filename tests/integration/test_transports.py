@@ -24,12 +24,21 @@ from ansible.playbook.play_context import PlayContext
 from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
 
-from trainyard import openssh
 from trainyard.ansible_adapter import AnsibleTransport, Inventory, make_transport
-from trainyard.connection import TOO_MUCH, FanOut, Host, HostConnection, InventoryError, Login, RemoteError, Transport
-from trainyard.openssh import LocalTransport, OpenSSHTransport
 from trainyard.remote.__main__ import VERBS
-from trainyard.remote_archive import remote_archive, remote_command, remote_input
+from trainyard.wire import openssh
+from trainyard.wire.connection import (
+    TOO_MUCH,
+    FanOut,
+    Host,
+    HostConnection,
+    InventoryError,
+    Login,
+    RemoteError,
+    Transport,
+)
+from trainyard.wire.openssh import LocalTransport, OpenSSHTransport
+from trainyard.wire.remote_archive import remote_archive, remote_command, remote_input
 
 __all__ = ["control_folder", "server"]
 

@@ -17,15 +17,15 @@ from ssh_server import control_folder, server
 
 from trainer.spec import make_spec
 from trainer.supervise.claim import CLAIM_LIMIT, claimed_by_another, consume_claim, write_claim
-from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import link_free
-from trainyard.connection import Host, HostConnection, Login
-from trainyard.openssh import LocalTransport, OpenSSHTransport
+from trainer.supervise.run_files import SupervisorError
 from trainyard.remote.commit import commit
-from trainyard.run.errors import RunError
-from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.runs import manage_runs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection, Login
+from trainyard.wire.openssh import LocalTransport, OpenSSHTransport
+from trainyard.wire.run_errors import RunError
 
 __all__ = ["bed", "control_folder", "server"]
 

@@ -19,7 +19,7 @@ ACTION = """
 import time
 from ansible.utils.display import Display
 from trainyard.ansible_adapter import ClusterAction
-from trainyard.connection import FanOut
+from trainyard.wire.connection import FanOut
 
 
 def chatter():

@@ -17,7 +17,7 @@ from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
 from test_dashboard_service_hosts import FOLDER, LIB, PASSWORD, PORT, shown
 from testbed.root import DATA_DIR
 
-from trainyard.remote_archive import remote_command, remote_input
+from trainyard.wire.remote_archive import remote_command, remote_input
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 

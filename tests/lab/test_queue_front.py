@@ -30,7 +30,7 @@ from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.ollama.answers import answers_path
-from trainyard.queue.client import queue_host
+from trainyard.queue.queue_client import queue_host
 
 __all__ = ["cluster"]
 

@@ -17,7 +17,7 @@ from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
 from testbed.root import USER
 
 from trainer.__main__ import main
-from trainyard.run.trainer_archive import trainer_archive
+from trainyard.wire.trainer_archive import trainer_archive
 
 pytestmark = [*NEEDS_LAB, pytest.mark.long]
 

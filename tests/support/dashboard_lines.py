@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.link_free import link_free
-from trainyard.connection import Host, RemoteError
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import _parse
 from trainyard.dashboard.views import Pages
 from trainyard.remote.run_queries import QUERIES
-from trainyard.replies import checked_reply
+from trainyard.wire.connection import Host, RemoteError
+from trainyard.wire.replies import checked_reply
 
 SCRIPT = "<script>alert(1)</script>"
 

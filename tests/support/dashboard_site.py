@@ -21,9 +21,9 @@ from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.launch import start_ranks
+from trainyard.run.launch.start_ranks import start_ranks
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
 
 AXE = TOP / "tests/support/axe/axe.min.js"
 SCRIPT = "<script>window.executed=1</script><img src=x onerror=window.executed=1>"

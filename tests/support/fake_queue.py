@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainyard.connection import Host
-from trainyard.queue.client import Job, Node, QueueState
+from trainyard.queue.queue_client import Job, Node, QueueState
 from trainyard.queue.request import Request
 from trainyard.queue.requests import Site
+from trainyard.wire.connection import Host
 
 HOSTS = [Host(f"node{number}", f"10.0.0.{number}", "/data", "/usr/bin/python3") for number in (1, 2)]
 

@@ -61,19 +61,19 @@ from trainer.errors import UserError
 from trainer.spec import make_spec, read_spec
 from trainer.strategy import STRATEGIES
 from trainer.supervise.environment import run_environment
-from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import link_free
+from trainer.supervise.run_files import SupervisorError
 from trainyard import extra_vars
-from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
-from trainyard.discovery import replies
+from trainyard.discovery import ollama_replies as replies
 from trainyard.discovery.http import BadReply, get
 from trainyard.provision.addresses import address_errors
-from trainyard.replies import ReplyError
-from trainyard.run.errors import RunError
-from trainyard.run.options import OPTIONS, make_options, options_from_variables
-from trainyard.run.plan import environment
-from trainyard.run.spec_files import dataset_file
+from trainyard.run.launch_options import OPTIONS, make_options, options_from_variables
+from trainyard.run.plan.nodes import environment
+from trainyard.run.prepare.spec_files import dataset_file
 from trainyard.run.types import PlanEntry
+from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.wire.replies import ReplyError
+from trainyard.wire.run_errors import RunError
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no input reaches the network
 TOP = Path(__file__).resolve().parents[2]

@@ -18,10 +18,9 @@ from fuzz_inputs import change, dumps, mutate
 
 from trainer.checkpoint import find_defect
 from trainer.supervise.claim import claimed_by_another
-from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.run_files import SupervisorError
 from trainer.supervise.start import check_idle
-from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import _parse
@@ -30,12 +29,14 @@ from trainyard.remote.__main__ import VERBS
 from trainyard.remote.digests import Digests
 from trainyard.remote.host_facts import run_state
 from trainyard.remote.run_queries import QUERIES
-from trainyard.replies import ReplyError, checked_reply, untrusted_json
-from trainyard.run.artifacts import parse_result, summary
-from trainyard.run.monitor import Part, causes
-from trainyard.run.start_record import read_start
-from trainyard.run.status import status_rows, valid_runs
+from trainyard.run.follow.artifacts import parse_result, summary
+from trainyard.run.follow.monitor import causes
+from trainyard.run.follow.run_status import status_rows, valid_runs
+from trainyard.run.host_run import HostRun
+from trainyard.run.launch.start_record import read_start
 from trainyard.run.types import PlanEntry
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
 
 Special = Callable[[random.Random, Path], Path]
 Connect = Callable[[bytes], HostConnection]
@@ -172,7 +173,7 @@ def show(verb: str, answer: dict[str, Any]) -> None:
             status_rows("h", state)
     elif verb == "run_status":
         status_rows("h", answer)
-        part = Part("h", "/data/runs/r", 0, [0], answer=answer)
+        part = HostRun("h", "/data/runs/r", 0, [0], answer=answer)
         for cause in causes([part], 10.0):
             assert str(cause)
     elif verb == "read_files":
@@ -183,4 +184,4 @@ def show(verb: str, answer: dict[str, Any]) -> None:
         text = answer["text"].get("plan.json") or "[]"
         entries = checked_reply("plan.json", {"entries": untrusted_json(text)})["entries"]
         for entry in entries:
-            Part(entry["host"], "/data/runs/r", entry["node_rank"], entry["ranks"], replica=entry.get("replica"))
+            HostRun(entry["host"], "/data/runs/r", entry["node_rank"], entry["ranks"], replica=entry.get("replica"))

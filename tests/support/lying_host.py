@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from trainyard.connection import Host, HostConnection
 from trainyard.remote.exchange import FOLDER
 from trainyard.run.types import PlanEntry
+from trainyard.wire.connection import Host, HostConnection
 
 NOW = 1763690000.0
 RUN = "r"

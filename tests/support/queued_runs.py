@@ -23,8 +23,8 @@ from trainyard.ansible_adapter import Inventory
 from trainyard.queue.request import Request, slurm_options
 from trainyard.queue.run_folder import QueuedStart, program_archive
 from trainyard.remote.queue_phases import PROGRAM_DIGESTS
-from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import prepare
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.prepare.spec_files import prepare
 
 COUNTING = "/usr/local/bin/counting-python"
 SUBMIT = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from netlab import daemon
 
-from trainyard.ollama.client import OllamaClient, OllamaError
+from trainyard.remote.ollama_client import OllamaClient, OllamaError
 
 START_LIMIT = 60.0  # s
 PROGRAM = shutil.which("ollama")

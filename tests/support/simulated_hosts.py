@@ -16,8 +16,8 @@ from lying_host import RUN, honest
 
 from trainer.spec import make_spec
 from trainer.supervise.status import shorten
-from trainyard.connection import Host, HostConnection
 from trainyard.run.types import PreparedRun, StagedFile
+from trainyard.wire.connection import Host, HostConnection
 
 LATENCY = 0.05  # s of a request: Python starts on the host
 STEP = 0.5  # s of a training step

@@ -12,8 +12,8 @@ from typing import Any
 
 from netlab import Lab, in_namespace
 
-from trainyard.connection import Host, HostConnection, Login
-from trainyard.openssh import OpenSSHTransport
+from trainyard.wire.connection import Host, HostConnection, Login
+from trainyard.wire.openssh import OpenSSHTransport
 
 CONTROLLER = "10.77.0.254"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from run_hosts import free_port, until
 
-from trainyard.connection import Login
+from trainyard.wire.connection import Login
 
 MOST_ADDRESSES = 16  # on which one sshd listens: its MAX_LISTEN_SOCKS
 

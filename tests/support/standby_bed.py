@@ -15,7 +15,7 @@ from run_hosts import FAKE_RANK, Bed, free_port, until
 
 from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import waiting_processes
-from trainyard.run.trainer_archive import zip_packages
+from trainyard.wire.trainer_archive import zip_packages
 
 WAIT = 30.0
 LAUNCHER = [sys.executable, "-m", "trainer.distributed.torchrun"]

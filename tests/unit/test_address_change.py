@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainyard.connection import RemoteError
-from trainyard.known_hosts import KnownHosts
 from trainyard.provision import address_change
 from trainyard.provision.address_change import AddressChange, AddressChangeError
+from trainyard.wire.connection import RemoteError
+from trainyard.wire.known_hosts import KnownHosts
 
 OLD, NEW = "10.0.0.5", "10.0.0.9"
 KEY = "ssh-ed25519 AAAA"

@@ -16,7 +16,7 @@ from trainyard.api import Answers, Event, HostInfo, Job, Machine, Merged, Run, R
 from trainyard.api.run import EventLog
 from trainyard.commands.call import Call
 from trainyard.commands.table import COMMANDS
-from trainyard.run.errors import RunError
+from trainyard.wire.run_errors import RunError
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection, RemoteError
-from trainyard.run.check_training import (
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection, RemoteError
+from trainyard.workflows.check_training import (
     HostCheck,
     check_spec,
     check_training,
@@ -17,8 +19,6 @@ from trainyard.run.check_training import (
     turns,
     verdict,
 )
-from trainyard.run.options import LaunchOptions
-from trainyard.run.session import RunSession
 
 OPTIONS = LaunchOptions()
 

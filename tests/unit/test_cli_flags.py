@@ -14,7 +14,7 @@ import pytest
 
 from trainer.errors import UserError
 from trainyard.cli import __main__ as program
-from trainyard.cli.flags import Arguments, parse
+from trainyard.cli.command_flags import Arguments, parse
 from trainyard.commands.groups import COMMON, LAUNCH, SPEC, Group
 from trainyard.commands.table import COMMANDS
 

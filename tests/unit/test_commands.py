@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from trainer.errors import UserError
-from trainyard.cluster import Cluster
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS
-from trainyard.run.options import LaunchOptions
+from trainyard.inventory import Cluster
+from trainyard.run.launch_options import LaunchOptions
 
 TOP = Path(__file__).resolve().parents[2]
 

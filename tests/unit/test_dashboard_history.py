@@ -14,20 +14,20 @@ from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, gpu, host_line, ho
 
 from trainer.errors import UserError
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection, RemoteError
-from trainyard.dashboard import history as history_module
-from trainyard.dashboard import logs as logs_module
+from trainyard.dashboard import history_file as history_module
+from trainyard.dashboard import log_streams as logs_module
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.energy import GAP, EnergyMeter
-from trainyard.dashboard.history import History
-from trainyard.dashboard.logs import AGAIN, RunLog
+from trainyard.dashboard.history_file import History
+from trainyard.dashboard.log_streams import AGAIN, RunLog
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.state import ClusterView
 from trainyard.progress_record import SUFFIX, ProgressRecord, read_progress
-from trainyard.run.options import LaunchOptions
-from trainyard.run.start_record import has_start, keep_start, options_of, read_start
+from trainyard.run.launch.start_record import has_start, keep_start, options_of, read_start
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
+from trainyard.wire.connection import Host, HostConnection, RemoteError
 
 # Events -----------------------------------------------------------------------------------------------------------------
 

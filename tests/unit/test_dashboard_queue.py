@@ -19,8 +19,7 @@ from fake_slurm import FakeSlurm
 from test_queue_front_state import NOW, answer, state, utc
 
 from trainer.errors import UserError
-from trainer.supervise.files import SupervisorError
-from trainyard.connection import Host, HostConnection, RemoteError
+from trainer.supervise.run_files import SupervisorError
 from trainyard.dashboard import queue_watch, timeline
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.allocation import Allocation
@@ -29,14 +28,15 @@ from trainyard.dashboard.queue_watch import QueueWatch, make_view
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import Timeline
 from trainyard.dashboard.views import Pages
-from trainyard.queue.client import QueueClient, QueueState
-from trainyard.queue.history import list_queue
 from trainyard.queue.manage import ChangeOptions, change_runs
+from trainyard.queue.queue_client import QueueClient, QueueState
+from trainyard.queue.queue_tables import list_queue
 from trainyard.remote import queue as remote_queue
 from trainyard.remote import queue_job
 from trainyard.remote.sampler import Sampler
-from trainyard.replies import checked_reply
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.wire.connection import Host, HostConnection, RemoteError
+from trainyard.wire.replies import checked_reply
 
 __all__ = ["utc"]
 

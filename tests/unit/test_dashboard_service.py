@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import UserError
-from trainyard.connection import Host, Login
+from trainyard.dashboard.dashboard_service import KEY, read_config, service_config
 from trainyard.dashboard.pack import pack
-from trainyard.dashboard.service import KEY, read_config, service_config
+from trainyard.wire.connection import Host, Login
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -62,7 +62,7 @@ def test_the_packed_program_runs_without_the_project(tmp_path: Path) -> None:
     for folder in ("static", "templates"):
         files = {path.relative_to(source) for path in (source / folder).rglob("*.*") if path.suffix != ".LICENSE"}
         assert files and all((tmp_path / "program/trainyard/dashboard" / path).is_file() for path in files)
-    words = [sys.executable, "-P", "-m", "trainyard.dashboard.service", str(tmp_path)]
+    words = [sys.executable, "-P", "-m", "trainyard.dashboard.dashboard_service", str(tmp_path)]
     environment = {"PYTHONPATH": str(tmp_path / "program"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(words, cwd="/", env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "config.json is unreadable" in done.stderr and len(done.stderr.splitlines()) == 1
@@ -70,7 +70,7 @@ def test_the_packed_program_runs_without_the_project(tmp_path: Path) -> None:
 
 def test_the_server_does_not_load_numpy() -> None:
     """It would take 12 MB of its memory."""
-    modules = "trainyard.commands.table, trainyard.dashboard.server, trainyard.dashboard.service"
+    modules = "trainyard.commands.table, trainyard.dashboard.server, trainyard.dashboard.dashboard_service"
     check = f"import sys, {modules}; print([name for name in ('numpy', 'torch', 'tensorboard') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], cwd=TOP, capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr

@@ -15,10 +15,9 @@ import pytest
 from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, hosts, pages_of, receive, run_line
 
 from trainer.supervise.link_free import link_free
-from trainyard.connection import Login, RemoteError
 from trainyard.dashboard import state as state_module
 from trainyard.dashboard.app import Dashboard
-from trainyard.dashboard.formats import duration, number, rate, size
+from trainyard.dashboard.page_formats import duration, number, rate, size
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.prometheus import exposition
 from trainyard.dashboard.records import RunRecords
@@ -28,7 +27,8 @@ from trainyard.dashboard.views import spec_rows, spec_values
 from trainyard.remote import run_queries
 from trainyard.remote import sampler as remote_sampler
 from trainyard.remote.sampler import Sampler
-from trainyard.replies import ReplyError
+from trainyard.wire.connection import Login, RemoteError
+from trainyard.wire.replies import ReplyError
 
 
 @pytest.mark.parametrize(

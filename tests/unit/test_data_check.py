@@ -13,9 +13,9 @@ from trainer_runs import records, write_jsonl
 
 from trainer.errors import UserError
 from trainer.spec import make_spec
-from trainyard.run import data_check
-from trainyard.run.planning import data_lines
-from trainyard.run.spec_files import PreparedRun, prepare
+from trainyard.run.plan.make_plan import data_lines
+from trainyard.run.prepare import data_check
+from trainyard.run.prepare.spec_files import PreparedRun, prepare
 
 __all__ = ["model_folder"]
 

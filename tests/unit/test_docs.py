@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from trainyard.commands.options import LogsOptions
-from trainyard.dashboard.options import DashboardOptions
-from trainyard.evaluate.evaluate import OPTIONS as EVALUATE_OPTIONS
+from trainyard.commands.command_options import LogsOptions
+from trainyard.dashboard.dashboard_options import DashboardOptions
+from trainyard.evaluate.side_by_side import OPTIONS as EVALUATE_OPTIONS
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
-from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
+from trainyard.workflows.merge_runs import OPTIONS as MERGE_OPTIONS
 
 TOP = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -138,8 +138,8 @@ def known_names() -> set[str]:
     from trainer.config import FIELDS
 
     names = set(FIELDS) | PLAYBOOK_VARIABLES | UNKNOWN_ON_PURPOSE
-    if importlib.util.find_spec("trainyard.run.options"):
-        from trainyard.run import options
+    if importlib.util.find_spec("trainyard.run.launch_options"):
+        from trainyard.run import launch_options as options
 
         names |= set(options.names())
     for path in (TOP / "group_vars" / "all").glob("*.yml"):

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from trainyard.connection import Host
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
-from trainyard.python_env.plan import consistency_error, differences, plan, plan_environments
+from trainyard.python_env.environment_plan import consistency_error, differences, plan, plan_environments
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest, choose_flavour
+from trainyard.wire.connection import Host
 
 RATTLER = "py-rattler==0.28.0"
 TOP = Path(__file__).resolve().parents[2]

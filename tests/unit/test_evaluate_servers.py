@@ -14,8 +14,8 @@ from trainer.errors import UserError
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
 from trainyard.ollama import pool
-from trainyard.ollama.client import Cancel, OllamaError
 from trainyard.ollama.pool import Node, Prompt
+from trainyard.remote.ollama_client import Cancel, OllamaError
 
 QUESTIONS = [Question("q", ({"role": "user", "content": f"{n}?"},), str(n)) for n in range(5)]
 SETTINGS = {"temperature": 0.0, "num_predict": 9, "seed": 1}

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from trainyard.run.answer_times import LONGEST, SHORTEST
-from trainyard.run.errors import first_of
-from trainyard.run.follower import SHORT_POLL, Follower, evidence
-from trainyard.run.monitor import Cause, Part, Progress
-from trainyard.run.options import LaunchOptions
+from trainyard.run.follow.follower import SHORT_POLL, Follower, evidence
+from trainyard.run.follow.monitor import Cause, Progress
+from trainyard.run.host_run import HostRun
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.wire.run_errors import first_of
 
 LOST_LIMIT = 2.0
 LOST_PEER = {"type": "RuntimeError", "message": "Connection closed by peer", "traceback": "", "secondary": True}
@@ -62,7 +63,7 @@ class RunningHost:
 def test_a_host_without_an_answer_is_the_cause_of_the_errors_of_its_peers() -> None:
     hosts = {"a": RunningHost(0), "b": RunningHost(1), "c": RunningHost(2)}
     options = LaunchOptions(lost_limit=LOST_LIMIT)
-    parts = [Part(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
+    parts = [HostRun(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
     progress = Progress(3, options.progress_interval, options.stall_limit)
     follower = Follower(parts, lambda name: hosts[name], progress, options, lambda line: None)
 
@@ -85,7 +86,7 @@ def test_a_host_without_an_answer_is_the_cause_of_the_errors_of_its_peers() -> N
 def test_consequences_alone_end_a_run_once_every_host_answered() -> None:
     hosts = {"a": RunningHost(0), "b": RunningHost(1)}
     options = LaunchOptions(lost_limit=60)
-    parts = [Part(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
+    parts = [HostRun(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
     follower = Follower(parts, lambda name: hosts[name], Progress(2, 1.0, 600.0), options, lambda line: None)
     hosts["a"].failed.set()
     cause = follower.follow()
@@ -93,7 +94,7 @@ def test_consequences_alone_end_a_run_once_every_host_answered() -> None:
 
 
 def follower_of(hosts: dict[str, RunningHost], options: LaunchOptions) -> Follower:
-    parts = [Part(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
+    parts = [HostRun(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
     return Follower(parts, lambda name: hosts[name], Progress(2, 1.0, 600.0), options, lambda line: None)
 
 
@@ -116,7 +117,7 @@ def test_without_a_limit_a_lost_host_is_noticed_within_five_seconds() -> None:
 
 
 def test_a_host_is_asked_more_often_once_its_ranks_train() -> None:
-    part = Part("a", "/runs/r", 0, [0])
+    part = HostRun("a", "/runs/r", 0, [0])
     adapts = follower_of({"a": RunningHost(0)}, LaunchOptions())
     fixed = follower_of({"a": RunningHost(0)}, LaunchOptions(lost_limit=6))
     assert adapts.delay(part) == fixed.delay(part) == fixed.wait > SHORT_POLL
@@ -165,7 +166,7 @@ def test_a_traceback_that_the_log_has_too_is_shown_once() -> None:
 
     host = Host()
     error = {"message": "KeyError: 'column'", "traceback": traceback}
-    part = Part("node1", "/run", 0, [0], answer={"ranks": {"0": {"error": error}}, "status": "failed"})
+    part = HostRun("node1", "/run", 0, [0], answer={"ranks": {"0": {"error": error}}, "status": "failed"})
     found = lambda: evidence([part], Cause(0, 0, "node1", "a column", "rank"), lambda name: host)  # type: ignore  # noqa: E731
     shown = found()
     assert shown[:3] == traceback.splitlines() and shown.count("KeyError: 'column'") == 1

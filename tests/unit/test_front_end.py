@@ -19,7 +19,7 @@ EXCEPT = (
     "front_end.py",
     "discovery/",
     "extra_vars.py",
-    "run/merge.py",
+    "workflows/merge_runs.py",
     "ansible_adapter.py",
 )
 

@@ -17,7 +17,7 @@ from trainer.data.shapes import Sample
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
 from trainer.gguf.llama import UnsupportedModelError, write_llama
-from trainyard.ollama import converter
+from trainyard.deploy import converter
 
 TOP = Path(__file__).resolve().parents[2]
 # In one process: the imports of torch and transformers take most of the time.

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from trainer.spec import make_spec
-from trainer.supervise.files import SupervisorError, hold_lock, write_json
 from trainer.supervise.link_free import link_free
-from trainer.supervise.options import StartRequest
+from trainer.supervise.run_files import SupervisorError, hold_lock, write_json
 from trainer.supervise.start import check_idle
-from trainyard.connection import Host, InventoryError
+from trainer.supervise.start_request import StartRequest
 from trainyard.host_variables import make_host
 from trainyard.preflight.gpu_choice import assign_gpus, devices
 from trainyard.preflight.host_state import HostState
-from trainyard.run.errors import PlanError
-from trainyard.run.launch import start_request
-from trainyard.run.plan import environment, plan_lines, plan_nodes
+from trainyard.run.launch.start_ranks import start_request
+from trainyard.run.plan.nodes import environment, plan_lines, plan_nodes
+from trainyard.wire.connection import Host, InventoryError
+from trainyard.wire.run_errors import PlanError
 
 
 def state(name: str, count: int, machine: str = "", **more: Any) -> HostState:

@@ -15,14 +15,14 @@ import pytest
 from fake_nvidia_smi import write_nvidia_smi
 from fake_target import Target, serve_target
 
-from trainyard.connection import HostConnection, InventoryError
 from trainyard.extra_vars import check_names
 from trainyard.host_variables import make_host
 from trainyard.ollama.servers import host_urls
-from trainyard.openssh import LocalTransport
-from trainyard.preflight.hardware import gather_hardware, hardware_table
+from trainyard.preflight.hardware_table import gather_hardware, hardware_table
 from trainyard.remote.hardware import ollama_models
 from trainyard.remote.host_use import ollama_use
+from trainyard.wire.connection import HostConnection, InventoryError
+from trainyard.wire.openssh import LocalTransport
 
 TOP = Path(__file__).resolve().parents[2]
 

@@ -27,9 +27,9 @@ SHUTIL = {"copy", "copy2", "copyfile", "copytree", "move", "rmtree", "chown"}
 # file: {function: why it may}. An empty name is the whole file.
 KERNEL, ROOT = "reads /proc, /sys or /etc", "creates the trusted folder itself, whose links are followed"
 ALLOWED: dict[str, dict[str, str]] = {
-    "trainer/supervise/files.py": {"open_regular": "a path that a user names: its links are followed"},
+    "trainer/supervise/run_files.py": {"open_regular": "a path that a user names: its links are followed"},
     "trainer/supervise/link_free.py": {"": "the helper"},
-    "trainer/supervise/network.py": {"": KERNEL},
+    "trainer/supervise/interface.py": {"": KERNEL},
     "trainer/supervise/process_environment.py": {"": KERNEL},
     "trainer/supervise/processes.py": {"": KERNEL},
     "trainer/supervise/sandbox.py": {
@@ -62,14 +62,14 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainyard/remote/queue.py": {"": "the folder of the queue, which no rank can reach"},
     "trainyard/remote/receive.py": {"prepare_incoming": ROOT},
     "trainyard/remote/relay.py": {"_umask": KERNEL},
-    "trainyard/remote/slurm.py": {"_inspect_nodes": ROOT},
+    "trainyard/remote/slurm_checks.py": {"_inspect_nodes": ROOT},
     "trainyard/remote/verified_tree.py": {"": "programs of the queue, which no rank can reach"},
     "trainyard/queue/carry.py": {
         "": "the folder of the queue, which no rank can reach; hosts are reached through verbs"
     },
     "trainyard/queue/lease_step.py": {"main": "the folder of leases, which no rank can write"},
     "trainyard/queue/node_release.py": {"": KERNEL},
-    "trainyard/queue/service.py": {"": "the folder of the queue, which no rank can reach"},
+    "trainyard/queue/queue_service.py": {"": "the folder of the queue, which no rank can reach"},
 }
 
 

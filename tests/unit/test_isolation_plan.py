@@ -13,13 +13,13 @@ import pytest
 from trainer.config import RunSpec
 from trainer.distributed.listeners import PEERS, listen, peer_filter, restrict_listeners
 from trainer.supervise.socket_filter import permits_socket_filter
-from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.network import addresses
-from trainyard.run.errors import PlanError
-from trainyard.run.isolation import choose_isolation, isolation_lines, unit_lines
-from trainyard.run.launch import start_request
-from trainyard.run.plan import environment, plan_nodes
+from trainyard.run.launch.start_ranks import start_request
+from trainyard.run.plan.isolation import choose_isolation, isolation_lines, unit_lines
+from trainyard.run.plan.nodes import environment, plan_nodes
+from trainyard.wire.connection import Host
+from trainyard.wire.run_errors import PlanError
 
 SPEC = RunSpec()
 OWN = next(iter(addresses()), "")  # an address of this machine besides loopback

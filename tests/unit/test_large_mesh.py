@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_mesh import free_ports
 
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
 from trainyard.preflight.cluster_checks import connectivity
 from trainyard.preflight.host_state import HostState
-from trainyard.preflight.mesh import FULL_MESH, choose_peers, measure_mesh
+from trainyard.preflight.measurements import FULL_MESH, choose_peers, measure_mesh
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
 
 COUNT = FULL_MESH + 4
 LIMIT = 15.0  # s for one measurement

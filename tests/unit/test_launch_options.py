@@ -14,8 +14,8 @@ from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec
-from trainyard.run.options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables
-from trainyard.run.plan import environment
+from trainyard.run.launch_options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables
+from trainyard.run.plan.nodes import environment
 from trainyard.run.types import PlanEntry
 
 TOP = Path(__file__).resolve().parents[2]

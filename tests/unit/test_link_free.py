@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.supervise.files import LOG_LIMIT, hold_lock, is_locked, read_json, read_log, write_json
 from trainer.supervise.link_free import ENTRIES, LinkFreePath, link_free
+from trainer.supervise.run_files import LOG_LIMIT, hold_lock, is_locked, read_json, read_log, write_json
 from trainyard.remote.exchange import exchange
 from trainyard.remote.host_facts import last_rows
 from trainyard.remote.host_use import _deployed as deployed_models

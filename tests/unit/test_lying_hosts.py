@@ -30,26 +30,28 @@ from lying_host import (
 
 from trainer.errors import UserError
 from trainer.spec import make_spec
-from trainyard.connection import FanOut, Host, HostConnection, RemoteError
-from trainyard.ollama.converter import SHA256 as CONVERTER
-from trainyard.ollama.deploy import Deployment
-from trainyard.ollama.options import make_deploy_options
-from trainyard.openssh import LocalTransport
+from trainyard.deploy.converter import SHA256 as CONVERTER
+from trainyard.deploy.deploy_options import make_deploy_options
+from trainyard.deploy.deployment import Deployment
 from trainyard.preflight.runner import run_preflight
-from trainyard.run import copy_files, follower, planning
-from trainyard.run.artifacts import collect_artifacts
-from trainyard.run.copy_files import EDIT_LIMIT
-from trainyard.run.errors import RunError
-from trainyard.run.gather import describe
-from trainyard.run.host_files import HostAccess, describe_files
-from trainyard.run.launch import start_ranks
-from trainyard.run.options import make_options
-from trainyard.run.planning import plan_run
-from trainyard.run.relay import Copy, Member, run_relay
-from trainyard.run.runs import manage_runs
-from trainyard.run.stage import stage_files
-from trainyard.run.status import parts_to_monitor
+from trainyard.run.follow import follower
+from trainyard.run.follow.artifacts import collect_artifacts
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.follow.run_status import parts_to_monitor
+from trainyard.run.launch.start_ranks import start_ranks
+from trainyard.run.launch_options import make_options
+from trainyard.run.plan import make_plan as planning
+from trainyard.run.plan.facts import describe
+from trainyard.run.plan.make_plan import plan_run
+from trainyard.run.prepare.host_files import HostAccess, describe_files
+from trainyard.run.stage.stage_files import stage_files
 from trainyard.run.types import PreparedRun, StagedFile
+from trainyard.wire import copy_files
+from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.wire.copy_files import EDIT_LIMIT
+from trainyard.wire.host_relay import Copy, Member, run_relay
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
 
 OPTIONS = make_options({"lost_limit": 2.0, "stall_limit": 1.0, "progress_interval": 0})
 SPEC = make_spec({"run": RUN, "model": "tiny", "fake_data": True}, "the test")

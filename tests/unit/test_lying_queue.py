@@ -14,20 +14,20 @@ from lying_host import NONSENSE, RUN, Cluster, Lie, check_line, encode, honest, 
 
 from trainer.errors import UserError
 from trainer.spec import make_spec
-from trainyard.connection import RemoteError
 from trainyard.queue import requests
 from trainyard.queue.carry import CheckpointCopy
-from trainyard.queue.client import QueueClient
-from trainyard.queue.lease import Job, Leases, leased_hosts
 from trainyard.queue.manage import ChangeOptions, change_runs, show_runs
 from trainyard.queue.new_runs import NewRun
+from trainyard.queue.queue_client import QueueClient
 from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import Site, add_runs
-from trainyard.run.errors import RunError
-from trainyard.run.options import make_options
-from trainyard.run.runs import manage_runs
-from trainyard.run.slurm import check_job
+from trainyard.queue.slurm_lease import Job, Leases, leased_hosts
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch.slurm_launcher import check_job
+from trainyard.run.launch_options import make_options
 from trainyard.run.types import PlanEntry
+from trainyard.wire.connection import RemoteError
+from trainyard.wire.run_errors import RunError
 
 OPTIONS = make_options({"lost_limit": 2.0, "progress_interval": 0})
 Operation = Callable[[Cluster, Path], list[str]]

@@ -15,11 +15,11 @@ import pytest
 from simulated_hosts import Cluster, prepared_run
 
 from trainer.supervise.status import shorten
-from trainyard.connection import Host, HostConnection
-from trainyard.run.errors import PlanError
-from trainyard.run.options import make_options
+from trainyard.run.launch_options import make_options
 from trainyard.run.session import RunSession
 from trainyard.run.types import SessionState
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.run_errors import PlanError
 
 
 class Recording(Cluster):
@@ -86,7 +86,7 @@ def test_many_requests_raise_the_limit_of_open_files() -> None:
     """A thousand requests at once exceed the usual soft limit; in a separate process, because the limit stays
     raised."""
     program = (
-        "import resource; from trainyard.connection import FanOut;"
+        "import resource; from trainyard.wire.connection import FanOut;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard));"
         "FanOut({'a': dict}).wait(5); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]);"

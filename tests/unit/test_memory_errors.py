@@ -12,7 +12,7 @@ import pytest
 
 from trainer import __main__ as trainer_program
 from trainer.supervise import __main__ as supervisor_program
-from trainer.supervise.files import set_umask
+from trainer.supervise.run_files import set_umask
 from trainyard.ansible_adapter import ClusterAction
 from trainyard.cli import __main__ as trainyard_program
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run import merge
-from trainyard.run.errors import RunError
-from trainyard.run.merge import make_merge_options, merge_runs
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
+from trainyard.workflows import merge_runs as merge
+from trainyard.workflows.merge_runs import make_merge_options, merge_runs
 
 LOSSES = {
     "eval_loss": 1.0,

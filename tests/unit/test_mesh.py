@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from run_hosts import free_port
 
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
 from trainyard.preflight.runner import NOT_WRITTEN
 from trainyard.remote import health
 from trainyard.remote.folder_marker import FolderMarkers
 from trainyard.remote.mesh import Mesh
-from trainyard.run.errors import RunError
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import PlanEntry, SessionState
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
 
 HERE = Host("here", "127.0.0.1", "/nonexistent", sys.executable)
 CONNECTION = HostConnection(HERE, LocalTransport())

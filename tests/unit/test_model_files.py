@@ -13,10 +13,10 @@ from trainer_runs import records, write_jsonl
 
 from trainer.errors import UserError
 from trainer.spec import make_spec
-from trainyard.ollama.trained_run import read_tokens
-from trainyard.run.choose_strategy import spec_here
-from trainyard.run.model_files import _check_targets
-from trainyard.run.spec_files import prepare
+from trainyard.deploy.trained_run import read_tokens
+from trainyard.run.plan.choose_strategy import spec_here
+from trainyard.run.prepare.model_files import _check_targets
+from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.types import PreparedRun, StagedFile
 
 __all__ = ["dataset", "model_folder"]

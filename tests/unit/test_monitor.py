@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
-from trainyard.run import monitor
-from trainyard.run.monitor import Part, Progress, absent_replicas, causes, is_behind, killed_ranks
-from trainyard.run.status import gpu_cell, status_rows
+from trainyard.run.follow import monitor
+from trainyard.run.follow.monitor import Progress, absent_replicas, causes, is_behind
+from trainyard.run.follow.run_status import gpu_cell, status_rows
+from trainyard.run.host_run import HostRun, killed_ranks
 
 
-def part(host: str, rank: int, status: str = "running", **more: Any) -> Part:
+def part(host: str, rank: int, status: str = "running", **more: Any) -> HostRun:
     state = {"rank": rank, "status": "training", "step": 5, "steps": 80, "loss": 5.0, "time": 1.0, "pid": 1}
     state |= more.pop("state", {})
     silent, error = more.pop("silent", 0.0), more.pop("error", "")
     node = {"status": status, "failures": [], "exit_code": None, "node_rank": rank} | more.pop("node", {})
     answer = {"status": status, "node": node, "ranks": {str(rank): state}, "now": 100.0} | more
-    return Part(host, "/d/runs/r", rank, [rank], answer, silent, error)
+    return HostRun(host, "/d/runs/r", rank, [rank], answer, silent, error)
 
 
 def failed(rank: int, code: int | None = 1, signal: str | None = None) -> dict[str, Any]:
@@ -49,7 +50,7 @@ LOST_PEERS = error("Connection closed by peer", secondary=True)
         (part("b", 1, "failed", node={"exit_code": -9}), "torchrun on b was killed by SIGKILL"),
     ],
 )
-def test_the_cause_beats_its_consequences(broken: Part, says: str) -> None:
+def test_the_cause_beats_its_consequences(broken: HostRun, says: str) -> None:
     others = [part("a", 0, "failed", state=LOST_PEERS, node=failed(0)), part("c", 2, node=failed(2, -6, "SIGABRT"))]
     found = causes([others[0], broken, others[1]], lost_limit=10)
     assert found[0].text == says
@@ -89,7 +90,7 @@ def test_a_stall_does_not_name_a_teacher_that_waits_for_questions() -> None:
         part("a", 0, "failed", node={"exit_code": 1}),
     ],
 )
-def test_what_may_be_a_consequence_is_not_sure(weak: Part) -> None:
+def test_what_may_be_a_consequence_is_not_sure(weak: HostRun) -> None:
     (found,) = causes([weak, part("b", 1)], lost_limit=10)
     assert not found.sure
 
@@ -194,7 +195,7 @@ def test_waiting_for_a_rank_that_hangs_is_no_progress() -> None:
 
 def test_a_rank_without_a_heartbeat_stalls_too() -> None:
     progress = Progress(1, 2.0, stall_limit=60)
-    silent = Part("a", "/d", 0, [0], {"status": "running", "node": {}, "ranks": {}})
+    silent = HostRun("a", "/d", 0, [0], {"status": "running", "node": {}, "ranks": {}})
     assert progress.stalled([silent], 0.0) is None
     found = progress.stalled([silent], 61.0)
     assert found and "rank 0 on a has not written a heartbeat yet" in found.text
@@ -227,7 +228,7 @@ def test_the_gpus_are_shown_at_intervals_while_the_run_is_followed() -> None:
     assert monitor.gpu_line(many).endswith("rank 15 1W, 4 more ranks")
 
 
-def replicas(*parts: Part) -> list[Part]:
+def replicas(*parts: HostRun) -> list[HostRun]:
     for number, one in enumerate(parts):
         one.replica = number
     return list(parts)
@@ -246,7 +247,7 @@ def replicas(*parts: Part) -> list[Part]:
         ),  # torchrun restarts it
     ],
 )
-def test_the_run_continues_without_a_replica(broken: list[Part], absent: set[int]) -> None:
+def test_the_run_continues_without_a_replica(broken: list[HostRun], absent: set[int]) -> None:
     parts = replicas(*broken)
     found = causes(parts, lost_limit=10)
     assert absent_replicas(parts, found) == absent

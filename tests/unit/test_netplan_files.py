@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.module_utils.netplan_files import MANAGED_FILE, AddressSettings, Nic, definitions, edit, is_nic, load
-from trainyard.known_hosts import KnownHosts, find_known_hosts
 from trainyard.provision.addresses import address_errors
+from trainyard.wire.known_hosts import KnownHosts, find_known_hosts
 
 NIC = Nic("enp1s0", "02:79:00:00:03:09", gateway="192.168.1.1", dns=("192.168.1.1",))
 SETTINGS = AddressSettings("192.168.1.11/24")

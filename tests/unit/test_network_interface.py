@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer import slurm_script
-from trainer.supervise import network
+from trainer.supervise import interface as network
 
 # The answers of getent and ip on a host with two NICs: eth0 has the default route, ib0 the network of the cluster.
 TOOLS = {

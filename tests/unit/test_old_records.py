@@ -9,9 +9,9 @@ import yaml
 
 from trainer.spec import changed_fields, make_spec
 from trainyard.queue.run_folder import read_session
-from trainyard.run.plan import environment
-from trainyard.run.stage import plan_file
-from trainyard.run.start_record import read_service_start, read_start
+from trainyard.run.launch.start_record import read_service_start, read_start
+from trainyard.run.plan.nodes import environment
+from trainyard.run.stage.stage_files import plan_file
 from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
 
 SPEC = {"run": "r", "model": "host:/m", "dataset": "host:/d.jsonl", "max_steps": 3, "rows_per_step": 32}

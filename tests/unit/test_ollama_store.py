@@ -17,7 +17,7 @@ from plugins.module_utils.ollama_files import manifest_path, read_model
 from plugins.modules import ollama_staging
 from plugins.modules.ollama_store import damaged_blobs, missing_files
 from trainyard.ollama.model_copy import StoredModel, copy_model
-from trainyard.run.errors import RunError
+from trainyard.wire.run_errors import RunError
 
 
 def model(store: Path, name: str, *contents: bytes) -> None:

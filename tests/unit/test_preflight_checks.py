@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from trainyard.connection import Host, Login
+from trainyard.preflight.findings import Finding, Report, host_table
 from trainyard.preflight.host_state import HostState
-from trainyard.preflight.report import Finding, Report, host_table
 from trainyard.preflight.runner import check, controller_connections
+from trainyard.wire.connection import Host, Login
 
 GB = 1 << 30
 

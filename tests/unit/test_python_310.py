@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from interpreters import interpreter
 
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.remote_archive import remote_archive
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.remote_archive import remote_archive
 
 TOP = Path(__file__).resolve().parents[2]
 FOLDERS = ("plugins/modules", "plugins/module_utils", "trainyard/remote", "trainer/supervise")
-QUEUE = [TOP / "trainyard/queue" / name for name in ("service.py", "lease_step.py", "node_release.py")]
+QUEUE = [TOP / "trainyard/queue" / name for name in ("queue_service.py", "lease_step.py", "node_release.py")]
 SOURCES = sorted([*itertools.chain.from_iterable((TOP / folder).glob("*.py") for folder in FOLDERS), *QUEUE])
 # Staging runs with the Python of the cluster's environment.
 RUN_ONLY = {"receive.py", "digests.py", "relay.py", "local_files.py"}

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from trainer.supervise.link_free import link_free
-from trainyard.connection import Host, HostConnection, RemoteError
-from trainyard.openssh import LocalTransport
 from trainyard.queue import carry
 from trainyard.queue.carry import CheckpointCopy, CopyThread, newest_whole, on_hosts
 from trainyard.remote.checkpoints import complete
+from trainyard.wire.connection import Host, HostConnection, RemoteError
+from trainyard.wire.openssh import LocalTransport
 
 RUN = "r"
 SHARDS = {"__0_0.distcp": b"first", "__1_0.distcp": b"second"}

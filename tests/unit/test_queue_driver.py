@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, Login
 from trainyard.queue import driver as module
-from trainyard.queue.lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
 from trainyard.queue.never_starts import LOST_LIMIT
 from trainyard.queue.run_folder import QueuedStart
-from trainyard.run.errors import HostUnreachableError, LaunchError, RunError
-from trainyard.run.options import LaunchOptions
+from trainyard.queue.slurm_lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
+from trainyard.wire.connection import Host, Login
+from trainyard.wire.run_errors import HostUnreachableError, LaunchError, RunError
 
 
 class World:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainyard.queue.client import Job, Node, QueueState, parse_completed, parse_job, parse_node, parse_state
-from trainyard.queue.history import list_history, list_queue, run_state
+from trainyard.queue.queue_client import Job, Node, QueueState, parse_completed, parse_job, parse_node, parse_state
+from trainyard.queue.queue_tables import list_history, list_queue, run_state
 from trainyard.queue.reasons import refusal, why_waiting
 from trainyard.queue.request import Request, slurm_options
-from trainyard.replies import checked_reply
+from trainyard.wire.replies import checked_reply
 
 NOW = 1795430140.0
 JOBS = """\

@@ -20,19 +20,21 @@ from pathlib import Path
 import pytest
 
 from trainer.config import RunSpec
-from trainer.supervise.files import SupervisorError, is_locked, read_json, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import LEASE_VARIABLE, is_running
+from trainer.supervise.run_files import SupervisorError, is_locked, read_json, write_json
 from trainer.supervise.start import check_idle
-from trainyard.connection import Host, Login
-from trainyard.queue import lease, node_release, service
+from trainyard.queue import node_release
+from trainyard.queue import queue_service as service
+from trainyard.queue import slurm_lease as lease
 from trainyard.queue.run_folder import QueuedStart, program_archive, read_session
-from trainyard.remote import lease as remote_lease
+from trainyard.remote import lease_state as remote_lease
 from trainyard.remote import queue
 from trainyard.remote.queue_job import submit
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun, StagedFile
+from trainyard.wire.connection import Host, Login
 
 REPO = Path(__file__).resolve().parents[2]
 # Slurm 22.05 on three lab hosts, with names that a user chose.

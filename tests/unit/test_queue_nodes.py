@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hostile import HOSTILE_STRINGS
 
-from trainyard.queue.slurm import gpu_type, oldest, queue_nodes, version_problems
+from trainyard.queue.slurm_conf import gpu_type, oldest, queue_nodes, version_problems
 
 GPU = {"name": "NVIDIA GeForce RTX 3090", "memory_mib": 24576, "uuid": "GPU-1", "device": "/dev/nvidia0"}
 SMALL = {"name": "NVIDIA GeForce RTX 4060", "memory_mib": 8188, "uuid": "GPU-2", "device": "/dev/nvidia1"}

@@ -16,17 +16,17 @@ from fake_slurm import FakeSlurm
 
 from trainer.errors import UserError
 from trainer.planner.recommend import estimate_seconds
-from trainyard.cluster import Cluster
-from trainyard.connection import HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.queue.client import Node, QueueState, queue_host
+from trainyard.inventory import Cluster
 from trainyard.queue.manage import change_options, check_verb, manage_queue
 from trainyard.queue.new_runs import NewRun, read_runs
+from trainyard.queue.queue_client import Node, QueueState, queue_host
 from trainyard.queue.request import QueueOptions, Request
 from trainyard.queue.requests import add_runs, time_limit
-from trainyard.run.errors import RunError
-from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.spec_files import PreparedRun, prepare
+from trainyard.run.launch_options import LaunchOptions, make_options
+from trainyard.run.prepare.spec_files import PreparedRun, prepare
+from trainyard.wire.connection import HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
 
 TOP = Path(__file__).resolve().parents[2]
 HOST = HOSTS[0]

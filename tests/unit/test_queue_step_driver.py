@@ -11,13 +11,13 @@ import pytest
 from test_queue_driver import World, drive, ended, running, submit_again, world, write_state
 
 from trainyard.queue import driver as module
-from trainyard.queue.client import Job as ListedJob
-from trainyard.queue.client import QueueState
-from trainyard.queue.history import describe
-from trainyard.queue.lease import AGAIN, FAILED, Job
+from trainyard.queue.queue_client import Job as ListedJob
+from trainyard.queue.queue_client import QueueState
+from trainyard.queue.queue_tables import describe
 from trainyard.queue.request import Request
+from trainyard.queue.slurm_lease import AGAIN, FAILED, Job
 from trainyard.queue.step_work import LeaseLostError
-from trainyard.run.errors import RunError
+from trainyard.wire.run_errors import RunError
 
 __all__ = ["world"]
 

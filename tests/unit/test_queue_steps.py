@@ -14,7 +14,7 @@ from fake_queue import HOSTS, FakeQueue
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
 from trainer.errors import UserError
-from trainyard.cluster import Cluster
+from trainyard.inventory import Cluster
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate
 from trainyard.queue import manage, requests, steps
@@ -22,8 +22,8 @@ from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.requests import Site, add_runs
 from trainyard.queue.run_folder import read_session
 from trainyard.queue.steps import Servers, servers_of
-from trainyard.run.options import make_options
-from trainyard.run.spec_files import PreparedRun
+from trainyard.run.launch_options import make_options
+from trainyard.run.prepare.spec_files import PreparedRun
 
 TOP = Path(__file__).resolve().parents[2]
 HOST = HOSTS[0]

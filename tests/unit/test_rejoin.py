@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainyard.run.monitor import Part
-from trainyard.run.rejoin import ASK, GAIN, RESTART, SPAN, STEADY, UNFIT, Rejoin, Speeds
+from trainyard.run.follow.rejoin import ASK, GAIN, RESTART, SPAN, STEADY, UNFIT, Rejoin, Speeds
+from trainyard.run.host_run import HostRun
 
 
 class AbsentHost:
@@ -45,7 +45,7 @@ class Watch:
             self.now += 1.0
             self.step += 1
             state = {"status": "training", "step": self.step, "steps": self.steps}
-            part = Part("a", "/r", answer={"status": "running", "ranks": {"0": state}})
+            part = HostRun("a", "/r", answer={"status": "running", "ranks": {"0": state}})
             if self.rejoin.update([part], self.now):
                 return self.now
             _, check = self.rejoin._check or ([], None)

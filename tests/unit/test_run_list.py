@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from lying_host import NOW, Cluster, node
 
-from trainyard.run.errors import RunError
-from trainyard.run.options import make_options
-from trainyard.run.runs import manage_runs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.launch_options import make_options
+from trainyard.wire.run_errors import RunError
 
 OPTIONS = make_options({"lost_limit": 10.0})
 

@@ -22,26 +22,26 @@ from hypothesis import strategies as st
 from trainer.errors import UserError
 from trainer.run_state import RunHistory
 from trainer.spec import make_spec
-from trainer.supervise.files import SupervisorError, other_runs
 from trainer.supervise.link_free import link_free
+from trainer.supervise.run_files import SupervisorError, other_runs
 from trainer.supervise.start import check_idle
 from trainer.supervise.status import list_runs
-from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.commit import write_if_changed
 from trainyard.remote.digests import Digests
 from trainyard.remote.receive import receive
-from trainyard.run.errors import PlanError
-from trainyard.run.gather import _space_needed
-from trainyard.run.isolation import Isolation
-from trainyard.run.launch_scripts import sbatch, script
-from trainyard.run.options import make_options
-from trainyard.run.plan import check_own_gpus, choose_port, environment, head_first, plan_nodes
-from trainyard.run.planning import check_layers, check_torchft, surplus
-from trainyard.run.restart_policy import RestartPolicy
-from trainyard.run.stage import packed, plan_file, small_files
-from trainyard.run.teacher_host import check_teacher_host, staged_groups
+from trainyard.run.follow.restart_policy import RestartPolicy
+from trainyard.run.launch.launch_scripts import sbatch, script
+from trainyard.run.launch_options import make_options
+from trainyard.run.plan.facts import _space_needed
+from trainyard.run.plan.isolation import Isolation
+from trainyard.run.plan.make_plan import check_layers, check_torchft, surplus
+from trainyard.run.plan.nodes import check_own_gpus, choose_port, environment, head_first, plan_nodes
+from trainyard.run.prepare.teacher_host import check_teacher_host, staged_groups
+from trainyard.run.stage.stage_files import packed, plan_file, small_files
 from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
+from trainyard.wire.connection import Host
+from trainyard.wire.run_errors import PlanError
 
 
 def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> HostState:

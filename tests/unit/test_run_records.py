@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.supervise import slurm, slurm_state
-from trainer.supervise.files import DEVICE_LIMIT, RANKS_LIMIT, RECORD_LIMIT, read_node, read_ranks, run_devices
+from trainer.supervise import slurm_run as slurm
+from trainer.supervise import slurm_state
 from trainer.supervise.link_free import run_folder
+from trainer.supervise.run_files import DEVICE_LIMIT, RANKS_LIMIT, RECORD_LIMIT, read_node, read_ranks, run_devices
 
 NODE = {"status": "running", "started": 1.0}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from trainer.spec import make_spec
-from trainyard.connection import Host, Login
-from trainyard.replies import ReplyError, checked_reply
-from trainyard.run.artifacts import summary, tensorboard_command
+from trainyard.run.follow.artifacts import summary, tensorboard_command
 from trainyard.run.types import PlanEntry
+from trainyard.wire.connection import Host, Login
+from trainyard.wire.replies import ReplyError, checked_reply
 
 HEAD = PlanEntry("node1", run_dir="/d/runs/r")
 RESULT = {

@@ -15,11 +15,11 @@ import yaml
 
 from trainer.supervise import sandbox
 from trainer.supervise.environment import clean_environment
-from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import link_free
-from trainer.supervise.options import StartRequest
+from trainer.supervise.run_files import SupervisorError
 from trainer.supervise.start import start_unit
-from trainyard.run.launch import paths_in, start_request
+from trainer.supervise.start_request import StartRequest
+from trainyard.run.launch.start_ranks import paths_in, start_request
 from trainyard.run.types import PlanEntry
 
 

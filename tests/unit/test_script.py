@@ -18,9 +18,9 @@ from trainer.spec import make_spec
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import time_limit
-from trainyard.run.isolation import outside_need
-from trainyard.run.options import LaunchOptions
-from trainyard.run.spec_files import PreparedRun, prepare
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.plan.isolation import outside_need
+from trainyard.run.prepare.spec_files import PreparedRun, prepare
 
 
 def script(folder: Path, text: str = "print('works')\n", name: str = "my worker.py") -> Path:

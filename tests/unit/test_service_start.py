@@ -13,11 +13,11 @@ import pytest
 
 from trainer.errors import UserError
 from trainer.spec import make_spec
-from trainyard.connection import Host
-from trainyard.run.options import LaunchOptions
-from trainyard.run.start_record import options_of, read_service_start, service_hosts, service_run, service_start
-from trainyard.run.transfer import receive_request, staged_copies
+from trainyard.run.launch.start_record import options_of, read_service_start, service_hosts, service_run, service_start
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.stage.transfer import receive_request, staged_copies
 from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
+from trainyard.wire.connection import Host
 
 HOSTS = {name: Host(name, "10.0.0.1", "/data", "/usr/bin/python3", env={"A": name}) for name in ("node1", "node2")}
 OUTSIDE = ("/etc/passwd", "store/../../x", "store/a/../../../x", "runs/r/x")

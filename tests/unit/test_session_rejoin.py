@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from trainer.spec import make_spec
-from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
-from trainyard.run import absent_hosts, gather
 from trainyard.run import session as module
-from trainyard.run.errors import LaunchError, PlanError, RunError, RunFailedError
-from trainyard.run.gather import fit_hosts
-from trainyard.run.options import make_options
+from trainyard.run.follow import absent_hosts
+from trainyard.run.launch_options import make_options
+from trainyard.run.plan import facts as gather
+from trainyard.run.plan.facts import fit_hosts
 from trainyard.run.session import RunSession
 from trainyard.run.types import PlanEntry, PreparedRun, PreviousStart, RunPlan, SessionState
+from trainyard.wire.connection import Host
+from trainyard.wire.run_errors import LaunchError, PlanError, RunError, RunFailedError
 
 SPEC = make_spec({"run": "r", "model": "tiny", "fake_data": True, "strategy": "ddp"}, "the test")
 PREPARED = PreparedRun(SPEC, [], {})

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from trainer.errors import UserError
 from trainer.slurm_script import gpus_of
-from trainer.supervise import slurm, slurm_state
-from trainer.supervise.files import SupervisorError, read_job
+from trainer.supervise import slurm_run as slurm
+from trainer.supervise import slurm_state
 from trainer.supervise.link_free import link_free
+from trainer.supervise.run_files import SupervisorError, read_job
 from trainer.supervise.status import is_active, read_state
-from trainyard.replies import checked_reply
-from trainyard.run.errors import PlanError
-from trainyard.run.job_words import waiting_line
-from trainyard.run.options import make_options
-from trainyard.run.slurm_job import batch_script
+from trainyard.run.launch.slurm_job import batch_script
+from trainyard.run.launch_options import make_options
+from trainyard.run.slurm_reasons import waiting_line
 from trainyard.run.types import PlanEntry
+from trainyard.wire.replies import checked_reply
+from trainyard.wire.run_errors import PlanError
 
 # Names that a shell, srun or Python's format could misread.
 NAMES = st.text(st.characters(exclude_characters="/\0\n", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(

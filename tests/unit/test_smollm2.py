@@ -20,8 +20,8 @@ from trainer.errors import UserError
 from trainer.gguf.llama import write_llama
 from trainer.spec import make_spec
 from trainyard.evaluate.questions import read_questions
-from trainyard.run import smollm2
-from trainyard.run.spec_files import prepare
+from trainyard.run.prepare import smollm2
+from trainyard.run.prepare.spec_files import prepare
 
 TEXT = "The sea is blue, and it is 1954 again. " * 20
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from trainer.supervise.link_free import link_free
-from trainer.supervise.options import StartRequest
 from trainer.supervise.standby import LATE, LAUNCHER, Imports, installed_packages, may_serve
 from trainer.supervise.start import may_reach
+from trainer.supervise.start_request import StartRequest
 
 BASE = Imports("/venv/bin/python", "p", "t", {"OMP_NUM_THREADS": "2", "LD_PRELOAD": "/lib/a.so", "TOKEN": "secret-one"})
 

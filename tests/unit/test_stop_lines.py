@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainyard.run.launch import stop_lines
-from trainyard.run.monitor import Part
+from trainyard.run.host_run import HostRun
+from trainyard.run.launch.start_ranks import stop_lines
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from trainyard.run.monitor import Part
 def test_a_run_that_may_wait_in_the_queue_is_not_said_to_be_over(
     status: str, lease: str | None, alive: bool, hints: int
 ) -> None:
-    part = Part("node1", "/srv/t/runs/r", answer={"status": status, "node": {"lease": lease}, "ranks": {}})
+    part = HostRun("node1", "/srv/t/runs/r", answer={"status": status, "node": {"lease": lease}, "ranks": {}})
     lines = stop_lines("r", [part], alive, {"grace": 60.0})
     assert [line.partition(":")[0] for line in lines[1:]] == ["if it waits in the queue, it starts again"] * hints
 
@@ -31,7 +31,7 @@ def test_a_run_that_may_wait_in_the_queue_is_not_said_to_be_over(
 )
 def test_the_step_is_named_if_all_ranks_stopped_by_themselves(statuses: tuple[str, str], step: str) -> None:
     parts = [
-        Part(
+        HostRun(
             f"node{n + 1}",
             "/srv/t/runs/r",
             ranks=[n],

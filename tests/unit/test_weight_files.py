@@ -11,17 +11,17 @@ import pytest
 from trainer.config import RunSpec
 from trainer.spec import make_spec
 from trainer.supervise.link_free import link_free
-from trainyard.connection import Host
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.host_facts import staged_bytes
-from trainyard.run.types import PlanEntry, StagedFile
-from trainyard.run.weight_files import (
+from trainyard.run.prepare.weight_files import (
     hosts_that_share,
     serves_layers,
     space_needed,
     staged_paths,
     weight_groups,
 )
+from trainyard.run.types import PlanEntry, StagedFile
+from trainyard.wire.connection import Host
 
 SIZES = {"config.json": 5, "model-00001-of-00002.safetensors": 400, "model-00002-of-00002.safetensors": 200}
 MODEL = StagedFile("model", "", "store/models/m-1", dict.fromkeys(SIZES, "1"), "2", 605, SIZES)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainyard import worker_output
+from trainyard.wire import worker_output
 
 FORK = multiprocessing.get_context("fork")
 CODE = 7  # exit code of the handler that stands in for Ansible's

@@ -17,7 +17,7 @@ from trainer.config.dataset_source import DatasetSource
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.corpus import NO_TARGETS, Corpus, joined, load_corpus, save_corpus
 from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, DataReport
-from trainer.data.files import dataset_digest
+from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.logprobs import COLUMN, Targets, Vocabulary
 from trainer.data.samples import read_source

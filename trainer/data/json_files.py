@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trainer.data.files import format_of
+from trainer.data.dataset_files import format_of
 from trainer.errors import UserError, first_line
 from trainer.formats import quoted
 from trainer.inputs import open_regular

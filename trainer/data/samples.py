@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import EMBEDDED_DATASET, OBSERVATORY, RunSpec
 from trainer.config.dataset_source import DatasetSource
-from trainer.data.files import (
+from trainer.data.dataset_files import (
     COLUMNAR,
     TABLES,
     WHOLE,
@@ -20,7 +20,7 @@ from trainer.data.files import (
 )
 from trainer.data.json_files import json_records
 from trainer.data.shapes import SHAPE_NAMES, Sample, UnknownShapeError, to_sample
-from trainer.data.tables import card_files, csv_records, has_library, hub_records, saved_records, table_records
+from trainer.data.table_files import card_files, csv_records, has_library, hub_records, saved_records, table_records
 from trainer.errors import UserError
 from trainer.formats import printable, quoted
 from trainer.inputs import path_kind

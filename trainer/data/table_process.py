@@ -17,7 +17,7 @@ REMEDY = "convert it to .jsonl, one sample per line, or split it into smaller fi
 def records_apart(
     reader: str, arguments: tuple[Any, ...], what: str, most: int | None, memory: int = MEMORY, seconds: int = SECONDS
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (record number, record) of a reader of `trainer.data.tables`.
+    """Yield (record number, record) of a reader of `trainer.data.table_files`.
 
     Args:
         reader: the name of the function; `arguments`: its arguments, as JSON.

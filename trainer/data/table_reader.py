@@ -19,7 +19,7 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints
     try:
-        from trainer.data import tables
+        from trainer.data import table_files as tables
 
         name, arguments = read_message(sys.stdin.buffer)
         limit_answer(seconds)

@@ -18,7 +18,7 @@ from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.distributed.store import RunStore
 from trainer.errors import UserError
-from trainer.supervise.network import interface_to
+from trainer.supervise.interface import interface_to
 
 T = TypeVar("T")
 

@@ -19,13 +19,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from trainer.connection import end_with_connection
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError, first_line
 from trainer.files import sha256_file, write_atomic
 from trainer.gguf.metadata import adds_bos, is_byte_level
 from trainer.gguf.special import complete
 from trainer.greedy_answers import greedy_answers, known_answers
+from trainer.lost_connection import end_with_connection
 
 QUANTIZATIONS = ("f16", "q8_0")
 _SHOWN = 500  # characters of a child's error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from trainer.supervise.files import SupervisorError, set_umask
+from trainer.supervise.run_files import SupervisorError, set_umask
 
 
 def main() -> int:

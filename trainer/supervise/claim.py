@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, read_json, write_json
 from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.run_files import SupervisorError, read_json, write_json
 
 CLAIM_LIMIT = 30.0  # s that a claim lasts without a start, so that a stopped controller does not block the run
 START_LOCK = ".start"  # beside the run folders; locked during a start and while a run folder is written

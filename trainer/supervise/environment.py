@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.supervise.files import SupervisorError
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE
+from trainer.supervise.run_files import SupervisorError
 
 CACHE = "cache"  # of the run folder: compiled kernels and downloads
 LAYERS = "layers"  # of the run folder: tensors of the model that ranks of a pipeline received

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.supervise.files import SupervisorError, is_locked
+from trainer.supervise.run_files import SupervisorError, is_locked
 
 
 def check_lease(lease: str) -> None:

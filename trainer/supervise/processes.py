@@ -10,8 +10,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from trainer.supervise.files import DEVICE_LIMIT, gpu_names, read_record, run_devices
 from trainer.supervise.link_free import LinkFreePath, run_folder
+from trainer.supervise.run_files import DEVICE_LIMIT, gpu_names, read_record, run_devices
 
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
 LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the lease

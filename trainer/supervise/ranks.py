@@ -8,9 +8,9 @@ import signal
 import time
 from typing import Any
 
-from trainer.supervise.files import rank_files, read_json
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import descendants, environ, is_running, process_stat
+from trainer.supervise.run_files import rank_files, read_json
 from trainer.supervise.status import ENDED_WELL
 
 REPORT_LIMIT = 0.5  # s for torchrun to report the exit code of a rank that has exited

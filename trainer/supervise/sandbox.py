@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.supervise.files import SupervisorError
+from trainer.supervise.run_files import SupervisorError
 
 # Properties without privileges of the service manager, which a user's own manager can also set.
 ANY_UNIT = (

@@ -1,4 +1,4 @@
-"""The state of a run that is a job of Slurm, and the programs of Slurm. Standard library only; see `trainer.supervise.slurm`."""
+"""The state of a run that is a job of Slurm, and the programs of Slurm. Standard library only; see `trainer.supervise.slurm_run`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.environment import clean_environment
-from trainer.supervise.files import SupervisorError, read_ranks, read_record, write_json
 from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.run_files import SupervisorError, read_ranks, read_record, write_json
 
 ANSWER_LIMIT = 30.0  # s for an answer of Slurm
 ASK_INTERVAL = 5.0  # s between two queries about one job

@@ -23,7 +23,10 @@ from trainer.supervise.environment import (
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.files import (
+from trainer.supervise.lease import check_lease
+from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.processes import run_processes, unit_name, waiting_processes
+from trainer.supervise.run_files import (
     SupervisorError,
     hold_lock,
     other_runs,
@@ -32,12 +35,9 @@ from trainer.supervise.files import (
     run_devices,
     run_lease,
 )
-from trainer.supervise.lease import check_lease
-from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.options import StartRequest
-from trainer.supervise.processes import run_processes, unit_name, waiting_processes
 from trainer.supervise.sandbox import address_properties, unit_properties
 from trainer.supervise.standby import TRAINER, file_digest
+from trainer.supervise.start_request import StartRequest
 from trainer.supervise.status import is_active
 from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
 
@@ -81,7 +81,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         for stale in {*(state / name for name in state.entries()), run_dir / "stop"} - {run_dir / STATE}:
             stale.remove(missing_ok=True)
         if wanted.backend == "slurm":
-            from trainer.supervise.slurm import submit
+            from trainer.supervise.slurm_run import submit
 
             return submit(wanted, run_dir)
         return launch(wanted, run_dir)

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import UNTRUSTED, SupervisorError, is_alive, read_job, read_log, read_node, read_ranks
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import (
     all_pids,
@@ -19,6 +18,7 @@ from trainer.supervise.processes import (
     units_of,
     waiting_processes,
 )
+from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, read_job, read_log, read_node, read_ranks
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
 _OF_ALL_RANKS = ("step_seconds", "comm_share")  # of a heartbeat

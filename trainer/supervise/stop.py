@@ -8,7 +8,6 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from trainer.supervise.files import UNTRUSTED, SupervisorError, read_job, read_node, write_json
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import (
     belongs,
@@ -19,6 +18,7 @@ from trainer.supervise.processes import (
     send_signal,
     waiting_processes,
 )
+from trainer.supervise.run_files import UNTRUSTED, SupervisorError, read_job, read_node, write_json
 from trainer.supervise.status import holds_lock, read_state
 from trainer.supervise.waiting import AGAIN, end_supervisor
 
@@ -53,7 +53,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
         end_supervisor(run_dir)
         return {"status": read_state(run_dir)["status"], "killed": 0}
     if (job := read_job(run_dir)) and not holds_lock(run_dir):
-        from trainer.supervise.slurm import stop_job
+        from trainer.supervise.slurm_run import stop_job
 
         try:
             answer = stop_job(run_dir, job, request)

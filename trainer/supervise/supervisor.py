@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.environment import run_environment
-from trainer.supervise.files import SupervisorError, hold_lock, read_log, write_json
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.logs import limit_logs
-from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor, failure
+from trainer.supervise.run_files import SupervisorError, hold_lock, read_log, write_json
 from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve
+from trainer.supervise.start_request import StartRequest
 from trainer.supervise.status import ENDED_WELL
 from trainer.supervise.waiting import AGAIN, POLL, STATE, begin_waiting, end_waiting, take_request
 

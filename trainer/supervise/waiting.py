@@ -12,10 +12,10 @@ import stat
 import time
 from typing import Any
 
-from trainer.supervise.files import JSON_LIMIT, SupervisorError, read_json, write_json
 from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.options import StartRequest
 from trainer.supervise.processes import belongs, is_running, process_stat, send_signal, waiting_processes
+from trainer.supervise.run_files import JSON_LIMIT, SupervisorError, read_json, write_json
+from trainer.supervise.start_request import StartRequest
 
 REQUEST, STATE = "state/start.json", "state/standby.json"
 AGAIN = "state/again"  # the run is stopped with a checkpoint to be started again

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard import front_end
 from trainyard.api.results import Event, Metric, RunResult, pick
-from trainyard.replies import ReplyError, checked_reply, untrusted_json
-from trainyard.run.artifacts import parse_result
-from trainyard.run.errors import RunError
-from trainyard.run.monitor import Part
-from trainyard.run.runs import follow_run
-from trainyard.run.status import find_parts, no_such_run
+from trainyard.run.follow.artifacts import parse_result
+from trainyard.run.follow.manage_runs import follow_run
+from trainyard.run.follow.run_status import find_parts, no_such_run
+from trainyard.run.host_run import HostRun
+from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.wire.run_errors import RunError
 
 if TYPE_CHECKING:
     from trainyard.api.cluster import Cluster
@@ -134,7 +134,7 @@ class Run:
         ended = follow_run(self.name, *where)
         return self._read("result.json", parse_result) or ended
 
-    def _part(self) -> Part:
+    def _part(self) -> HostRun:
         parts, missing = find_parts(self.name, self._hosts, self._connect, self._launch.answer_limit)
         if parts:
             return parts[0]

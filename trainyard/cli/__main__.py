@@ -91,9 +91,9 @@ def _dispatch(words: list[str]) -> int:
 
 def _completion(words: list[str]) -> int:
     """Print the script of a shell."""
-    from trainyard.cli.flags import parse
+    from trainyard.cli.command_flags import parse
     from trainyard.cli.help import completion
-    from trainyard.commands.options import CompletionOptions
+    from trainyard.commands.command_options import CompletionOptions
     from trainyard.commands.table import COMPLETION
 
     given = parse("completion", (COMPLETION,), "shell", words).of(COMPLETION)
@@ -102,12 +102,12 @@ def _completion(words: list[str]) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    from trainyard.cli.flags import parse
+    from trainyard.cli.command_flags import parse
     from trainyard.cli.front import run_command
     from trainyard.cli.playbooks import PlaybookError
     from trainyard.commands.table import COMMANDS
-    from trainyard.connection import InventoryError, RemoteError
-    from trainyard.run.errors import RunError
+    from trainyard.wire.connection import InventoryError, RemoteError
+    from trainyard.wire.run_errors import RunError
 
     arguments = parse(name, COMMANDS[name].all_groups, COMMANDS[name].positional, words)
     output, top = Output(arguments.switch("json")), project_folder()

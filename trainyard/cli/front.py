@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
-from trainyard.cli.flags import Arguments
+from trainyard.cli.command_flags import Arguments
 from trainyard.cli.output import Output
 from trainyard.cli.playbooks import run_playbook
-from trainyard.cluster import Cluster
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.groups import LAUNCH
 from trainyard.commands.table import Command
-from trainyard.connection import Host, HostConnection
-from trainyard.run.options import ALIASES, make_options
+from trainyard.inventory import Cluster
+from trainyard.run.launch_options import ALIASES, make_options
+from trainyard.wire.connection import Host, HostConnection
 
 if TYPE_CHECKING:
     from trainyard.ansible_adapter import Inventory

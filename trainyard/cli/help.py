@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 
 from trainer.config import describe
 from trainer.config.fields import expected_value, metadata
+from trainyard.commands.command_options import SHORT
 from trainyard.commands.groups import Group, SpecGroup
-from trainyard.commands.options import SHORT
 from trainyard.commands.table import COMMANDS, COMPLETION, Command
 
 PROGRAM = "trainyard"

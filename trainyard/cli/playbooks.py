@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.errors import TrainyardError
 from trainyard import front_end
-from trainyard.cli.flags import Arguments
+from trainyard.cli.command_flags import Arguments
 from trainyard.cli.output import Output
 from trainyard.commands.table import Command
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config import RunSpec, resolve_aliases
-from trainyard.cluster import Cluster
 from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
 from trainyard.extra_vars import check_names, check_pairs, read_run_spec
+from trainyard.inventory import Cluster
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.service_records import ServiceRecords, service_records
 

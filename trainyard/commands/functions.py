@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.commands.call import Call
-from trainyard.commands.options import (
+from trainyard.commands.command_options import (
     DataOptions,
     LogsOptions,
     PreflightOptions,
@@ -22,27 +22,27 @@ from trainyard.commands.options import (
     StatusOptions,
     StopOptions,
 )
-from trainyard.dashboard.options import PASSWORD, DashboardOptions, run_dashboard
+from trainyard.dashboard.dashboard_options import PASSWORD, DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
-from trainyard.evaluate.evaluate import EvaluateOptions
-from trainyard.evaluate.evaluate import evaluate as run_evaluate
+from trainyard.deploy.deploy_options import make_deploy_options
+from trainyard.deploy.deployment import Deployment
+from trainyard.evaluate.side_by_side import EvaluateOptions
+from trainyard.evaluate.side_by_side import evaluate as run_evaluate
 from trainyard.import_file.import_options import ImportOptions
-from trainyard.ollama.deploy import Deployment
-from trainyard.ollama.options import make_deploy_options
 from trainyard.ollama.servers import host_urls
 from trainyard.preflight.runner import run_preflight
-from trainyard.queue.client import queue_host
 from trainyard.queue.manage import manage_queue
-from trainyard.run.check_training import check_spec
-from trainyard.run.check_training import check_training as train_alone
-from trainyard.run.errors import RunError
-from trainyard.run.gathered_logs import copy_logs
-from trainyard.run.merge import make_merge_options, merge_runs
-from trainyard.run.plan import PORTS
-from trainyard.run.runs import manage_runs
+from trainyard.queue.queue_client import queue_host
+from trainyard.run.follow.gathered_logs import copy_logs
+from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.plan.nodes import PORTS
 from trainyard.run.types import SessionState, plain, read
 from trainyard.service_records import following
+from trainyard.wire.run_errors import RunError
+from trainyard.workflows.check_training import check_spec
+from trainyard.workflows.check_training import check_training as train_alone
 from trainyard.workflows.distill import distill as run_distill
+from trainyard.workflows.merge_runs import make_merge_options, merge_runs
 
 
 def train(call: Call) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def train_step(call: Call, step: str, state: Mapping[str, Any]) -> dict[str, Any
 
 def data(call: Call) -> None:
     """Show what a run trains on."""
-    from trainyard.run.data import show_data  # imports numpy, which other commands do not need
+    from trainyard.run.prepare.data import show_data  # imports numpy, which other commands do not need
 
     show_data(call.spec(), call.options(DataOptions).samples, call.as_json, call.work, call.report)
 

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 from trainer.config import FIELDS, is_known
 from trainer.config.aliases import field_of, takes_no_value
 from trainer.config.fields import expected_value, is_switch, names_in
-from trainyard.commands.options import COMMON_OPTIONS
-from trainyard.run.options import OPTIONS as LAUNCH_OPTIONS
+from trainyard.commands.command_options import COMMON_OPTIONS
+from trainyard.run.launch_options import OPTIONS as LAUNCH_OPTIONS
 
 
 class Group:

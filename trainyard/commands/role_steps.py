@@ -12,7 +12,7 @@ from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.model_copy import copy_model, plan_copy
 from trainyard.ollama.teachers import candidates
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.python_env.plan import plan_environments
+from trainyard.python_env.environment_plan import plan_environments
 from trainyard.workflows.distill import student_specs
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from trainyard.commands import functions
 from trainyard.commands.call import Call
-from trainyard.commands.groups import COMMON, LAUNCH, LAUNCH_OPTIONS, SPEC, Group, SpecGroup
-from trainyard.commands.options import (
+from trainyard.commands.command_options import (
     CompletionOptions,
     DataOptions,
     LogsOptions,
@@ -19,16 +18,17 @@ from trainyard.commands.options import (
     StatusOptions,
     StopOptions,
 )
-from trainyard.dashboard.options import DashboardOptions
-from trainyard.evaluate.evaluate import OPTIONS as EVALUATE_OPTIONS
+from trainyard.commands.groups import COMMON, LAUNCH, LAUNCH_OPTIONS, SPEC, Group, SpecGroup
+from trainyard.dashboard.dashboard_options import DashboardOptions
+from trainyard.deploy.deploy_options import DeployOptions
+from trainyard.evaluate.side_by_side import OPTIONS as EVALUATE_OPTIONS
 from trainyard.front_end import playbook_of
 from trainyard.import_file.import_options import ImportOptions
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
-from trainyard.ollama.options import DeployOptions
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.queue.steps import DEPLOY_OPTIONS, STUDENT_OPTIONS
-from trainyard.run.merge import OPTIONS as MERGE_OPTIONS
+from trainyard.workflows.merge_runs import OPTIONS as MERGE_OPTIONS
 
 
 @dataclass(frozen=True)

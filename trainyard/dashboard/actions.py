@@ -11,18 +11,18 @@ from typing import Any
 
 from trainer.errors import MAX_MESSAGE, UserError
 from trainer.formats import printable
-from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Action, Pages
-from trainyard.ollama.deploy import Deployment
-from trainyard.ollama.options import make_deploy_options
+from trainyard.deploy.deploy_options import make_deploy_options
+from trainyard.deploy.deployment import Deployment
 from trainyard.ollama.servers import host_urls
-from trainyard.queue.client import QueueClient
 from trainyard.queue.manage import Verb, change_options, change_runs
-from trainyard.run.errors import RunError
-from trainyard.run.options import LaunchOptions
-from trainyard.run.runs import stop_run
+from trainyard.queue.queue_client import QueueClient
+from trainyard.run.follow.manage_runs import stop_run
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.service_records import ServiceRecords, following
+from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.wire.run_errors import RunError
 
 LINES = 200  # of an action, the newest
 EARLIER = 5  # actions of a run that its page lists besides the newest

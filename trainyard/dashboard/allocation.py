@@ -9,11 +9,11 @@ from typing import Any
 
 from trainyard.dashboard.state import WAITING, ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES, STEP, Scale, Span, Timeline, make_timeline
-from trainyard.queue.client import MAX_TIME, Job, QueueState
-from trainyard.queue.history import ENDED, read_attempts, run_state
+from trainyard.queue.queue_client import MAX_TIME, Job, QueueState
+from trainyard.queue.queue_tables import ENDED, read_attempts, run_state
 from trainyard.queue.reasons import RUNNING
-from trainyard.queue.slurm import MAX_GPUS
-from trainyard.run.monitor import Part
+from trainyard.queue.slurm_conf import MAX_GPUS
+from trainyard.run.host_run import HostRun
 
 READ = 20_000  # spans of the queue that are read
 HOSTS = 300  # of the queue that are shown
@@ -91,7 +91,7 @@ def run_spans(cluster: ClusterView, known: Iterable[Span], now: float, before: f
                     yield Span(run.name, part.host, gpu, found.begin, found.end, found.until, found.state)
 
 
-def _span(run: RunState, part: Part, now: float, oldest: float) -> Span | None:
+def _span(run: RunState, part: HostRun, now: float, oldest: float) -> Span | None:
     """Return when a host had a run; None if that is unknown, or ended before `oldest`."""
     node = part.node
     begin, end = node.get("started") or 0.0, node.get("ended") or 0.0

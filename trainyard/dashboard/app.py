@@ -21,11 +21,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from trainer.errors import UserError
-from trainyard.connection import RemoteError
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.http_limits import LimitedListener
-from trainyard.dashboard.logs import Key, RunLog
+from trainyard.dashboard.log_streams import Key, RunLog
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
@@ -34,7 +33,8 @@ from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
 from trainyard.queue.manage import CHANGES, check_verb
-from trainyard.run.artifacts import tensorboard_command
+from trainyard.run.follow.artifacts import tensorboard_command
+from trainyard.wire.connection import RemoteError
 
 PAUSE = 0.4  # s between two messages to a browser
 END = 1.5  # s for the last message when the server ends

@@ -17,7 +17,7 @@ import trainer
 import trainyard
 from trainer.files import write_atomic
 from trainyard.python_env.resolve import EnvironmentBuildError, read_constraints, requirements
-from trainyard.run.trainer_archive import zip_packages
+from trainyard.wire.trainer_archive import zip_packages
 
 SUFFIXES = (".py", ".html", ".css", ".js", ".svg")
 

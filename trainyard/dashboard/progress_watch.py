@@ -11,13 +11,13 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-from trainyard.connection import RemoteError
 from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import Asks
 from trainyard.dashboard.state import ClusterView
 from trainyard.progress_record import read_progress
-from trainyard.replies import ReplyError, checked_reply
+from trainyard.wire.connection import RemoteError
+from trainyard.wire.replies import ReplyError, checked_reply
 
 INTERVAL = 1.0  # s between two checks
 SHOWN = 20  # records of each kind and source, the newest: a host must not hide those of others

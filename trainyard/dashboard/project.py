@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainyard.connection import Host, HostConnection
-from trainyard.run.options import LaunchOptions
-from trainyard.run.session import RunSession
-from trainyard.run.start_record import (
+from trainyard.run.launch.start_record import (
     has_start,
     options_of,
     read_service_start,
@@ -19,8 +16,11 @@ from trainyard.run.start_record import (
     service_hosts,
     service_run,
 )
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.session import RunSession
 from trainyard.run.types import SessionState
 from trainyard.service_records import dashboard_host
+from trainyard.wire.connection import Host, HostConnection
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.errors import UserError
-from trainyard.connection import RemoteError
 from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.state import ClusterView
-from trainyard.queue.client import QueueState, parse_state
-from trainyard.queue.history import ENDED, describe, list_history, list_queue, read_attempts, run_state
-from trainyard.queue.lease import AGAIN, ASKED_FOR
+from trainyard.queue.queue_client import QueueState, parse_state
+from trainyard.queue.queue_tables import ENDED, describe, list_history, list_queue, read_attempts, run_state
+from trainyard.queue.slurm_lease import AGAIN, ASKED_FOR
 from trainyard.remote.queue_job import NOT_INSTALLED
+from trainyard.wire.connection import RemoteError
 
 PAUSE = 3.0  # s between an answer of the queue host and the next query
 RECENT = 100  # ended runs that the queue host returns

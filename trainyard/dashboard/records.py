@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainyard.connection import RemoteError
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
-from trainyard.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.wire.connection import RemoteError
+from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
 
 INTERVAL = 0.3  # s between two queries about a run, for any number of browsers
 STEPS = 8000  # records of a run that are kept; of more, every second one, then every fourth one, and so on

@@ -14,13 +14,12 @@ import uvicorn
 
 from trainer.errors import UserError
 from trainyard import front_end
-from trainyard.connection import Host, HostConnection
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.certificate import Certificate, own_certificate, user_certificate
-from trainyard.dashboard.history import History
+from trainyard.dashboard.dashboard_options import LOOPBACK, DashboardOptions
+from trainyard.dashboard.history_file import History
 from trainyard.dashboard.http_limits import LimitedListener
-from trainyard.dashboard.options import LOOPBACK, DashboardOptions
 from trainyard.dashboard.password import SHORTEST, read_password
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
@@ -29,7 +28,8 @@ from trainyard.dashboard.security import SessionAuth, Site
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import Pages
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.wire.connection import Host, HostConnection
 
 CONNECTIONS = 512  # at the same time; a client without a password can open them, too
 

@@ -10,14 +10,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.formats import counted
-from trainyard.connection import Host
 from trainyard.dashboard.energy import Energy, EnergyMeter
-from trainyard.dashboard.history import History
-from trainyard.replies import ReplyError
-from trainyard.reply_types.runs import Heartbeat
-from trainyard.run.job_words import waiting_line, waits
-from trainyard.run.monitor import ENDED, Part, causes
-from trainyard.run.status import checked_status, newest_start
+from trainyard.dashboard.history_file import History
+from trainyard.run.follow.monitor import ENDED, causes
+from trainyard.run.follow.run_status import checked_status, newest_start
+from trainyard.run.host_run import HostRun
+from trainyard.run.slurm_reasons import waiting_line, waits
+from trainyard.wire.connection import Host
+from trainyard.wire.replies import ReplyError
+from trainyard.wire.reply_types.run_replies import Heartbeat
 
 EVENTS = 1000  # that are kept
 RUNS = 20_000  # of all hosts
@@ -66,7 +67,7 @@ class RunState:
     """
 
     name: str
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, HostRun] = field(default_factory=dict)
     checkpoints: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     results: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     status: str = ""
@@ -77,7 +78,7 @@ class RunState:
     version: int = 0
 
     @property
-    def newest(self) -> list[Part]:
+    def newest(self) -> list[HostRun]:
         """The parts of the newest start, by node rank."""
         return newest_start(self.parts.values())
 
@@ -137,7 +138,7 @@ class Event:
     host: str = ""
 
 
-def overall_status(parts: list[Part]) -> str:
+def overall_status(parts: list[HostRun]) -> str:
     """Return the status of a run from its parts: the worst one, or alive while one is alive and none failed."""
     statuses = [part.status for part in parts]
     for status in ("failed", "lost", "running", "starting", "stopped", "finished", "none"):
@@ -286,7 +287,7 @@ class ClusterView:
         run = self.runs.setdefault(name, RunState(name, energy=self._meter.used.get(name)))
         # The folder comes from the inventory: a reply of a host never determines a path.
         folder = f"{self.hosts[host].host.data_dir}/runs/{name}"
-        part = run.parts.setdefault(host, Part(host, folder))
+        part = run.parts.setdefault(host, HostRun(host, folder))
         part.answer = answer
         part.ranks = part.node.get("ranks") or []
         run.checkpoints[host], run.results[host] = line["checkpoints"], line["result"]

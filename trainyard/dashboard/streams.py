@@ -11,10 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from trainer.errors import MAX_MESSAGE
 from trainer.formats import printable
-from trainyard.connection import Host, RemoteError, Transport, last_line
 from trainyard.ollama.servers import host_urls
-from trainyard.remote_archive import remote_command, remote_input
-from trainyard.replies import REPLY_LIMIT, ReplyError, checked_reply, untrusted_json
+from trainyard.wire.connection import Host, RemoteError, Transport, last_line
+from trainyard.wire.remote_archive import remote_command, remote_input
+from trainyard.wire.replies import REPLY_LIMIT, ReplyError, checked_reply, untrusted_json
 
 SILENT = 4.0  # s without a line after which a host counts as lost
 GIVE_UP = 12.0  # s without a line after which the connection is reopened

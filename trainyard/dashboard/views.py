@@ -17,12 +17,12 @@ import jinja2
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainer.formats import printable
 from trainyard.dashboard.allocation import Allocation
-from trainyard.dashboard.formats import FILTERS
+from trainyard.dashboard.page_formats import FILTERS
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES
-from trainyard.queue.slurm import PRIORITIES
+from trainyard.queue.slurm_conf import PRIORITIES
 
 LATEST = 100  # ended runs on the page of runs
 EVENTS = 300  # events on their page

@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from . import identity, networks
-from .report import Report
-from .scan import Findings, scan
-from .settings import Settings
+from trainyard.discovery import identity, networks
+from trainyard.discovery.scan import Findings, scan
+from trainyard.discovery.scan_result import Report
+from trainyard.discovery.settings import Settings
 
 
 def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> Report:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .identity import Machine, Server
-from .replies import MAX_MODELS
-from .report import Report
-from .trust import Trust
+from trainyard.discovery.identity import Machine, Server
+from trainyard.discovery.ollama_replies import MAX_MODELS
+from trainyard.discovery.scan_result import Report
+from trainyard.discovery.trust import Trust
 
 PREFIX = "discovered_"
 # Set for machines that no earlier source declares. They say how to log in, and contain no text from the network.

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from .networks import address_order
-from .replies import Loaded, Model, Text
-from .scan import Answer
-from .ssh import KEY
+from trainyard.discovery.networks import address_order
+from trainyard.discovery.ollama_replies import Loaded, Model, Text
+from trainyard.discovery.scan import Answer
+from trainyard.discovery.ssh import KEY
 
 Address = Annotated[str, AfterValidator(lambda text: str(ipaddress.ip_address(text)))]
 Port = Annotated[int, Field(ge=1, le=65535)]

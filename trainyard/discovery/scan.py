@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from . import replies
-from .http import BadReply, get
-from .networks import Target
-from .settings import Settings
-from .ssh import fetch_host_keys
+from trainyard.discovery import ollama_replies as replies
+from trainyard.discovery.http import BadReply, get
+from trainyard.discovery.networks import Target
+from trainyard.discovery.settings import Settings
+from trainyard.discovery.ssh import fetch_host_keys
 
 # The kernel's neighbour table has 1,024 entries for the entire machine. An address without an answer occupies one for 3 s.
 UNPACED = 512  # targets that are scanned without pauses

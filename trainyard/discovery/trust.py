@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .identity import Endpoint, Machine
-from .ssh import KnownHost, fingerprint, known_hosts_name
+from trainyard.discovery.identity import Endpoint, Machine
+from trainyard.discovery.ssh import KnownHost, fingerprint, known_hosts_name
 
 _BEST_FIRST = ("ssh-ed25519", "ecdsa-", "ssh-rsa")
 

@@ -12,7 +12,7 @@ from trainer.data.samples import read_records, source_of
 from trainer.errors import UserError
 from trainer.formats import printable, quoted
 from trainer.inputs import path_kind, user_path
-from trainyard.run.spec_files import DATASETS
+from trainyard.run.prepare.spec_files import DATASETS
 
 EMBEDDED = {OBSERVATORY: "observatory-questions.jsonl", "general": "general-questions.jsonl"}
 MAX_QUESTIONS = 10_000

@@ -9,13 +9,13 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.formats import printable, quoted
-from trainyard.connection import Host
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.scores import Answered, Report
-from trainyard.ollama.client import Answer, Cancel, OllamaClient, OllamaError, is_server_url
 from trainyard.ollama.pool import Node, Prompt, TeacherPool
 from trainyard.ollama.servers import host_urls
 from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.remote.ollama_client import Answer, Cancel, OllamaClient, OllamaError, is_server_url
+from trainyard.wire.connection import Host
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OPENAI = re.compile(r"(http://[^/\s]+)(/[A-Za-z0-9._~/-]*)?")

@@ -22,8 +22,8 @@ from typing import Any
 
 from trainer.errors import DiskError, UserError, disk_failure
 from trainer.files import sync_path
-from trainyard.ollama.client import Answer
 from trainyard.ollama.pool import Prompt
+from trainyard.remote.ollama_client import Answer
 
 _BLOCK = 1 << 20
 

@@ -13,11 +13,11 @@ from trainer.errors import UserError
 from trainer.files import write_atomic
 from trainer.formats import clock, printable, quoted, thousands
 from trainyard.ollama.answers import AnswerFile, answer_keys
-from trainyard.ollama.client import Answer
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
 from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
 from trainyard.progress_record import SUFFIX, ProgressRecord
+from trainyard.remote.ollama_client import Answer
 
 Report = Callable[[str], None]
 

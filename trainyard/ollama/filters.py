@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.data.data_report import Dropped
 from trainer.data.reasoning import split_reasoning
-from trainyard.ollama.logprobs import align, unpack
+from trainyard.ollama.teacher_logprobs import align, unpack
 
 REASONS = {
     "cut": "cut off at max_tokens",

@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.errors import UserError
 from trainer.formats import printable
-from trainyard.connection import HostConnection
-from trainyard.ollama.client import OllamaClient, OllamaError, full_name
 from trainyard.ollama.teachers import Candidate, ask_servers, find_model
-from trainyard.reply_fields import Digest
-from trainyard.run.errors import RunError
-from trainyard.run.relay import Copy, Member, run_relay
+from trainyard.remote.ollama_client import OllamaClient, OllamaError, full_name
+from trainyard.wire.connection import HostConnection
+from trainyard.wire.host_relay import Copy, Member, run_relay
+from trainyard.wire.reply_fields import Digest
+from trainyard.wire.run_errors import RunError
 
 MODE = 0o644  # of the files of a store
 _BLOB = re.compile(r"blobs/sha256-([0-9a-f]{64})")

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from trainer.errors import UserError
 from trainer.formats import clock, printable, thousands
-from trainyard.ollama.client import Answer, Cancel, OllamaClient, OllamaError
-from trainyard.ollama.logprobs import LogprobReader
+from trainyard.ollama.teacher_logprobs import LogprobReader
+from trainyard.remote.ollama_client import Answer, Cancel, OllamaClient, OllamaError
 
 MAX_IN_FLIGHT = 64  # requests of one node
 QUEUE_SECONDS = 0.05  # time in a node's queue that is short for any answer

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
-from trainer.data.files import is_hub_id
+from trainer.data.dataset_files import is_hub_id
 from trainer.data.record_keys import ABOUT_ANSWERS
 from trainer.data.samples import read_records, source_of
 from trainer.data.shapes import to_sample

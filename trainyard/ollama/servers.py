@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainyard.connection import Host
+from trainyard.wire.connection import Host
 
 _PORT = 11434
 

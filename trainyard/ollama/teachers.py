@@ -10,10 +10,10 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.formats import printable
 from trainyard import front_end
-from trainyard.ollama.client import OllamaClient, OllamaError, full_name
-from trainyard.ollama.logprobs import FIRST_VERSION
 from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.servers import server_urls
+from trainyard.ollama.teacher_logprobs import FIRST_VERSION
+from trainyard.remote.ollama_client import OllamaClient, OllamaError, full_name
 
 DEFAULT_MODELS = "/var/lib/ollama"  # of roles/ollama
 MAX_SHOWN = 5  # machines named in a message

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainyard import front_end
+from trainyard.preflight.findings import Finding
 from trainyard.preflight.host_state import HostState
-from trainyard.preflight.report import Finding
 
 CLOCK_SKEW = 2.0  # s from the median of all clocks
 SLOW_LINK = 300.0  # Mbit/s: a 100 Mbit port or Wi-Fi, not a gigabit link under load

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.formats import quoted
+from trainyard.preflight.findings import Finding
 from trainyard.preflight.host_state import HostState
-from trainyard.preflight.report import Finding
 
 # What CUDA_VISIBLE_DEVICES takes as the name of a device: the UUID of a GPU, or of a part of one (MIG).
 _UUID = re.compile(r"(GPU|MIG)-[A-Za-z0-9-]{1,64}")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainyard import front_end
+from trainyard.preflight.findings import Finding
 from trainyard.preflight.host_state import HostState
-from trainyard.preflight.report import Finding
 from trainyard.python_env.resolve import is_supported_python
 
 RUN_OVERHEAD = (

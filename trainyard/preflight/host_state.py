@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainyard.connection import Host
+from trainyard.wire.connection import Host
 
 
 @dataclass

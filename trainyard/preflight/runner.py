@@ -8,13 +8,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainyard.connection import FanOut, Host, HostConnection
 from trainyard.preflight import cluster_checks, host_checks
-from trainyard.preflight.gather import gather
+from trainyard.preflight.findings import Finding, Report, by_severity, host_table
 from trainyard.preflight.gpu_choice import assign_gpus
+from trainyard.preflight.host_requests import gather
 from trainyard.preflight.host_state import HostState, responding
-from trainyard.preflight.mesh import high_ports, measure_all_reduce, measure_mesh
-from trainyard.preflight.report import Finding, Report, by_severity, host_table
+from trainyard.preflight.measurements import high_ports, measure_all_reduce, measure_mesh
+from trainyard.wire.connection import FanOut, Host, HostConnection
 
 MEMORY_MIB = 512  # that one process must be able to allocate: torch imported, and a small model
 CONTROLLER_LIMIT = 3.0  # s for a connection of the controller to a host's Ollama

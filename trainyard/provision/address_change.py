@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainyard.connection import RemoteError, last_line
-from trainyard.known_hosts import KnownHosts
+from trainyard.wire.connection import RemoteError, last_line
+from trainyard.wire.known_hosts import KnownHosts
 
 ROLLBACK_LIMIT = 60.0  # s after the timer has expired, within which the host answers at its old address
 PAUSE = 0.5  # s between two attempts

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.supervise.files import read_json, write_json
 from trainer.supervise.link_free import LinkFreePath
-from trainyard.connection import FanOut, Host, HostConnection, RemoteError
+from trainer.supervise.run_files import read_json, write_json
 from trainyard.remote.checkpoints import FILE, MANIFEST, STEP, complete
-from trainyard.run.copy_files import Exchange, fetch_file, lent_files
-from trainyard.run.gather import Connect
+from trainyard.run.plan.facts import Connect
+from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.wire.copy_files import Exchange, fetch_file, lent_files
 
 ANSWER_LIMIT = 10.0  # s for a host to list its checkpoints
 LOOKS = 3  # at the hosts, before the shards of a checkpoint are given up

@@ -19,22 +19,33 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.supervise.files import SupervisorError, hold_lock, read_json, write_json
-from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
-from trainyard.openssh import OpenSSHTransport
+from trainer.supervise.run_files import SupervisorError, hold_lock, read_json, write_json
 from trainyard.queue.carry import CheckpointCopy, CopyThread
-from trainyard.queue.lease import AGAIN, ENDED, FAILED, FINAL, FINISHED, TIME_LIMIT, Job, Leases, leased_hosts, read_job
 from trainyard.queue.never_starts import loses_hosts, never_starts
 from trainyard.queue.run_folder import QueuedStart, read_session
+from trainyard.queue.slurm_lease import (
+    AGAIN,
+    ENDED,
+    FAILED,
+    FINAL,
+    FINISHED,
+    TIME_LIMIT,
+    Job,
+    Leases,
+    leased_hosts,
+    read_job,
+)
 from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, has_model, with_dataset
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
-from trainyard.run.errors import HostUnreachableError, PartlyActiveError, RunError
-from trainyard.run.launch import stop_parts
-from trainyard.run.monitor import Part
-from trainyard.run.restart_policy import furthest_step
+from trainyard.run.follow.restart_policy import furthest_step
+from trainyard.run.host_run import HostRun
+from trainyard.run.launch.start_ranks import stop_parts
 from trainyard.run.session import RunSession
 from trainyard.run.types import SessionState
+from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.wire.openssh import OpenSSHTransport
+from trainyard.wire.run_errors import HostUnreachableError, PartlyActiveError, RunError
 
 POLL = 0.3  # s between two queries to Slurm
 LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases
@@ -149,7 +160,7 @@ class Driver:
                 return left_for(stopped) if stopped else (FAILED, STOPPED)
             except PartlyActiveError:
                 self.report("ranks of an interrupted start are stopped")
-                parts = [Part(host.name, f"{host.data_dir}/runs/{self.run}") for host in hosts]
+                parts = [HostRun(host.name, f"{host.data_dir}/runs/{self.run}") for host in hosts]
                 stop_parts(parts, self.connect, {"now": True})
             except LeaseLostError as error:
                 lost = leases.lost()

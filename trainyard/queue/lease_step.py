@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import is_alive, read_json, write_json
 from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.run_files import is_alive, read_json, write_json
 
 FINISHED, FAILED, AGAIN = 10, 11, 75  # exit codes of a lease; srun itself may return 0 when a host is lost
 POLL = 0.1  # s between two checks of the files

@@ -14,18 +14,18 @@ from trainer.config.fields import Words, declare
 from trainer.errors import UserError, nearest
 from trainer.formats import counted, quoted
 from trainyard import front_end
-from trainyard.cluster import Cluster
+from trainyard.inventory import Cluster
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.queue.client import Job, QueueClient, QueueState, queue_host
-from trainyard.queue.history import ENDED, list_history, list_queue, run_state, state_words
 from trainyard.queue.new_runs import NewRun, read_runs
+from trainyard.queue.queue_client import Job, QueueClient, QueueState, queue_host
+from trainyard.queue.queue_tables import ENDED, list_history, list_queue, run_state, state_words
 from trainyard.queue.reasons import refusal
 from trainyard.queue.request import Priority, is_run_name
 from trainyard.queue.requests import Site, add_runs
 from trainyard.queue.steps import servers_of
 from trainyard.queue.sweep import in_order
-from trainyard.run.errors import RunError
 from trainyard.run.types import Report
+from trainyard.wire.run_errors import RunError
 
 Verb = Literal["add", "list", "cancel", "hold", "release", "priority", "again", "history"]
 VERBS: tuple[str, ...] = get_args(Verb)

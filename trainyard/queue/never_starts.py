@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.formats import printable
-from trainer.supervise.files import read_json
-from trainyard.queue.lease import AGAIN, ASKED_FOR, FAILED, Job
+from trainer.supervise.run_files import read_json
+from trainyard.queue.slurm_lease import AGAIN, ASKED_FOR, FAILED, Job
 from trainyard.remote.queue_phases import LIVE, UNSATISFIED
 
 _DEPENDENCY = re.compile(r"--dependency=afterok:([\d:]+)")

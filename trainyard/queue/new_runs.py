@@ -14,13 +14,13 @@ from trainer.formats import printable
 from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.extra_vars import check_pairs, read_run_spec
-from trainyard.ollama.client import full_name
 from trainyard.queue.request import MAX_RUNS, OPTIONS, QueueOptions, Request
 from trainyard.queue.steps import OPTIONS as STEP_OPTIONS
 from trainyard.queue.steps import Steps, read_steps
 from trainyard.queue.sweep import SweepRun, grids_of, in_order, read_sweep, without_grids
-from trainyard.run import options as launch_options
-from trainyard.run.options import LaunchOptions
+from trainyard.remote.ollama_client import full_name
+from trainyard.run import launch_options
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import Report
 
 OWN_NAMES = ("do", "file")

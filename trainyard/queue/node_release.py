@@ -24,8 +24,8 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.supervise.files import is_locked
 from trainer.supervise.processes import LEASE_VARIABLE, all_pids, descendants, environ, is_running, send_signal
+from trainer.supervise.run_files import is_locked
 
 LIMIT = 25.0  # s for killed processes to end
 POLL = 0.02

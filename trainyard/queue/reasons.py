@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from trainer.formats import counted
 from trainyard import front_end
-from trainyard.queue.client import Job, Node, QueueState, clock_time
+from trainyard.queue.queue_client import Job, Node, QueueState, clock_time
 from trainyard.queue.request import Request, host_cores, host_gpus
-from trainyard.queue.slurm import PRIORITIES
+from trainyard.queue.slurm_conf import PRIORITIES
 
 _SHOWN = 3  # hosts or runs that a reason names
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING")

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic.fields import FieldInfo
 
 from trainer.config.fields import Words, declare
-from trainyard.ollama.options import MODEL_NAME_RULES
+from trainyard.deploy.deploy_options import MODEL_NAME_RULES
 from trainyard.playbook_options import PlaybookOptions
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"

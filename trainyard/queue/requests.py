@@ -20,10 +20,9 @@ from trainer.planner.recommend import estimate_seconds
 from trainer.spec import changed_fields, make_spec
 from trainer.strategy import AUTO
 from trainyard import front_end
-from trainyard.connection import FanOut, Host, HostConnection
-from trainyard.queue.client import Node, QueueClient, QueueState
-from trainyard.queue.history import ENDED, run_state, state_words
 from trainyard.queue.new_runs import NewRun
+from trainyard.queue.queue_client import Node, QueueClient, QueueState
+from trainyard.queue.queue_tables import ENDED, run_state, state_words
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
 from trainyard.queue.run_folder import QueuedStart, program_archive
@@ -37,11 +36,12 @@ from trainyard.queue.steps import (
     step_data,
 )
 from trainyard.queue.sweep import grids_of
-from trainyard.run.choose_strategy import spec_here
-from trainyard.run.host_files import HostAccess
-from trainyard.run.spec_files import prepare
-from trainyard.run.transfer import copy_to_hosts
+from trainyard.run.plan.choose_strategy import spec_here
+from trainyard.run.prepare.host_files import HostAccess
+from trainyard.run.prepare.spec_files import prepare
+from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import PlanEntry, PreparedRun, Report
+from trainyard.wire.connection import FanOut, Host, HostConnection
 
 FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate

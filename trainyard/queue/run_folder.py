@@ -19,10 +19,10 @@ from typing import Any
 import trainer
 import trainyard
 from trainer.errors import UserError
-from trainyard.connection import Host, Login
-from trainyard.run.options import LaunchOptions, make_options
-from trainyard.run.trainer_archive import zip_packages
+from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.types import PreparedRun, plain, read
+from trainyard.wire.connection import Host, Login
+from trainyard.wire.trainer_archive import zip_packages
 
 KEY = ".ssh/trainyard_queue_ed25519"  # in the home of the user of the queue host; made by the role queue
 KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"  # written by the role ssh

@@ -17,21 +17,21 @@ from pydantic import ValidationError
 
 from trainer.errors import UserError
 from trainer.files import write_atomic
-from trainyard.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.deploy.deploy_options import DeployOptions
+from trainyard.deploy.deployment import Deployment
+from trainyard.deploy.trained_run import find_run
 from trainyard.ollama.answers import AnswerFile, AnswersInUseError, answers_path
 from trainyard.ollama.collect import Questions, make_dataset
-from trainyard.ollama.deploy import Deployment
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.filters import prompt_text
-from trainyard.ollama.options import DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate, find_teachers
-from trainyard.ollama.trained_run import find_run
 from trainyard.queue.steps import CONVERTER, EVAL_PROMPTS, PROMPTS
 from trainyard.remote.digests import Digests
-from trainyard.run.errors import RunError
-from trainyard.run.spec_files import dataset_entry
+from trainyard.run.prepare.spec_files import dataset_entry
 from trainyard.run.types import PreparedRun, Report
+from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
+from trainyard.wire.run_errors import RunError
 
 POLL = 2.0  # s between two attempts to open answers that another run collects
 ANSWERS = ".students"  # folder of the answers below that of the queue: runs share them

@@ -22,16 +22,16 @@ from trainer.errors import UserError
 from trainer.files import sha256_file, write_atomic
 from trainer.inputs import user_path
 from trainyard import front_end
-from trainyard.cluster import Cluster
-from trainyard.ollama.client import is_server_url
-from trainyard.ollama.converter import converter_archive
+from trainyard.deploy.converter import converter_archive
+from trainyard.deploy.deploy_options import MODEL_NAME_RULES, DeployOptions
+from trainyard.inventory import Cluster
 from trainyard.ollama.distill_options import AnswerOptions, DistillOptions
-from trainyard.ollama.options import MODEL_NAME_RULES, DeployOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teachers import Candidate, candidates
-from trainyard.run.host_files import HostAccess
-from trainyard.run.spec_files import prepare
+from trainyard.remote.ollama_client import is_server_url
+from trainyard.run.prepare.host_files import HostAccess
+from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.types import Files, PreparedRun, Report, StagedFile
 
 # Kinds of files in PreparedRun.files that the queue host needs, and the hosts of the run do not.

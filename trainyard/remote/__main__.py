@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from trainer.supervise.files import SupervisorError, set_umask
+from trainer.supervise.run_files import SupervisorError, set_umask
 from trainyard.remote.watch import EndedError, kill_group, watch
 
 # verb: (module, function, seconds); a function takes the request and returns the answer. The limit, longer than the controller waits,
@@ -34,13 +34,13 @@ VERBS: dict[str, tuple[str, str, float | None]] = {
     "read_files": ("trainyard.remote.read_files", "read_files", 1800),
     "exchange": ("trainyard.remote.exchange", "exchange", 7200),
     "keep_record": ("trainyard.remote.keep_record", "keep_record", 60),
-    "slurm_check": ("trainyard.remote.slurm", "check", 300),
+    "slurm_check": ("trainyard.remote.slurm_checks", "check", 300),
     "queue_info": ("trainyard.remote.queue", "info", 300),
     "queue_add": ("trainyard.remote.queue", "add", 300),
     "queue_again": ("trainyard.remote.queue", "again", 300),
     "queue_change": ("trainyard.remote.queue", "change", 300),
     "checkpoints": ("trainyard.remote.checkpoints", "checkpoints", 120),
-    "lease": ("trainyard.remote.lease", "lease", 60),
+    "lease": ("trainyard.remote.lease_state", "lease", 60),
     "merge": ("trainyard.remote.apart", "merge", None),
     "evaluate": ("trainyard.remote.apart", "evaluate", None),
     "gguf_export": ("trainyard.remote.apart", "gguf_export", None),

@@ -8,8 +8,8 @@ import os
 import re
 from typing import Any
 
-from trainer.supervise.files import read_json
 from trainer.supervise.link_free import LinkFreePath, run_folder
+from trainer.supervise.run_files import read_json
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-\d{8}")

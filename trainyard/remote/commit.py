@@ -12,8 +12,8 @@ import zlib
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, claimed_by_another, release_claim, write_claim
-from trainer.supervise.files import hold_lock, read_node
 from trainer.supervise.link_free import LinkFreePath, run_folder
+from trainer.supervise.run_files import hold_lock, read_node
 from trainer.supervise.status import is_active
 from trainyard.remote.trees import path_below
 

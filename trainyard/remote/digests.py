@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.supervise.files import open_regular
 from trainer.supervise.link_free import LinkFreePath, link_free
+from trainer.supervise.run_files import open_regular
 
 BLOCK = 1 << 20  # bytes
 CACHE_LIMIT = 64 << 20  # bytes of the known digests; about 200 for each file

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
-from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.remote.host_facts import nearest_folder
+from trainyard.remote.ollama_client import OllamaClient, OllamaError
 
 OLLAMA_LIMIT = 2.0  # s for each address
 MODELS = 100  # names in the answer

@@ -26,7 +26,7 @@ BUSY_LOOP = 0.6  # s that a busy loop runs, to measure the share of a core that 
 PAUSE = 0.035  # s
 WATCH = 0.5  # s over which the CPU use of other processes is measured
 RESOLVE_LIMIT = 6.0  # s for all names; an unreachable DNS server takes 10 s per name
-# How Python is started for a request (see trainyard/remote_archive.py); two hosts of an inventory may be one machine.
+# How Python is started for a request (see trainyard/wire/remote_archive.py); two hosts of an inventory may be one machine.
 REQUEST_FLAGS = b"\0-I\0-S\0-c\0"
 PF_KTHREAD = 0x00200000  # linux/sched.h
 # Runs as root in a separate mount namespace.

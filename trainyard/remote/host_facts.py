@@ -12,10 +12,10 @@ from typing import Any
 
 from trainer import nvidia_smi
 from trainer.supervise.environment import LAYERS, starts_system_unit
-from trainer.supervise.files import other_runs, read_json, read_node, run_devices
+from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder
-from trainer.supervise.network import interface_of, source_address
 from trainer.supervise.processes import held_gpus
+from trainer.supervise.run_files import other_runs, read_json, read_node, run_devices
 from trainer.supervise.socket_filter import permits_socket_filter
 from trainer.supervise.status import is_active
 from trainyard.remote.network import (

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer import nvidia_smi
+from trainer.supervise.interface import interface_of
 from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.network import interface_of
-from trainyard.ollama.client import OllamaClient, OllamaError
 from trainyard.remote.host_facts import nearest_folder
 from trainyard.remote.network import interface_mbit
+from trainyard.remote.ollama_client import OllamaClient, OllamaError
 from trainyard.remote.trees import matching
 
 MODELS = 100  # names in a sample

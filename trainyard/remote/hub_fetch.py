@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import read_json, write_json
 from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.run_files import read_json, write_json
 from trainyard.remote.digests import Digests
 from trainyard.remote.local_files import describe, tree_digest
 from trainyard.remote.trees import path_below

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import newest_first
 from trainer.supervise.link_free import link_free
+from trainer.supervise.run_files import newest_first
 
 # How a run was started; the progress of answers and of a deployment.
 NAME = re.compile(r"(starts/[A-Za-z0-9][A-Za-z0-9._-]{0,63}|(answers|deploy)/[A-Za-z0-9._-]{1,100}\.progress)\.json")

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.network import interfaces
+from trainer.supervise.interface import interfaces
 
 VIRTUAL = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "podman")
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.supervise.files import read_json
 from trainer.supervise.link_free import link_free
-from trainyard.ollama.client import MODEL_NAME, OllamaClient, OllamaError, full_name
+from trainer.supervise.run_files import read_json
+from trainyard.remote.ollama_client import MODEL_NAME, OllamaClient, OllamaError, full_name
 from trainyard.remote.receive import incoming_folder, prepare_incoming
 
 NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`

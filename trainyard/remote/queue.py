@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, hold_lock, read_json
 from trainer.supervise.link_free import link_free
+from trainer.supervise.run_files import SupervisorError, hold_lock, read_json
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE, PROGRAM, PROGRAM_DIGESTS
 

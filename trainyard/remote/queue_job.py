@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.supervise.files import SupervisorError, read_json, write_json
+from trainer.supervise.run_files import SupervisorError, read_json, write_json
 from trainyard.remote.queue_phases import NEW, RELEASED
 
 PROGRAMS = "/usr/local/lib/trainyard/queue"  # of the role queue

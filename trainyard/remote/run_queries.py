@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.supervise.files import newest_first, read_json, read_log
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import process_stat
+from trainer.supervise.run_files import newest_first, read_json, read_log
 from trainyard.remote.trees import matching
 
 CHUNK = 256 << 10  # bytes of metrics in one answer

@@ -1,6 +1,6 @@
 """Sends samples of this host and the states of its runs, and answers queries, until standard input ends.
 
-Standard library only. Every line of the output is a JSON object with its `kind`; `trainyard.dashboard.reply_types` has
+Standard library only. Every line of the output is a JSON object with its `kind`; `trainyard.wire.reply_types.sample_replies` has
 the types. Every line of the input is a query, or empty to keep the connection.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.files import SupervisorError, read_json
 from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.run_files import SupervisorError, read_json
 from trainer.supervise.status import read_state
 from trainyard.remote import queue as slurm_queue
 from trainyard.remote.host_use import HostUse, gpu_use, ollama_use

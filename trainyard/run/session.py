@@ -22,27 +22,25 @@ from trainer.config import RunSpec
 from trainer.distributed import COPY_STAGES, TEACHER_TOKEN
 from trainer.formats import printable
 from trainer.supervise.start import STOPPED
-from trainyard.connection import Host, HostConnection
-from trainyard.run.absent_hosts import end_standby, stop_absent, watch_absent
-from trainyard.run.artifacts import collect_artifacts
-from trainyard.run.errors import LaunchError, LostSourceError, PartlyActiveError, PlanError, RunClaimedError, RunError
-from trainyard.run.follower import follow_parts
-from trainyard.run.gather import describe
-from trainyard.run.host_files import HostAccess
-from trainyard.run.launch import paths_in, standby_seconds, start_ranks
-from trainyard.run.launch_scripts import write_scripts
-from trainyard.run.model_files import fetch_models_again
-from trainyard.run.monitor import Watch
-from trainyard.run.options import LaunchOptions
-from trainyard.run.planning import check_plan_mesh, plan_run, stopped_line
-from trainyard.run.rejoin import Rejoin, Speeds
-from trainyard.run.restart_policy import RestartPolicy
-from trainyard.run.slurm import check_job, check_options, plan_job
-from trainyard.run.spec_files import prepare
-from trainyard.run.stage import release_claims, stage_files
-from trainyard.run.start_record import keep_start, service_start
-from trainyard.run.status import planned_parts
-from trainyard.run.teacher_host import check_teacher_host, training_entries
+from trainyard.run.follow.absent_hosts import end_standby, stop_absent, watch_absent
+from trainyard.run.follow.artifacts import collect_artifacts
+from trainyard.run.follow.follower import follow_parts
+from trainyard.run.follow.monitor import Watch
+from trainyard.run.follow.rejoin import Rejoin, Speeds
+from trainyard.run.follow.restart_policy import RestartPolicy
+from trainyard.run.follow.run_status import planned_parts
+from trainyard.run.launch.launch_scripts import write_scripts
+from trainyard.run.launch.slurm_launcher import check_job, check_options, plan_job
+from trainyard.run.launch.start_ranks import paths_in, standby_seconds, start_ranks
+from trainyard.run.launch.start_record import keep_start, service_start
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.plan.facts import describe
+from trainyard.run.plan.make_plan import check_plan_mesh, plan_run, stopped_line
+from trainyard.run.prepare.host_files import HostAccess
+from trainyard.run.prepare.model_files import fetch_models_again
+from trainyard.run.prepare.spec_files import prepare
+from trainyard.run.prepare.teacher_host import check_teacher_host, training_entries
+from trainyard.run.stage.stage_files import release_claims, stage_files
 from trainyard.run.types import (
     PlanEntry,
     PreparedRun,
@@ -52,6 +50,15 @@ from trainyard.run.types import (
     RunPlan,
     SessionState,
     StepResult,
+)
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.run_errors import (
+    LaunchError,
+    LostSourceError,
+    PartlyActiveError,
+    PlanError,
+    RunClaimedError,
+    RunError,
 )
 
 CLAIM_POLL = 0.5  # s between two attempts to claim the run

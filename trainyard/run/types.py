@@ -16,12 +16,12 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from trainer.config import EMBEDDED_DATASET, FIELDS, RunSpec
 from trainer.data.data_report import DataReport
-from trainer.data.files import is_hub_id
+from trainer.data.dataset_files import is_hub_id
 from trainer.errors import UserError
 from trainyard.remote.digests import Digests
 from trainyard.remote.local_files import tree_digest
-from trainyard.reply_fields import Digest
-from trainyard.reply_types.runs import Heartbeat, Node
+from trainyard.wire.reply_fields import Digest
+from trainyard.wire.reply_types.run_replies import Heartbeat, Node
 
 Report = Callable[[str], None]
 """Receives a line for a user."""

@@ -11,8 +11,8 @@ from trainer.config.fields import split_words
 from trainer.errors import UserError
 from trainer.formats import counted, printable
 from trainer.inputs import user_path
-from trainyard.cluster import Cluster
 from trainyard.extra_vars import read_run_spec
+from trainyard.inventory import Cluster
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.collect import Questions, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
@@ -20,11 +20,11 @@ from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.prompts import read_evaluation, read_prompts
 from trainyard.ollama.teachers import candidates, find_teachers
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
-from trainyard.run.errors import RunError
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import Report
 from trainyard.service_records import following, service_records
+from trainyard.wire.run_errors import RunError
 from trainyard.workflows.queued_students import student_queue
 from trainyard.workflows.students import student_table, train_students
 
@@ -162,7 +162,7 @@ def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mappin
         models: folders on the controller, by the names in the specs.
     """
     # It imports numpy, which a program that only follows runs does not need.
-    from trainyard.run.data_check import check_prompts
+    from trainyard.run.prepare.data_check import check_prompts
 
     first = specs[0]
     chats = read_prompts(user_path(options.prompts, "prompts"), options.system_message, first)

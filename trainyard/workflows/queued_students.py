@@ -10,15 +10,15 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.errors import UserError
 from trainyard import front_end
-from trainyard.cluster import Cluster
-from trainyard.queue.client import QueueState
-from trainyard.queue.history import ENDED, describe, list_queue, run_state
+from trainyard.inventory import Cluster
 from trainyard.queue.manage import open_queue
 from trainyard.queue.new_runs import NewRun, make_run
+from trainyard.queue.queue_client import QueueState
+from trainyard.queue.queue_tables import ENDED, describe, list_queue, run_state
 from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import Site, add_runs, check_runs, read_on_hosts
-from trainyard.run.artifacts import parse_result
-from trainyard.run.options import LaunchOptions
+from trainyard.run.follow.artifacts import parse_result
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import Report
 from trainyard.workflows.students import StudentRun, student_table
 

@@ -18,12 +18,12 @@ from trainer.config import RunSpec
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.errors import UserError
 from trainer.formats import counted, printable, table
-from trainyard.connection import Host, HostConnection, InventoryError
-from trainyard.run.errors import RunError
-from trainyard.run.options import LaunchOptions
-from trainyard.run.plan import PORTS
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.plan.nodes import PORTS
 from trainyard.run.session import KeepRecord, RunSession
 from trainyard.run.types import Report
+from trainyard.wire.connection import Host, HostConnection, InventoryError
+from trainyard.wire.run_errors import RunError
 
 Connect = Callable[[Host], HostConnection]
 

@@ -9,9 +9,9 @@ import pytest
 from trainer_runs import Cluster, lines, losses
 
 from trainer.checkpoint import HostCheckpoint
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
 from trainyard.queue.carry import CheckpointCopy
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
 
 pytestmark = pytest.mark.slow
 

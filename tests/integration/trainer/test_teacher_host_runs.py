@@ -18,11 +18,11 @@ from trainer_runs import Here, losses
 
 from trainer.distributed import TEACHER_TOKEN
 from trainer.spec import make_spec
-from trainyard.connection import Host, HostConnection
-from trainyard.openssh import LocalTransport
-from trainyard.run.errors import RunError
-from trainyard.run.options import make_options
+from trainyard.run.launch_options import make_options
 from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
 
 __all__ = ["bed", "teacher"]
 

@@ -29,10 +29,10 @@ from trainyard.discovery.facts import (
     scan_facts,
 )
 from trainyard.discovery.identity import Endpoint, Machine, Server, machines
-from trainyard.discovery.replies import MAX_MODELS, Model
-from trainyard.discovery.report import Report
+from trainyard.discovery.ollama_replies import MAX_MODELS, Model
+from trainyard.discovery.scan_result import Report
 from trainyard.discovery.trust import Trust
-from trainyard.run.options import LaunchOptions
+from trainyard.run.launch_options import LaunchOptions
 
 KEY = "ssh-ed25519 " + "A" * 68
 

@@ -10,7 +10,7 @@ from fake_ollama import model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainyard.discovery import replies
+from trainyard.discovery import ollama_replies as replies
 from trainyard.discovery.http import MAX_BODY, BadReply, get
 from trainyard.discovery.networks import Target
 from trainyard.discovery.scan import ask

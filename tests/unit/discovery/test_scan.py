@@ -9,8 +9,8 @@ from fake_ollama import Server, model, serve
 from trainyard.discovery import scan as scanning
 from trainyard.discovery.engine import discover
 from trainyard.discovery.networks import Target
-from trainyard.discovery.report import Report
 from trainyard.discovery.scan import scan
+from trainyard.discovery.scan_result import Report
 from trainyard.discovery.settings import Settings
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from fake_target import Target, serve_target
 
-from trainyard.connection import Host
-from trainyard.ollama.adapter_base import base_misfit, run_misfit, tokens_digest, wanted_base
-from trainyard.ollama.trained_run import TrainedRun
+from trainyard.deploy.adapter_base import base_misfit, run_misfit, tokens_digest, wanted_base
+from trainyard.deploy.trained_run import TrainedRun
 from trainyard.remote.ollama import BASES_LIMIT, ollama
-from trainyard.replies import ReplyError, checked_reply
+from trainyard.wire.connection import Host
+from trainyard.wire.replies import ReplyError, checked_reply
 
 TOKENS = ["<s>", "a", "b", "ab"]
 CONFIG = {

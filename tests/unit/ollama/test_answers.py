@@ -10,10 +10,10 @@ import pytest
 
 from trainer.errors import UserError
 from trainyard.ollama.answers import AnswerFile
-from trainyard.ollama.client import Answer, Cancel
 from trainyard.ollama.collect import Questions, collect_answers
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.pool import Prompt
+from trainyard.remote.ollama_client import Answer, Cancel
 
 PROMPTS = [f"question {number}" for number in range(30)]
 

@@ -7,9 +7,9 @@ import pytest
 import transformers.utils.chat_template_utils as reference
 
 from trainer.data.hf_template import ChatTemplate, TemplateError, read_template
-from trainyard.ollama import chat_template
-from trainyard.ollama.chat_template import derive, derive_apart, prove
-from trainyard.ollama.go_template import go_string, render
+from trainyard.deploy import chat_template
+from trainyard.deploy.chat_template import derive, derive_apart, prove
+from trainyard.deploy.go_template import go_string, render
 
 TODAY = datetime.datetime(2026, 3, 4, 5, 6)
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainyard.ollama.filters import filter_answers, repeats_itself
-from trainyard.ollama.logprobs import LogprobReader
 from trainyard.ollama.near_duplicates import NearDuplicates
+from trainyard.ollama.teacher_logprobs import LogprobReader
 
 
 def record(text: str, prompt: str = "Why?", **more: Any) -> dict[str, Any]:

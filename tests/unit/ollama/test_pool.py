@@ -12,8 +12,8 @@ import pytest
 
 from trainer.errors import UserError
 from trainyard.ollama import pool
-from trainyard.ollama.client import Answer, Cancel, OllamaError
 from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
+from trainyard.remote.ollama_client import Answer, Cancel, OllamaError
 
 
 class Simulated:

@@ -16,12 +16,12 @@ from fake_queue import HOSTS, FakeQueue
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
-from trainyard.cluster import Cluster
+from trainyard.inventory import Cluster
 from trainyard.ollama.distill_options import make_distill_options
 from trainyard.queue import requests
-from trainyard.queue.client import Job
+from trainyard.queue.queue_client import Job
 from trainyard.queue.request import QueueOptions
-from trainyard.run.options import make_options
+from trainyard.run.launch_options import make_options
 from trainyard.workflows.distill import distill, student_specs
 from trainyard.workflows.queued_students import StudentQueue, student_queue
 

@@ -9,10 +9,10 @@ import pytest
 import real_ollama
 
 from trainyard.ollama.answers import AnswerFile
-from trainyard.ollama.client import OllamaError
 from trainyard.ollama.collect import Questions, collect_answers
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.remote.ollama_client import OllamaError
 
 URLS = [f"http://127.0.11.{n}:18435" for n in (2, 3)]
 

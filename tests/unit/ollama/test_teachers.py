@@ -17,7 +17,6 @@ from run_hosts import TOP, free_port
 
 from trainer.config import RunSpec
 from trainer.errors import UserError
-from trainyard.connection import Host
 from trainyard.ollama import collect
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, make_dataset
@@ -25,8 +24,9 @@ from trainyard.ollama.distill_options import DistillOptions, make_distill_option
 from trainyard.ollama.model_copy import CopyPlan, plan_copy
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
-from trainyard.run.merge import MergeOptions, make_merge_options
+from trainyard.wire.connection import Host
 from trainyard.workflows.distill import student_specs
+from trainyard.workflows.merge_runs import MergeOptions, make_merge_options
 from trainyard.workflows.students import host_groups
 
 OTHER = "b" * 64

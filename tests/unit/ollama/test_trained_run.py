@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from trainer.errors import UserError
-from trainyard.connection import Host, HostConnection
-from trainyard.ollama.trained_run import TrainedRun, find_run
-from trainyard.openssh import LocalTransport
+from trainyard.deploy.trained_run import TrainedRun, find_run
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}
 

@@ -16,7 +16,7 @@ from trainer.config.aliases import resolve_aliases, takes_no_value
 from trainer.errors import UserError
 from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import known_variables, read_run_spec
-from trainyard.run.options import OPTIONS, make_options
+from trainyard.run.launch_options import OPTIONS, make_options
 
 TOP = Path(__file__).resolve().parents[3]
 OTHER = {*ALIASES, *REFUSED}

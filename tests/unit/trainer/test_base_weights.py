@@ -20,7 +20,7 @@ from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import load_model
 from trainer.spec import make_spec
-from trainyard.run.model_files import check_names, model_folder
+from trainyard.run.prepare.model_files import check_names, model_folder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 60, "pad_token_id": 0}

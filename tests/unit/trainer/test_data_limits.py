@@ -115,7 +115,7 @@ def test_a_split_outside_of_the_folder_of_a_saved_dataset(name: object, tmp_path
 
 
 def test_a_reader_that_stops_early_leaves_no_process(tmp_path: Path) -> None:
-    from trainer.data.tables import table_records
+    from trainer.data.table_files import table_records
 
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "small.parquet"

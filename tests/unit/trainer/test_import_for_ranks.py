@@ -77,7 +77,8 @@ def test_nothing_is_forked_once_cuda_is_initialized(tmp_path: Path, monkeypatch:
 
 def test_the_standby_process_uses_what_forked_ranks_use() -> None:
     """Its modules can be imported: a standby process that cannot is replaced silently by a torchrun that imports itself."""
-    from trainer.distributed import standby, worker_process
+    from trainer.distributed import standby_process as standby
+    from trainer.distributed import worker_process
 
     assert standby.may_fork is forked_ranks.may_fork and standby.die_with_launcher is worker_process.die_with_launcher
 

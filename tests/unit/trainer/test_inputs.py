@@ -26,9 +26,9 @@ from trainer.errors import UserError
 from trainer.formats import quoted
 from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import plain_data, read_run_spec
-from trainyard.run.model_files import model_folder
-from trainyard.run.options import make_options
-from trainyard.run.spec_files import dataset_file
+from trainyard.run.launch_options import make_options
+from trainyard.run.prepare.model_files import model_folder
+from trainyard.run.prepare.spec_files import dataset_file
 
 TOP = Path(__file__).resolve().parents[3]
 BOMB = "lr:\n" + "\n".join(f"- &b{n} [{', '.join([f'*b{n - 1}'] * 9) if n else 'x' * 9}]" for n in range(10)) + "\n"

@@ -28,9 +28,9 @@ from trainer.distillation.loss import Divergence, TeacherLogits
 from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.model import ModelWithLoss, add_lora, lora_config, loss_positions
-from trainer.planner import report
+from trainer.planner import plan_report as report
+from trainer.planner.plan_report import plan
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend
-from trainer.planner.report import plan
 from trainer.spec import make_spec, read_spec
 from trainer.strategy import plan_named, plan_of
 from trainer.strategy.base import Batch
@@ -405,9 +405,9 @@ def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
 
 
 def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
-    from trainyard.connection import Host
     from trainyard.preflight.host_state import HostState
-    from trainyard.run.choose_strategy import choose_strategy, link_speeds
+    from trainyard.run.plan.choose_strategy import choose_strategy, link_speeds
+    from trainyard.wire.connection import Host
 
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
     hosts = [HostState(Host(f"node{place}", "", "/d", "/p"), facts=dict(facts)) for place in range(3)]

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import read_yaml
 from trainer.data.json_files import json_records
-from trainer.data.tables import csv_records
+from trainer.data.table_files import csv_records
 from trainer.errors import UserError
 from trainer.text_encoding import not_utf8
 

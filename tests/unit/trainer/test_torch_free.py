@@ -12,7 +12,7 @@ TORCH_FREE = (
     "trainer.strategy",
     "trainer.strategy.diloco",
     "trainer.planner.recommend",
-    "trainer.planner.report",
+    "trainer.planner.plan_report",
     "trainer.costs.model_shape",
     "trainer.data.samples",
     "trainer.data.encode",

@@ -1,0 +1,496 @@
+"""Put a trained model into the Ollama server of every host, and prove that each copy answers as the trained model.
+
+The head of the run supplies greedy answers and, for a merged model, the GGUF file. Every node creates the model under a
+temporary name and answers the same prompts. Only a node that answers as trained gets the final name.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import math
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trainer.data.hf_template import read_template
+from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.errors import UserError
+from trainer.files import sha256_file
+from trainer.formats import mib, printable, quoted
+from trainer.gguf.metadata import adds_bos
+from trainyard.deploy.adapter_base import base_misfit, run_misfit, wanted_base
+from trainyard.deploy.chat_template import derive_apart
+from trainyard.deploy.deploy_options import DeployOptions
+from trainyard.deploy.run_export import RunExport
+from trainyard.deploy.trained_run import TrainedRun, copy_files, find_run, read_tokens
+from trainyard.ollama.servers import shared_servers
+from trainyard.progress_record import SUFFIX, ProgressRecord
+from trainyard.remote.ollama import BASES_LIMIT, equal_answers
+from trainyard.run.types import Report
+from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.wire.copy_files import fetch_file, lent_files, split_run
+from trainyard.wire.replies import ReplyError, checked_reply
+from trainyard.wire.run_errors import RunError, first_of
+
+STATE_LIMIT = 60.0  # s for a host to describe its server
+CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
+# Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
+MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
+_SHOWN = 160  # characters of an answer in a message
+
+
+@dataclass
+class Artifact:
+    """A GGUF file on the controller, and how a node uses it."""
+
+    file: Path
+    sha256: str
+    template: str
+    base: str  # the base of an adapter on the node, or empty
+    key: str  # equal for equal deployments
+    bos: str  # the text of the token that raw prompts need and the server does not add
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Choice:
+    """The artifacts for a node, which gets the first one that answers as trained."""
+
+    artifacts: list[Artifact]
+    refused: list[str] = field(default_factory=list)  # keys of adapters that were tried
+    searched: bool = False  # the node has found the bases of the artifacts
+
+
+class Deployment:
+    """Deploys one run to the Ollama servers of hosts, or removes it.
+
+    Args:
+        hosts: the nodes; one of them has the run.
+        connect: makes a connection to a host; called in the main thread.
+        urls: for each host the addresses at which its own server may be reached from it, the preferred one first.
+        work: folder on the controller for files.
+        report: receives lines while a step runs.
+        check: change nothing; report what would change.
+    """
+
+    def __init__(
+        self,
+        hosts: list[Host],
+        connect: Callable[[Host], HostConnection],
+        urls: Mapping[str, list[str]],
+        options: DeployOptions,
+        *,
+        work: Path,
+        report: Report = print,
+        check: bool = False,
+    ) -> None:
+        self.hosts, self.urls, self.options = {host.name: host for host in hosts}, urls, options
+        self.connections = {host.name: connect(host) for host in hosts}
+        self.work, self.report, self.check = work / "deploy", report, check
+        self._export = RunExport(connect, self.work, report)
+        self._local = Path()
+        self._has_adapter = False  # whether this call has written the adapter as GGUF
+        key = hashlib.sha256(options.deploy_name.encode()).hexdigest()[:16]
+        about = {
+            "run": options.run,
+            "name": options.deploy_name,
+            "hosts": {name: {"state": "waiting"} for name in self.hosts},
+        }
+        self._progress = ProgressRecord(None if check else self.work / f"{key}{SUFFIX}", "deploy", **about)
+        self._reasons: dict[str, list[str]] = {}  # why nodes get the merged model, with their names
+        self._shared: dict[str, str] = {}  # host: the host whose server it has too
+        self._searches = options.deploy_as != "merged" and not options.deploy_base
+
+    def deploy(self) -> dict[str, Any]:
+        """Deploy the run; return `changed` and `lines`.
+
+        Raises:
+            RunError: a node did not get the model; the others have it.
+            UserError: the run cannot be deployed.
+        """
+        with self._progress:
+            return self._deploy()
+
+    def _deploy(self) -> dict[str, Any]:
+        trained = find_run(self.options.run, self.hosts, self.connections, self.options.deploy_as != "merged")
+        misfit = self._run_misfit(trained)
+        if misfit or self.options.deploy_as == "merged":  # only the merged model fits
+            self._searches = False
+            self._export.start(trained, self.options.deploy_quantize)
+        self._local = copy_files(trained, self.connections[trained.host.name], self.work / self.options.run)
+        tokens = read_tokens(self._local)
+        states, errors = self._states(trained, tokens)
+        misfits = self._misfits(trained, states, tokens, misfit)
+        choices: dict[str, Choice] = {}
+        for name, why in misfits.items():
+            try:
+                choices[name] = self._choice(name, trained, states[name], why)
+            except (RemoteError, UserError) as error:
+                errors[name] = str(error)
+        wanted = {name: c for name, c in choices.items() if not self._is_deployed(states[name], c.artifacts)}
+        for name in self.hosts:
+            self._note(
+                name, "failed" if name in errors else "waiting" if name in wanted else "deployed", errors.get(name, "")
+            )
+        lines = self._notes(choices)
+        lines += [f"{name}: {self.options.deploy_name} is deployed" for name in choices if name not in wanted]
+        lines += [f"{name}: has the same server as {keeper}" for name, keeper in self._shared.items()]
+        if self.check:
+            lines += [
+                f"{name}: would deploy {self.options.deploy_name} ({self._how(choice.artifacts[0])})"
+                for name, choice in wanted.items()
+            ]
+        elif wanted:
+            deployed, failed = self._install(trained, wanted)
+            lines += deployed
+            errors |= failed
+        for name, why in errors.items():
+            self._note(name, "failed", why)
+        for name, keeper in self._shared.items():
+            self._note(name, "failed" if keeper in errors else "deployed", f"has the same server as {keeper}")
+        _raise_first(errors, lines)
+        return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in choices}}
+
+    def remove(self) -> dict[str, Any]:
+        """Remove the deployed model from every node; return `changed` and `lines`. Raises RunError."""
+        states, errors = self._ask(
+            "state", {name: {"base": "", "like": None, "tokens": 0} for name in self.hosts}, STATE_LIMIT
+        )
+        shared = shared_servers(states, self.urls)
+        asked = {name: {"check": self.check} for name in self.hosts if name in states and name not in shared}
+        replies, failed = self._ask("remove", asked, STATE_LIMIT)
+        errors |= failed
+        lines = [f"{name}: has the same server as {keeper}" for name, keeper in shared.items()]
+        for name, reply in replies.items():
+            text = "removed" if reply.get("changed") else "is not deployed"
+            text = "is not from trainyard: kept" if reply.get("foreign") else text
+            lines.append(
+                f"{name}: {self.options.deploy_name} {'would be ' if self.check and text == 'removed' else ''}{text}"
+            )
+        _raise_first(errors, lines)
+        return {"changed": any(reply.get("changed") for reply in replies.values()), "lines": lines}
+
+    # The nodes ----------------------------------------------------------------------------------------------------------
+
+    def _request(self, name: str, step: str) -> dict[str, Any]:
+        records = f"{self.hosts[name].data_dir}/deployed"
+        return {"step": step, "urls": self.urls[name], "name": self.options.deploy_name, "records": records}
+
+    def _ask(
+        self, step: str, more: Mapping[str, dict[str, Any]], limit: float
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Ask the hosts in `more` at once; return their replies, in this order, and errors by name."""
+        calls = {name: functools.partial(self._call, name, step, extra) for name, extra in more.items()}
+        done = FanOut(calls).wait(limit)
+        return {name: done.answers[name] for name in more if name in done.answers}, done.errors
+
+    def _call(self, name: str, step: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply of a node to a step of the verb `ollama`. Raises RemoteError."""
+        reply = self.connections[name].call("ollama", self._request(name, step) | dict(more))
+        try:
+            return checked_reply(f"ollama_{step}", reply)
+        except ReplyError as error:
+            raise RemoteError(str(error)) from None
+
+    def _states(self, run: TrainedRun, tokens: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return the states of the servers, and why a node has none or must not be changed, by name."""
+        base = self.options.deploy_base if self.options.deploy_as != "merged" else ""
+        like = wanted_base(run, tokens) if self._searches else None
+        request = {"base": base, "like": like, "tokens": len(tokens)}
+        states, errors = self._ask("state", {name: request for name in self.hosts}, STATE_LIMIT)  # noqa: C420
+        self._shared = shared_servers(states, self.urls)
+        states = {name: state for name, state in states.items() if name not in self._shared}
+        for name, state in states.items():
+            if why := self._foreign(state):
+                errors[name] = why
+        return {name: states[name] for name in self.hosts if name in states and name not in errors}, errors
+
+    def _foreign(self, state: dict[str, Any]) -> str:
+        """Return why a model of this name is not replaced: trainyard has not deployed it. Empty if it may be."""
+        record = state["record"]
+        if self.options.deploy_replace or not state["digest"] or (record and record["digest"] == state["digest"]):
+            return ""
+        return (
+            f"it has a model {self.options.deploy_name} that trainyard has not deployed: choose another deploy_name, or set "
+            "deploy_replace=true"
+        )
+
+    @staticmethod
+    def _is_deployed(state: dict[str, Any], artifacts: list[Artifact]) -> bool:
+        record = state["record"]
+        same = record and state["digest"] == record["digest"]
+        return bool(same and record["key"] in [artifact.key for artifact in artifacts])
+
+    def _run_misfit(self, run: TrainedRun) -> str:
+        """Return why the adapter of the run is not deployed, whatever the nodes have. Raises UserError."""
+        if self.options.deploy_as == "merged":
+            return ""
+        why = run_misfit(run)
+        if why and self.options.deploy_as == "adapter":
+            raise UserError(f"deploy_as=adapter: {why}; set deploy_as=merged")
+        return why
+
+    def _misfits(
+        self, run: TrainedRun, states: Mapping[str, dict[str, Any]], tokens: list[str], misfit: str
+    ) -> dict[str, str]:
+        """Return for each node why it gets the merged model; empty where it gets the adapter.
+
+        A base that is searched for must be on every node. Raises UserError.
+        """
+        if self.options.deploy_as == "merged":
+            return dict.fromkeys(states, "deploy_as=merged")
+        if misfit:
+            return dict.fromkeys(states, misfit)
+        found = {name: base_misfit(run, state, tokens, self.options.deploy_base) for name, state in states.items()}
+        if not self._searches or not any(found.values()):
+            return found
+        lacking = "; ".join(f"{name}: {why}" for name, why in found.items() if why)
+        if self.options.deploy_as == "adapter":
+            raise UserError(f"deploy_as=adapter: {lacking}: create the base model there, or set deploy_as=merged")
+        return dict.fromkeys(states, lacking)
+
+    def _choice(self, name: str, run: TrainedRun, state: dict[str, Any], misfit: str) -> Choice:
+        """Return what a node may get. Raises UserError, RemoteError."""
+        if not misfit:
+            from trainer.gguf.plain_adapter import AdapterError
+
+            try:
+                return self._adapters(name, run, state)
+            except AdapterError as error:
+                misfit = str(error)
+        if self.options.deploy_as == "adapter":
+            raise UserError(f"deploy_as=adapter: {misfit}")
+        if self.options.deploy_as == "auto" and run.kind == "adapter":
+            self._reasons.setdefault(misfit, []).append(name)
+        return Choice([self._merged(run)])
+
+    def _adapters(self, name: str, run: TrainedRun, state: dict[str, Any]) -> Choice:
+        """Return the adapter on each base of a node, without those that an earlier deployment has tried."""
+        artifacts = [self._adapter(run, base) for base in state["bases"]]
+        if not self._searches or self.options.deploy_as == "adapter":
+            return Choice(artifacts, searched=self._searches)
+        earlier = state["record"]["refused"] if state["record"] else []
+        refused = [artifact.key for artifact in artifacts if artifact.key in earlier]
+        left = [artifact for artifact in artifacts if artifact.key not in refused]
+        if not left:
+            why = "an earlier deployment tried the adapter on every base that was found, and its answers were not as trained"
+            self._reasons.setdefault(why, []).append(name)
+        return Choice(left or [self._merged(run)], refused, searched=True)
+
+    def _adapter(self, run: TrainedRun, base: dict[str, Any]) -> Artifact:
+        """Return the adapter of the run on a base. Raises AdapterError."""
+        from trainyard.deploy.adapter_gguf import write_adapter
+
+        file = self.work / self.options.run / "adapter.gguf"
+        if not self._has_adapter:
+            write_adapter(self._local, run.base, file)
+            self._has_adapter = True
+        fields = {
+            name: value == "True" if value in ("True", "False") else value for name, value in base["fields"].items()
+        }
+        digest = sha256_file(file)
+        return self._complete(run, file, digest, adds_bos(fields), f"{digest} {base['digest']}", base["name"])
+
+    def _merged(self, run: TrainedRun) -> Artifact:
+        """Return the merged model; its GGUF file is on the controller only if a node needs it."""
+        gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
+        if gguf is None:
+            raise RemoteError(f"{run.host.name} has not converted the model")
+        file = self.work / f"{gguf['sha256']}.gguf"
+        return self._complete(run, file, gguf["sha256"], gguf["adds_bos"], gguf["sha256"], "")
+
+    def _complete(self, run: TrainedRun, file: Path, digest: str, added: bool, origin: str, base: str) -> Artifact:
+        answers = self._export.answers(run)
+        source, special = read_template(self._local)
+        bos = special.get("bos_token", "")
+        text, notes = self.options.template_text(), []
+        if not text:
+            today = datetime.datetime.fromisoformat(answers["created"])
+            derived = self._derive(source or PLAIN_TEMPLATE, json.dumps(special), today, bos if added else "")
+            text, notes = derived.text, derived.notes
+        stop = answers.get("stop", "")
+        key = hashlib.sha256(f"{origin} {base} {text}{stop and f' {stop}'}".encode()).hexdigest()
+        return Artifact(file, digest, text, base, key, "" if added else bos, notes)
+
+    @functools.cache  # noqa: B019
+    def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
+        return derive_apart(source, json.loads(special), today, added)
+
+    def _notes(self, choices: Mapping[str, Choice]) -> list[str]:
+        artifacts = [artifact for choice in choices.values() for artifact in choice.artifacts]
+        notes = [f"note: {note}" for artifact in artifacts for note in artifact.notes]
+        for why, names in self._reasons.items():
+            notes.append(f"merged model for {'every host' if len(names) == len(choices) else ', '.join(names)}: {why}")
+        return list(dict.fromkeys(notes))
+
+    def _note(self, name: str, state: str, text: str = "") -> None:
+        """Record the progress of a host: waiting, receiving, answering, deployed or failed."""
+        self._progress.update_part("hosts", name, state=state, text=text)
+
+    def _how(self, artifact: Artifact) -> str:
+        return f"adapter on {artifact.base}" if artifact.base else f"merged, {self.options.deploy_quantize}"
+
+    # Installation -------------------------------------------------------------------------------------------------------
+
+    def _install(self, run: TrainedRun, wanted: Mapping[str, Choice]) -> tuple[list[str], dict[str, str]]:
+        """Create the model on the nodes at once; return lines for them, and the reason why a node has no model.
+
+        A node whose model does not answer as trained gets its next artifact, if it has searched for bases.
+        """
+        answers, left = self._export.answers(run), dict(wanted)
+        merged: dict[str, Artifact] = {}
+        lines: list[str] = []
+        errors: dict[str, str] = {}
+        try:
+            while left:
+                for name, artifact in [(name, choice.artifacts[0]) for name, choice in left.items()]:
+                    if not artifact.base:
+                        merged[artifact.sha256] = artifact
+                        try:
+                            self._fetch(run, artifact)
+                        except (RemoteError, UserError) as error:
+                            errors[name] = str(error)
+                            del left[name]
+                calls = {name: functools.partial(self._create, name, choice, answers) for name, choice in left.items()}
+                done = FanOut(calls).wait(CREATE_LIMIT)
+                errors |= done.errors
+                answered = {name: choice for name, choice in left.items() if name in done.answers}
+                left = self._judge(run, answered, done.answers, lines, errors)
+        finally:
+            for artifact in merged.values():  # the run's host and the servers have it
+                artifact.file.unlink(missing_ok=True)
+        return lines, errors
+
+    def _judge(
+        self,
+        run: TrainedRun,
+        choices: Mapping[str, Choice],
+        replies: Mapping[str, dict[str, Any]],
+        lines: list[str],
+        errors: dict[str, str],
+    ) -> dict[str, Choice]:
+        """Add the results of first artifacts to `lines` and `errors`; return the next ones of nodes that refused theirs."""
+        following, answers = {}, self._export.answers(run)
+        for name, choice in choices.items():
+            how, text = self._how(choice.artifacts[0]), self._refusal(choice.artifacts[0], replies[name], answers)
+            if not text:
+                equal, count = compare(answers, replies[name]["answers"])[0], len(answers["prompts"])
+                what = f"{equal} of {count} answers as trained"
+                lines.append(f"{name}: deployed {self.options.deploy_name} ({how}): {what}")
+                self._note(name, "deployed", f"{how}: {what}")
+                continue
+            try:
+                after = self._next_choice(run, choice)
+            except (RemoteError, UserError) as error:
+                errors[name] = f"{how} is not used, and the merged model is missing: {error}"
+                continue
+            if after:
+                lines.append(f"{name}: {how} is not used: {text}")
+                following[name] = after
+            else:
+                searched = choice.searched and choice.artifacts[0].base
+                tried = f" (bases tried: {len(choice.refused) + 1}, at most {BASES_LIMIT})" if searched else ""
+                errors[name] = text + tried
+        return following
+
+    def _refusal(self, artifact: Artifact, reply: Mapping[str, Any], answers: Mapping[str, Any]) -> str:
+        """Return why a node did not accept the model that it created; empty if it did."""
+        if "error" in reply:
+            return f"Ollama: {reply['error']}"
+        count, (equal, difference) = len(answers["prompts"]), compare(answers, reply["answers"])
+        if reply["accepted"] and equal >= self._least(artifact, count):
+            return ""
+        return (
+            f"the created model gives {equal} of {count} answers as the trained one does: it is removed, and "
+            f"{self.options.deploy_name} stays as it was; {difference}"
+        )
+
+    def _next_choice(self, run: TrainedRun, choice: Choice) -> Choice | None:
+        """Return the next artifact for a node after the first one has failed: the next base that it has found, then the
+        merged model.
+
+        Raises UserError, RemoteError.
+        """
+        failed, rest = choice.artifacts[0], choice.artifacts[1:]
+        if not choice.searched or not failed.base:
+            return None
+        if not rest and self.options.deploy_as == "auto":
+            rest = [self._merged(run)]
+        return Choice(rest, [*choice.refused, failed.key], searched=True) if rest else None
+
+    def _least(self, artifact: Artifact, count: int) -> int:
+        """Return how many of `count` answers must be equal."""
+        return math.ceil(MIN_EQUAL["f16" if artifact.base else self.options.deploy_quantize] * count)
+
+    def _fetch(self, run: TrainedRun, artifact: Artifact) -> None:
+        """Copy the merged model from the run's host, unless the controller has it. Raises RemoteError, UserError."""
+        if artifact.file.exists():
+            return
+        gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
+        self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
+        root, name = split_run(run.folder)
+        exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
+        connection = self.connections[run.host.name]
+        try:
+            with tempfile.TemporaryDirectory(dir=self.work) as aside, lent_files(connection, root, [exported]) as lent:
+                arrived = Path(aside) / "model.gguf"
+                fetch_file(connection, lent[exported], arrived, gguf["bytes"])
+                if sha256_file(arrived) != artifact.sha256:
+                    raise RemoteError(f"{run.host.name}: the merged model arrived damaged: run the same command again")
+                arrived.replace(artifact.file)
+        except OSError as error:
+            raise UserError(f"cannot write {artifact.file}: {error.strerror}: free disk space") from None
+
+    def _create(self, name: str, choice: Choice, answers: dict[str, Any]) -> dict[str, Any]:
+        """Copy the file to a node, which creates the model and answers; return its reply. Raises RemoteError."""
+        connection, artifact = self.connections[name], choice.artifacts[0]
+        incoming = f"{connection.host.data_dir}/store/incoming"
+        prompts = [
+            prompt if "messages" in prompt else {"prompt": artifact.bos + prompt["prompt"]}
+            for prompt in answers["prompts"]
+        ]
+        options = {"temperature": 0, "seed": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": answers["max_tokens"]}
+        request = {
+            "file": f"{incoming}/{artifact.sha256}-{secrets.token_hex(4)}",
+            "sha256": artifact.sha256,
+            "template": artifact.template,
+            "stop": answers.get("stop", ""),
+            "base": artifact.base,
+            "prompts": prompts,
+            "options": options,
+            "expected": answers["answers"],
+            "least": self._least(artifact, len(prompts)),
+            "key": artifact.key,
+            "refused": choice.refused,
+        }
+        self._note(name, "receiving", self._how(artifact))
+        if self._call(name, "prepare", {"sha256": artifact.sha256, "incoming": incoming})["lacking"]:
+            connection.put(str(artifact.file), str(request["file"]))
+        self._note(name, "answering", self._how(artifact))
+        reply = self._call(name, "create", request)
+        if "error" not in reply and len(reply["answers"]) != len(prompts):
+            raise RemoteError("sent an incomplete reply to create")
+        return reply
+
+
+def _raise_first(errors: Mapping[str, str], lines: list[str]) -> None:
+    """Raise RunError if hosts have errors, with the lines for the user."""
+    if errors:
+        message, others = first_of(errors)
+        raise RunError(message, lines=[*others, *lines], troubles=errors)
+
+
+def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:
+    """Return the number of equal answers, and a description of the first difference."""
+    for prompt, expected, got in zip(trained["prompts"], trained["answers"], answers, strict=True):
+        if expected.strip() != got.strip():
+            question = prompt["messages"][-1]["content"] if "messages" in prompt else prompt["prompt"]
+            difference = f"{quoted(question)}: {quoted(got, _SHOWN)} instead of {quoted(expected, _SHOWN)}"
+            return equal_answers(trained["answers"], answers), printable(difference, 3 * _SHOWN)
+    return len(answers), ""

@@ -1,0 +1,206 @@
+"""Plan the Python environment of every host, and select the hosts that fetch the wheels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.formats import table
+from trainyard.python_env import resolve
+from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
+from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
+from trainyard.wire.connection import Host
+
+UNCHANGED = {"key": "", "todo": "none", "flavour": "", "tag": "", "serves": False, "fetches": False}
+
+Infos = Mapping[str, Mapping[str, Any]]
+
+
+def plan_environments(
+    top: Path, hosts: Sequence[Host], infos: Infos, options: Mapping[str, Any], build: bool
+) -> dict[str, Any]:
+    """Plan the environments of the play, and build on the controller what the hosts receive.
+
+    Args:
+        top: the project's folder.
+        hosts: hosts that include all of `infos`.
+        infos: for each host what `python_env_info` returned, in the inventory's order.
+        options: fields of `trainyard.commands.role_steps.EnvironmentOptions`.
+        build: whether to build pip's archive and the trainer's wheel if any host changes.
+
+    Returns:
+        `hosts`, the plan of each; `todo`, whether any changes; `trainer`, the version of the trainer's wheel;
+        `requirements`, `constraints` and `torch` in pip's format; `locked`, whether every package has a digest; `kit`, the
+        paths of `pip` and `trainer` on the controller; `installer` and `conda`, what conda installs.
+
+    Raises:
+        EnvironmentBuildError: a host cannot have the environment.
+    """
+    packages = options["packages"]
+    managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
+    cuda = options["torch"] and resolve.choose_flavour(options["flavour"], managed) != "cpu"
+    extras = [
+        *options["extras"],
+        *(["nvml"] if cuda else []),
+        *([packages] if packages != "standard" else []),
+    ]
+    request = EnvironmentRequest(
+        resolve.requirements(top / "pyproject.toml", extras, options["torch"]),
+        resolve.read_constraints(Path(options["lock"] or top / resolve.FLAVOURS[packages])),
+        trainer_version(top),
+        options["flavour"],
+        resolve.conda_lock(options["conda_lock"], top),
+        packages,
+    )
+    resolve.check_lock(request)
+    plans = plan(infos, request)
+    conda = any(info["env"] == "conda" for info in infos.values())
+    installer = (options["conda_installer"], options["conda_sha256"])
+    todo = any(entry["todo"] != "none" for entry in plans.values())
+    folder = top / ".trainyard" / "python"
+    kit = {"pip": str(pip_archive(folder)), "trainer": str(trainer_wheel(top, folder))} if todo and build else {}
+    # Every attempt has its own folder, into which processes of an interrupted attempt do not write.
+    attempt = secrets.token_hex(3)
+    by_name = {host.name: host for host in hosts}
+    for name, entry in plans.items():
+        entry["fresh"] = f"{entry['key']}-{attempt}"
+        entry["source"] = source(name, by_name[entry["builder"]], options["port"])
+    return {
+        "changed": False,
+        "todo": todo,
+        "hosts": plans,
+        "requirements": list(request.requirements),
+        "constraints": list(request.constraints),
+        # A lock with digests also has torch, from the package index.
+        "torch": request.torch if options["torch"] and not request.locked else "",
+        "locked": request.locked,
+        "trainer": request.trainer,
+        "kit": kit,
+        "conda": resolve.conda_packages(request.conda) if conda else [],
+        "installer": resolve.conda_installer(request.conda, *installer) if conda else {},
+    }
+
+
+def source(name: str, builder: Host, port: int) -> str:
+    """Return the URL from which a host gets its wheels: its own folder, or the server of its builder."""
+    if builder.name == name:
+        return f"file://{builder.data_dir}/python/shared"
+    return f"http://{f'[{builder.address}]' if ':' in builder.address else builder.address}:{port}"
+
+
+def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]:
+    """Return for every host its environment, the work to do, and the host that fetches the wheels.
+
+    Args:
+        infos: for each host what `python_env_info` returned, in the inventory's order.
+        request: the contents of every environment.
+
+    Returns:
+        For each host `key` of the environment, `todo` (none, trainer, all), `builder` (the first host with the same key,
+        which fetches for all of them), `fetches` (whether this host must fetch), `serves` (whether others need its wheels),
+        `tag` and `flavour`.
+
+    Raises:
+        EnvironmentBuildError: a host cannot have the environment.
+    """
+    managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
+    flavour = resolve.choose_flavour(request.flavour, managed)
+    if request.packages == "unsloth":
+        resolve.check_unsloth(managed, flavour)
+    plans: dict[str, dict[str, Any]] = {}
+    builders: dict[str, str] = {}
+    for host, info in managed.items():
+        check(host, info, request)
+        conda = info["env"] == "conda"
+        version = resolve.conda_python(resolve.conda_packages(request.conda)) if conda else info["version"]
+        tag = ".".join(version.split(".")[:2])
+        parts = [request.requirements, request.constraints, flavour, info["env"], tag, info["machine"]]
+        if conda:
+            parts.append(request.conda)
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        marker = info["marker"]
+        todo = "all" if marker.get("key") != key else "trainer" if marker.get("trainer") != request.trainer else "none"
+        builder = builders.setdefault(key, host)
+        plans[host] = {"key": key, "todo": todo, "builder": builder, "flavour": flavour, "tag": tag, "serves": False}
+    for host, entry in plans.items():
+        entry["serves"] = any(
+            other["builder"] == host and other["todo"] == "all" for name, other in plans.items() if name != host
+        )
+        # A builder keeps its wheels. If they are missing, it fetches them again for the hosts that need them.
+        needed = entry["builder"] == host and (entry["todo"] == "all" or entry["serves"])
+        entry["fetches"] = needed and entry["key"] not in managed[host]["wheels"]
+    for host in infos:
+        plans.setdefault(host, UNCHANGED | {"builder": host})
+    return plans
+
+
+def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> None:
+    """Check that the environment can be built on the host. Raises EnvironmentBuildError."""
+    if info["python"] != info["link"] + "/bin/python":
+        raise EnvironmentBuildError(
+            f"{host}: cluster_python is {info['python']}, but python_env={info['env']} builds {info['link']}/bin/python: "
+            "remove cluster_python, or set python_env: as-is"
+        )
+    if info["blocked"]:
+        raise EnvironmentBuildError(
+            f"{host}: {info['link']} exists and trainyard did not create it: move it, or set python_env: as-is"
+        )
+    if info["env"] == "conda":
+        if not request.conda:
+            raise EnvironmentBuildError(
+                "python_env is conda: write a lock with make lock-conda CHANNEL=URL, or set python_conda_lock, see "
+                "roles/python/README.md"
+            )
+        return
+    if not info["version"]:
+        raise EnvironmentBuildError(
+            f"{host}: there is no Python at {info['base']}: apt install python3, or set python_base"
+        )
+    if not resolve.is_supported_python(info["version"]):
+        raise EnvironmentBuildError(
+            f"{host}: {info['base']} is Python {info['version']}, 3.11 to 3.13 is required: set python_base to an "
+            "installed one, or set python_env: conda, which installs its own"
+        )
+    if not info["has_venv"]:
+        raise EnvironmentBuildError(f"{host}: {info['base']} has no module venv: apt install python3-venv")
+
+
+def consistency_error(infos: Infos, check_mode: bool = False) -> str:
+    """Return what differs between the environments of the hosts, or an empty string if they are the same.
+
+    Args:
+        infos: for each host what `python_env_info` returned after the environment was built.
+        check_mode: hosts without an environment are not compared, because check mode builds none.
+
+    Returns:
+        One line; for different versions a table follows after an empty line.
+    """
+    versions = {host: dict(info["versions"]) for host, info in infos.items()}
+    empty = next((host for host, found in versions.items() if not found), "")
+    if empty and not check_mode:
+        python = infos[empty]["python"]
+        return f"{empty}: there is no working Python at {python}: correct cluster_python, or set python_env: venv"
+    # An environment that trainyard does not manage needs no trainer wheel: a run brings its own trainer.
+    if any(info["env"] == "as-is" for info in infos.values()):
+        versions = {host: {k: v for k, v in found.items() if k != "trainyard"} for host, found in versions.items()}
+    lines = differences({host: found for host, found in versions.items() if found})
+    return "\n".join([DIFFERENT, "", *lines]) if lines else ""
+
+
+DIFFERENT = "the Python environments of the hosts differ: make them equal (see roles/python/README.md)"
+
+
+def differences(versions: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return a table with one row for each package whose version differs between hosts; empty if there is none.
+
+    The version of Python may differ: ranks exchange tensors and plain values, which every supported version reads.
+    """
+    hosts = list(versions)
+    names = sorted({name for entry in versions.values() for name in entry} - {"python"})
+    rows = [[name, *(versions[host].get(name, "none") for host in hosts)] for name in names]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    return table([["", *hosts], *rows]) if rows else []

@@ -1,0 +1,296 @@
+"""The queue as the controller sees it: requests to the queue host, and its answers as checked data.
+
+The queue host may be compromised, and any user of a host may name a job: every text is data until it is parsed here.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.errors import UserError
+from trainer.formats import printable
+from trainyard.inventory import service_host
+from trainyard.queue.request import Request, is_run_name
+from trainyard.wire.connection import Host, HostConnection, RemoteError
+from trainyard.wire.copy_files import in_time
+from trainyard.wire.replies import ReplyError, untrusted_json
+from trainyard.wire.run_errors import RunError
+
+ANSWER_LIMIT = 120.0  # s for the queue host to answer
+MAX_TIME = 4e9  # s since the epoch
+UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
+_NUMBER = re.compile(r"\d{1,10}")
+_GRES = re.compile(r"(gpu|vram)((?::[A-Za-z0-9_-]{1,64})?):(\d{1,6})(?:\(.*\))?")
+_FIELD = re.compile(r"(JobId|Name|JobState|Partition|StartTime|EndTime|NodeList)=(\S*)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of Slurm.
+
+    Attributes:
+        name: name of its run, or the name that a user gave it.
+        state: such as `PENDING`.
+        reason: why it waits, in Slurm's words.
+        start: seconds since the epoch, expected or past; 0 if unknown.
+        end: as `start`; 0 also without a time limit.
+        hosts: hosts that it has.
+    """
+
+    number: int
+    name: str
+    priority: str
+    state: str
+    reason: str = ""
+    start: float = 0.0
+    end: float = 0.0
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Node:
+    """A host of the queue.
+
+    Attributes:
+        state: such as `idle`, in lower case and without its flags.
+        memory: memory that runs may use, in MiB.
+        gpu_memory: memory of its smallest GPU, in GB; 0 without GPUs.
+    """
+
+    name: str
+    state: str
+    cores: int
+    memory: int
+    gpus: int = 0
+    gpu_memory: int = 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the host takes jobs."""
+        return self.state in UP
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """The state of the queue that the queue host reports.
+
+    Attributes:
+        jobs: jobs that wait or run, by the names of their runs.
+        ended: the last end of each job that is in the completion log, by name.
+        leases: every job that has hosts, and every one of the completion log that had some, also those that are not
+        runs.
+        requests: requests of the runs that have a folder.
+        states: states of the runs as their drivers report them.
+        specs: spec and digests of the runs that were asked for.
+        now: seconds since the epoch on the queue host.
+    """
+
+    jobs: dict[str, Job]
+    nodes: dict[str, Node]
+    requests: dict[str, Request] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    specs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ended: dict[str, Job] = field(default_factory=dict)
+    leases: tuple[Job, ...] = ()
+    now: float = 0.0
+
+
+class QueueClient:
+    """The queue host. Its methods raise RemoteError if it does not answer."""
+
+    def __init__(self, connection: HostConnection) -> None:
+        self.connection = connection
+        self.host: Host = connection.host
+        self.folder = f"{self.host.data_dir}/queue"
+
+    def state(self, specs: Sequence[str] = ()) -> QueueState:
+        """Return jobs, hosts and runs of the queue. Raises RunError if Slurm does not answer.
+
+        Args:
+            specs: names of the runs whose spec is returned.
+        """
+        return parse_state(self._call("queue_info", {"folder": self.folder, "specs": list(specs)}))
+
+    def add(
+        self, request: Request, contents: Mapping[str, bytes], links: Mapping[str, str], arguments: Sequence[str]
+    ) -> int:
+        """Write the folder of a run and submit its job; return the id of the job.
+
+        Args:
+            contents: contents of the files of the folder besides `request.json`; they may hold secrets.
+            links: {name in the folder: path on the queue host} of its other files.
+            arguments: arguments of sbatch.
+
+        Raises:
+            RunError: Slurm refuses the job, or a job of this name waits or runs.
+        """
+        files = {"request.json": request.model_dump_json(indent=1).encode(), **contents}
+        encoded = {name: (0o600, base64.b64encode(content).decode()) for name, content in files.items()}
+        wanted = {"contents": encoded, "links": dict(links), "arguments": list(arguments)}
+        return self._job_of("queue_add", request.run, wanted)
+
+    def again(self, run: str, after: Sequence[int]) -> int:
+        """Submit a new job for a run that has ended; return its id. Raises RunError as `add`.
+
+        Args:
+            after: ids of the jobs that must finish first.
+        """
+        return self._job_of("queue_again", run, {"after": list(after)})
+
+    def _job_of(self, verb: str, run: str, request: dict[str, Any]) -> int:
+        answer = self._call(verb, {"folder": f"{self.folder}/{run}", **request})
+        if "exists" in answer:
+            raise RunError(f"run {run} has been added by another controller, as job {answer['exists']}")
+        if "job" not in answer:
+            raise RunError(f"queue host {self.host.name}: sent no number of a job for run {run}")
+        return int(answer["job"])
+
+    def change(self, do: str, jobs: Iterable[int], priority: str = "") -> dict[int, str]:
+        """Cancel, hold or release jobs, or give them another priority; return why a job was not changed, by its id."""
+        request = {"do": do, "jobs": list(jobs), "priority": priority}
+        refused = self._call("queue_change", request)["refused"]
+        return {int(job): why for job, why in refused.items() if _NUMBER.fullmatch(job)}
+
+    def _call(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = in_time(self.connection, lambda: self.connection.call(verb, request), ANSWER_LIMIT)
+        except RemoteError as error:
+            raise RunError(f"queue host {self.host.name}: {error}") from None
+        return answer
+
+
+def parse_state(answer: Mapping[str, Any]) -> QueueState:
+    """Return the answer of the queue host as checked data; unknown data is left out."""
+    names = {text: tuple(hosts) for text, hosts in answer["hosts"].items()}
+    jobs = [job for line in answer["jobs"] if (job := parse_job(line, names))]
+    offset = answer["offset"]
+    ended = [job for line in answer["completed"] if (job := parse_completed(line, offset, names))]
+    runs = {name: folder for name, folder in answer["runs"].items() if is_run_name(name)}
+    requests = {name: request for name, folder in runs.items() if (request := _request(name, folder["request"]))}
+    return QueueState(
+        jobs={job.name: job for job in sorted(jobs, key=lambda job: job.number)},
+        nodes={node.name: node for line in answer["nodes"] if (node := parse_node(line))},
+        requests=requests,
+        states={name: _object(runs[name]["state"]) for name in requests},
+        specs={name: dict(spec) for name, spec in answer["specs"].items()},
+        ended={job.name: job for job in ended},
+        leases=tuple(job for job in (*ended, *jobs) if job.hosts and job.start),
+        now=min(max(0.0, answer["now"]), MAX_TIME),
+    )
+
+
+def parse_job(line: str, hosts: Mapping[str, tuple[str, ...]]) -> Job | None:
+    """Return the job of a line of squeue in JOB_FORMAT of trainyard.remote.queue; None if it is not one.
+
+    Args:
+        hosts: the hosts that each list of Slurm stands for.
+    """
+    words = line.split("|", 8)
+    if len(words) < 9 or not _NUMBER.fullmatch(words[0]):
+        return None
+    number, priority, state, reason, start, end, limit, listed, name = words
+    return Job(
+        number=int(number),
+        name=printable(name, 100),
+        priority=printable(priority, 64),
+        state=printable(state, 32),
+        reason=printable(reason, 200),
+        start=_time(start),
+        end=_time(end) if limit != "UNLIMITED" else 0.0,
+        hosts=hosts.get(listed, ()),
+    )
+
+
+def parse_node(line: str) -> Node | None:
+    """Return the host of a line of sinfo in NODE_FORMAT of trainyard.remote.queue; None if it is not one."""
+    words = line.split("|")
+    if len(words) != 5 or not all(_NUMBER.fullmatch(word) for word in words[2:4]):
+        return None
+    gpus = gpu_memory = 0
+    for word in words[4].split(","):
+        if found := _GRES.fullmatch(word):
+            if found[1] == "gpu":
+                gpus += int(found[3])
+            else:
+                gpu_memory = int(found[3])
+    state = re.sub(r"[^a-z].*", "", words[1].lower())
+    return Node(printable(words[0], 64), state, int(words[2]), int(words[3]), gpus, gpu_memory)
+
+
+def parse_completed(line: str, offset: int, hosts: Mapping[str, tuple[str, ...]] | None = None) -> Job | None:
+    """Return the job of a line of Slurm's completion log; None if it is not one.
+
+    Args:
+        offset: seconds by which the local time of the log is ahead of UTC.
+        hosts: the hosts that each list of Slurm stands for; a list that is not among them is kept as it is.
+    """
+    found: dict[str, str] = {}
+    for name, value in _FIELD.findall(line):
+        found.setdefault(name, value)
+    if len(found) < 7 or not _NUMBER.fullmatch(found["JobId"]) or not is_run_name(found["Name"]):
+        return None
+    listed = found["NodeList"]
+    return Job(
+        number=int(found["JobId"]),
+        name=found["Name"],
+        priority=printable(found["Partition"], 64),
+        state=printable(found["JobState"], 32),
+        start=_local_time(found["StartTime"], offset),
+        end=_local_time(found["EndTime"], offset),
+        hosts=() if listed == "(null)" else (hosts or {}).get(listed, (printable(listed, 200),)),
+    )
+
+
+def _time(word: str) -> float:
+    return min(float(word), MAX_TIME) if _NUMBER.fullmatch(word) else 0.0
+
+
+def _local_time(text: str, offset: int) -> float:
+    try:
+        there = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=UTC)
+    except ValueError:
+        return 0.0
+    return min(max(0.0, there.timestamp() - max(-86_400, min(offset, 86_400))), MAX_TIME)
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    """Return a JSON object of the queue host; an empty one if the text is something else."""
+    try:
+        value = untrusted_json(text or "{}")
+    except ReplyError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _request(name: str, text: str | None) -> Request | None:
+    fields = {
+        key: value for key, value in _object(text).items() if key in Request.model_fields
+    }  # of other versions, too
+    try:
+        request = Request.model_validate(fields)
+    except (ValidationError, UserError):
+        return None
+    return request if request.run == name else None
+
+
+def queue_host(groups: Mapping[str, Sequence[str]]) -> str:
+    """Return the host of the queue. Whether Slurm runs there, only the host can tell. Raises UserError without a cluster."""
+    if name := service_host(groups):
+        return name
+    raise UserError(
+        "queue: the inventory has no group cluster: add the hosts to one, as in inventory/hosts.example.yml"
+    )
+
+
+def clock_time(seconds: float, now: float) -> str:
+    """Return a time of this machine's clock as `14:20`, with the date if it is further away than half a day."""
+    shown = time.localtime(seconds)
+    return time.strftime("%H:%M" if abs(seconds - now) < 43_200 else "%Y-%m-%d %H:%M", shown)

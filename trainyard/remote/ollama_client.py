@@ -1,0 +1,437 @@
+"""A bounded client of Ollama's HTTP API. Standard library only.
+
+The server is not trusted: its reply may be endless, too large, too slow or malformed. Every request has a deadline, and
+every reply a limit. Source of the API: https://github.com/ollama/ollama/blob/main/docs/api.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_BODY = 64 << 20  # bytes of a reply; /api/show with all tokens of a vocabulary has some MB
+MAX_LINE = 1 << 20  # bytes of a line of a streamed reply
+MAX_ANSWER = 8 << 20  # bytes of a streamed answer, with the JSON around its tokens
+MAX_ERROR = 500  # characters of an error message
+_BLOCK = 1 << 16
+_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_WORD = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
+MODEL_NAME = re.compile(f"{_WORD}(/{_WORD}){{0,2}}(:{_WORD})?")
+
+
+class OllamaError(Exception):
+    """A request failed. The message is one line of printable text.
+
+    Attributes:
+        status: HTTP status, or 0 if there was no complete reply.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        text = "".join(char if char.isprintable() else " " for char in message[:MAX_ERROR])
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answered. Times are in seconds.
+
+    Attributes:
+        text: the answer, without the thinking that the server separates.
+        thinking: the thinking that the server separates; empty where it does not.
+        finished: why it ended: `stop`, or `length` at the limit of tokens.
+        tokens: number of generated tokens.
+        queued: time in the server's queue, before it loaded the model or read the prompt.
+        seconds: time of the server from the request to the end of the answer.
+        logprobs: log-probabilities of its tokens, see trainyard/ollama/teacher_logprobs.py; empty if they were not requested.
+    """
+
+    text: str
+    thinking: str
+    finished: str
+    tokens: int
+    queued: float
+    seconds: float
+    logprobs: str = ""
+
+
+class Cancel:
+    """Ends a request from another thread: `cancel()` closes its connection. `silent` is the time since its last byte."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.cancelled = False
+        self.heard = time.monotonic()
+
+    @property
+    def silent(self) -> float:
+        """Seconds since the last byte of the server."""
+        return time.monotonic() - self.heard
+
+    def watch(self, connected: socket.socket) -> None:
+        """Close this socket when the request is cancelled. Raises OllamaError if it was."""
+        with self._lock:
+            self._socket = connected
+            if self.cancelled:
+                raise OllamaError("the request was cancelled")
+
+    def cancel(self) -> None:
+        """Close the connection. The request raises OllamaError."""
+        with self._lock:
+            self.cancelled = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class _BoundedSocket(socket.socket):
+    """A connected socket whose reads end at a deadline, even if bytes arrive slowly."""
+
+    deadline = float("inf")
+    idle = 60.0
+    cancel: Cancel | None = None
+
+    def _limit(self) -> None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.settimeout(min(self.idle, left))
+
+    def recv_into(self, *args: Any) -> int:
+        self._limit()
+        count = super().recv_into(*args)
+        if self.cancel:
+            self.cancel.heard = time.monotonic()
+        return count
+
+    def sendall(self, *args: Any) -> None:
+        self._limit()
+        super().sendall(*args)
+
+
+def is_server_url(url: str) -> bool:
+    """Return whether a text is the address of a server: `http://ADDRESS[:PORT]`."""
+    try:
+        OllamaClient(url)
+    except (OllamaError, ValueError):
+        return False
+    return True
+
+
+class OllamaClient:
+    """One server. Every method raises OllamaError; a method may be used in several threads at once.
+
+    Args:
+        url: `http://ADDRESS[:PORT]`.
+        connect_timeout: seconds to connect.
+        idle_timeout: seconds without a byte after which a request fails.
+        deadline: seconds for a complete reply, unless a method has its own.
+    """
+
+    def __init__(
+        self, url: str, *, connect_timeout: float = 3.0, idle_timeout: float = 30.0, deadline: float = 60.0
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        try:
+            self._address, self.port = parts.hostname or "", parts.port or 11434
+        except ValueError:
+            self._address, self.port = "", 0
+        if parts.scheme != "http" or not self._address:
+            raise OllamaError(f"{url} is no address of an Ollama server: expected http://ADDRESS:PORT")
+        self._address = urllib.parse.unquote(self._address)  # the zone of a link-local IPv6 address
+        self.url = url
+        self._connect_timeout, self._idle, self._deadline = connect_timeout, idle_timeout, deadline
+
+    # The server ---------------------------------------------------------------------------------------------------------
+
+    def version(self, timeout: float = 3.0) -> tuple[int, int, int]:
+        """Return the version of the server, for comparison with other versions."""
+        reply = self._request_json("GET", "/api/version", deadline=timeout)
+        match = _VERSION.match(str(reply.get("version")))
+        if not match:
+            raise OllamaError("/api/version has no version")
+        return int(match[1]), int(match[2]), int(match[3])
+
+    def tags(self) -> dict[str, str]:
+        """Return the digest (64 hex digits) of every model of the server by its name. Malformed entries are left out."""
+        return {name: str(entry["digest"]) for name, entry in self._models().items()}
+
+    def size(self, model: str) -> int:
+        """Return the bytes of the files of a model, with its base; 0 if the server does not have it or does not report it."""
+        size = self._models().get(full_name(model), {}).get("size")
+        return size if isinstance(size, int) else 0
+
+    def _models(self) -> dict[str, dict[str, Any]]:
+        models = self._request_json("GET", "/api/tags").get("models") or []
+        if not isinstance(models, list):
+            raise OllamaError("/api/tags has no list of models")
+        found = {}
+        for entry in models:
+            name, digest = (entry.get("name"), entry.get("digest")) if isinstance(entry, dict) else ("", "")
+            if isinstance(name, str) and name.isprintable() and _DIGEST.fullmatch(str(digest)):
+                found[name] = entry
+        return found
+
+    def loaded(self) -> list[str]:
+        """Return the names of the models that are in memory, sorted. Malformed entries are left out."""
+        models = self._request_json("GET", "/api/ps").get("models") or []
+        entries = [entry.get("name") for entry in models if isinstance(entry, dict)] if isinstance(models, list) else []
+        return sorted(name for name in entries if isinstance(name, str) and name.isprintable())
+
+    def digest(self, model: str) -> str:
+        """Return the digest of a model; empty if the server does not have it. `name` is `name:latest`."""
+        return self.tags().get(full_name(model), "")
+
+    def show(self, model: str, verbose: bool = False, deadline: float | None = None) -> dict[str, Any]:
+        """Return /api/show: `template`, `modelfile`, `details`, `model_info`; with `verbose` all tokens, too."""
+        return self._request_json("POST", "/api/show", {"model": model, "verbose": verbose}, deadline)
+
+    # Answers ------------------------------------------------------------------------------------------------------------
+
+    def chat(self, model: str, messages: Sequence[Mapping[str, str]], **more: Any) -> Answer:
+        """Return the answer to a chat. `more` as in `generate`."""
+        return self._answer("/api/chat", {"model": model, "messages": list(messages)}, **more)
+
+    def generate(self, model: str, prompt: str, *, raw: bool = False, **more: Any) -> Answer:
+        """Return the answer to a prompt.
+
+        Args:
+            raw: the prompt is not put into the model's template.
+            more: `options` of the model (temperature, num_predict, seed); `deadline` in seconds; `first` in seconds, until
+                the first byte, in which the server may load the model; `cancel`, to end it from another thread; `extra`
+                fields of the request; `read`, which receives each line of the reply; `keep`, the maximum of its bytes.
+        """
+        return self._answer("/api/generate", {"model": model, "prompt": prompt, "raw": raw}, **more)
+
+    def _answer(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        deadline: float = 600.0,
+        first: float = 600.0,
+        cancel: Cancel | None = None,
+        extra: Mapping[str, Any] | None = None,
+        read: Callable[[Mapping[str, Any]], None] | None = None,
+        keep: int = MAX_ANSWER,
+    ) -> Answer:
+        body = body | {"stream": True, "options": dict(options or {}), **(extra or {})}
+        text, thinking = [], []
+        last: dict[str, Any] = {}
+        for line in self._lines("POST", path, body, deadline=deadline, first=first, cancel=cancel, keep=keep):
+            if read:
+                read(line)
+            message = line.get("message", line)  # of /api/chat
+            if not isinstance(message, dict):
+                raise OllamaError(f"the reply of {path} has no message")
+            text.append(_string(message, "response" if message is line else "content"))
+            thinking.append(_string(message, "thinking"))
+            last = line
+        if last.get("done") is not True:
+            raise OllamaError("the answer is incomplete")
+        total, *parts = (
+            _seconds(last, name)
+            for name in ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
+        )
+        count = last.get("eval_count")
+        return Answer(
+            text="".join(text),
+            thinking="".join(thinking),
+            finished="length" if last.get("done_reason") == "length" else "stop",
+            tokens=count if isinstance(count, int) and 0 <= count < 1 << 40 else 0,
+            queued=max(0.0, total - sum(parts)),
+            seconds=total,
+        )
+
+    # Models -------------------------------------------------------------------------------------------------------------
+
+    def create(self, body: Mapping[str, Any], deadline: float = 600.0) -> None:
+        """Create a model. `body` has the fields of /api/create; their names depend on the version of the server."""
+        self._follow("/api/create", body, deadline)
+
+    def pull(self, model: str, deadline: float = 24 * 3600.0, report: Callable[[str], None] | None = None) -> None:
+        """Let the server fetch a model from its registry. `report` receives each new status."""
+        self._follow("/api/pull", {"model": model}, deadline, report)
+
+    def copy(self, source: str, target: str) -> None:
+        """Give a model a second name."""
+        self._read("POST", "/api/copy", {"source": source, "destination": target})
+
+    def delete(self, model: str) -> bool:
+        """Delete a model; return whether the server had it."""
+        try:
+            self._read("DELETE", "/api/delete", {"model": model})
+        except OllamaError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def has_blob(self, digest: str) -> bool:
+        """Return whether the server has the blob with this SHA-256 (64 hex digits)."""
+        try:
+            self._read("HEAD", f"/api/blobs/sha256:{digest}")
+        except OllamaError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def put_blob(self, path: Path, digest: str = "", deadline: float = 3600.0) -> str:
+        """Send a file as a blob, unless the server has it; return its SHA-256 (64 hex digits)."""
+        if not digest:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if not self.has_blob(digest):
+            with path.open("rb") as file:
+                size = str(path.stat().st_size)
+                blocks = iter(lambda: file.read(_BLOCK), b"")
+                headers = {"Content-Length": size}
+                self._read("POST", f"/api/blobs/sha256:{digest}", blocks, headers=headers, deadline=deadline)
+        return digest
+
+    def _follow(
+        self, path: str, body: Mapping[str, Any], deadline: float, report: Callable[[str], None] | None = None
+    ) -> None:
+        status = ""
+        for line in self._lines("POST", path, dict(body) | {"stream": True}, deadline=deadline, first=deadline, keep=0):
+            new = _string(line, "status")
+            if report and new != status:
+                report(new[:MAX_ERROR])
+            status = new
+        if status != "success":
+            raise OllamaError(f"{path} ended without success{f': {status}' if status else ''}")
+
+    # HTTP ---------------------------------------------------------------------------------------------------------------
+
+    def post(self, path: str, body: dict[str, Any], cancel: Cancel | None = None) -> dict[str, Any]:
+        """Return the reply of another API of the server, an object."""
+        return _parse_object(self._read("POST", path, body, cancel=cancel), path)
+
+    def _request_json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, deadline: float | None = None
+    ) -> dict[str, Any]:
+        return _parse_object(self._read(method, path, body, deadline=deadline), path)
+
+    def _read(self, method: str, path: str, body: Any = None, **more: Any) -> bytes:
+        with self._reply(method, path, body, **more) as reply:
+            data = reply.read(MAX_BODY + 1)
+        if len(data) > MAX_BODY:
+            raise OllamaError(f"the reply of {path} is larger than {MAX_BODY >> 20} MiB")
+        return data
+
+    def _lines(
+        self, method: str, path: str, body: dict[str, Any], *, keep: int = MAX_ANSWER, **more: Any
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a streamed reply. An object with `error` raises. `keep`: maximum of all bytes; 0: any."""
+        total = 0
+        with self._reply(method, path, body, **more) as reply:
+            while line := reply.readline(MAX_LINE + 1):
+                total += len(line)
+                if len(line) > MAX_LINE or (keep and total > keep):
+                    raise OllamaError(f"the reply of {path} is too large")
+                if not line.strip():
+                    continue
+                item = _parse_object(line, path)
+                if "error" in item:
+                    raise OllamaError(str(item["error"]), 500)
+                yield item
+
+    @contextlib.contextmanager
+    def _reply(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | Iterable[bytes] | None = None,
+        *,
+        deadline: float | None = None,
+        first: float = 0.0,
+        cancel: Cancel | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Iterator[http.client.HTTPResponse]:
+        limit = deadline or self._deadline
+        connection = http.client.HTTPConnection(self._address, self.port)
+        try:
+            sock = self._connect(limit, max(first, self._idle), cancel)
+            connection.sock = sock
+            data = json.dumps(body).encode() if isinstance(body, dict) else body
+            connection.request(
+                method, path, data, {"Connection": "close", "User-Agent": "trainyard", **(headers or {})}
+            )
+            reply = connection.getresponse()
+            sock.idle = self._idle
+            if reply.status >= 300:
+                raise OllamaError(_error_text(reply.read(_BLOCK), reply.status), reply.status)
+            yield reply
+        except TimeoutError:
+            raise OllamaError(f"no complete reply within the time limit ({path})") from None
+        except ConnectionRefusedError:
+            raise OllamaError("connection refused") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if cancel and cancel.cancelled:
+                raise OllamaError("the request was cancelled") from None
+            raise OllamaError(f"the connection was lost ({path}): {type(error).__name__}") from None
+        finally:
+            connection.close()
+
+    def _connect(self, deadline: float, idle: float, cancel: Cancel | None) -> _BoundedSocket:
+        plain = socket.create_connection((self._address, self.port), self._connect_timeout)
+        sock = _BoundedSocket(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.deadline, sock.idle, sock.cancel = time.monotonic() + deadline, idle, cancel
+        if cancel:
+            cancel.heard = time.monotonic()
+            try:
+                cancel.watch(sock)
+            except OllamaError:
+                sock.close()
+                raise
+        return sock
+
+
+def full_name(model: str) -> str:
+    """Return the name of a model with its tag: `llama3` is `llama3:latest`."""
+    return model if ":" in model.rpartition("/")[2] else f"{model}:latest"
+
+
+def _parse_object(data: bytes, path: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        raise OllamaError(f"the reply of {path} is not JSON") from None
+    if not isinstance(value, dict):
+        raise OllamaError(f"the reply of {path} is not a JSON object")
+    return value
+
+
+def _string(item: Mapping[str, Any], name: str) -> str:
+    """Return a text of a reply without lone surrogates, which no file accepts; empty if it has none."""
+    value = item.get(name)
+    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
+
+
+def _seconds(item: Mapping[str, Any], name: str) -> float:
+    """Return a duration of a reply, which is in nanoseconds."""
+    value = item.get(name)
+    return value / 1e9 if isinstance(value, int) and 0 <= value < 1 << 60 else 0.0
+
+
+def _error_text(data: bytes, status: int) -> str:
+    with contextlib.suppress(OllamaError):
+        if text := _string(_parse_object(data, ""), "error"):
+            return text
+    return f"HTTP status {status}"

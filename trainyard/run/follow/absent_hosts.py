@@ -1,0 +1,75 @@
+"""The hosts of a run that take no part in its current start: whether they may return, and the end of what runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from trainer.config import RunSpec
+from trainyard.run.follow.rejoin import Rejoin, Speeds
+from trainyard.run.follow.run_status import run_parts
+from trainyard.run.host_run import HostRun
+from trainyard.run.launch.start_ranks import standby_seconds, stop_parts
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.plan.facts import Connect, describe, fit_hosts
+from trainyard.run.plan.make_plan import surplus
+from trainyard.run.types import PlanEntry, PreparedRun
+from trainyard.wire.connection import Host
+
+END_LIMIT = 10.0  # s for a host to end what is left of a run; a connection that was lost takes most of it
+
+
+def watch_absent(
+    plan: list[PlanEntry],
+    spec: RunSpec,
+    hosts: Mapping[str, Host],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    speeds: Speeds,
+    failed_at: float | None,
+) -> Rejoin | None:
+    """Return what watches the hosts without which a start continues; None if the run may not be restarted for them.
+
+    Args:
+        plan: the entries of this start.
+        spec: its spec, whose strategy is never `auto`.
+        hosts: all hosts of the run by name, in inventory order.
+        speeds: measurements of earlier starts.
+        failed_at: when the start before this one failed, on the monotonic clock; None if this is the first.
+    """
+    present = {entry.host for entry in plan}
+    absent = [name for name in hosts if name not in present]
+    replicated = any(entry.replica is not None for entry in plan)
+    if options.elastic or options.launcher != "ssh" or replicated or not options.max_restarts:
+        return None
+
+    def fits(names: list[str]) -> Callable[[], list[str]]:
+        head = plan[0]
+        states = [describe(hosts[name]) for name in (head.host, *names)]
+        next_start = [name for name in hosts if name in present or name in names]
+        first = options.head if options.head in next_start else next_start[0]
+        connected = {state.name: connect(state.name) for state in states}.__getitem__
+        ask = (states, connected, prepared, options, spec.strategy, first, len(next_start))
+
+        def check() -> list[str]:
+            found = fit_hosts(*ask)
+            extra = surplus([*present, *found], spec, 1)
+            return [name for name in found if name not in extra]
+
+        return check
+
+    return Rejoin(present, absent if options.min_nodes else [], connect, fits, speeds, failed_at)
+
+
+def stop_absent(hosts: list[Host], run: str, connect: Connect) -> None:
+    """Stop what is left of earlier starts of a run that has ended, on lost hosts that have returned.
+
+    Their ranks may wait for peers that ended while the host was disconnected, or a standby process waits for a restart.
+    """
+    stop_parts(run_parts(hosts, run), connect, {"now": True}, END_LIMIT)
+
+
+def end_standby(parts: list[HostRun], connect: Connect, options: LaunchOptions, lost: Collection[str]) -> None:
+    """End the standby processes that only a restart could use, on all hosts but those of `lost`, where they end by themselves."""
+    if standby_seconds(options):
+        stop_parts([part for part in parts if part.host not in lost], connect, {"only_standby": True}, END_LIMIT)

@@ -1,0 +1,307 @@
+"""Monitor a run until it ends or fails, and collect the evidence of a failure."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+
+from trainer.formats import counted, printable
+from trainyard import front_end
+from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
+from trainyard.run.follow.monitor import ENDED, Cause, Progress, Watch, absent_replicas, causes, is_behind
+from trainyard.run.follow.rejoin import SIGN_OF_LIFE, Rejoin
+from trainyard.run.follow.run_status import read_status
+from trainyard.run.host_run import HostRun, last_step
+from trainyard.run.launch.start_ranks import STOP_LIMIT, stop_parts
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.plan.facts import Connect
+from trainyard.run.types import PartEnd, Report, StepResult
+from trainyard.wire.connection import FanOut
+from trainyard.wire.reply_types.run_replies import RunStatus
+from trainyard.wire.run_errors import RunFailedError
+
+TICK = 0.1  # s between two checks of the answers
+POLL = 0.5  # s between two requests to a host, at least
+LONG_POLL = 3.0  # s that a host delays its answer while nothing changes: fewer requests, and changes arrive at once
+# s, where the limit of a lost host adapts: hosts that a switch takes at once are all silent for half the limit or more
+SHORT_POLL = SHORTEST / 2
+PROBE = 1.0  # s between two probes of a host that is late
+REJOIN_GRACE = 600.0  # s for the ranks to write the checkpoint after which absent hosts rejoin
+LATE = 10.0  # s after the head's end for other replica groups to reach the last step
+SETTLE = 1.5  # s to wait for the cause when only its consequences have been seen
+EVIDENCE_LIMIT = 3.0  # s for a host to return the end of its logs
+TAIL = 20  # lines of a log shown with a failure
+TRACEBACK = 200  # lines of a traceback shown with a failure
+LINE_LIMIT = 1000  # characters of a line of a traceback
+
+
+class Follower:
+    """Keeps one status request pending at every host until the run ends or fails.
+
+    A host answers when something changes, or else after some seconds, so monitoring costs little.
+    """
+
+    def __init__(
+        self,
+        parts: list[HostRun],
+        connect: Connect,
+        progress: Progress,
+        options: LaunchOptions,
+        report: Report,
+        rejoin: Rejoin | None = None,
+    ) -> None:
+        self.rejoin = rejoin
+        self.stopping: FanOut[StepResult] | None = None  # the request to stop for hosts that return
+        self.parts, self.progress, self.report = parts, progress, report
+        self.connections = {part.host: connect(part.host) for part in parts}
+        self.connect, self.fixed_limit = connect, options.lost_limit
+        longest = LONG_POLL if self.fixed_limit is None else min(LONG_POLL, self.fixed_limit / 3)
+        self.wait = min(longest, options.progress_interval, options.stall_limit / 4)
+        self.waits: dict[str, float] = {}  # of the pending requests
+        self.times = AnswerTimes()
+        self.probes: dict[str, FanOut[StepResult]] = {}
+        self.probed_at: dict[str, float] = {}
+        self.pending: dict[str, FanOut[RunStatus]] = {}
+        self.requested_at: dict[str, float] = {}
+        self.answered_at = dict.fromkeys(self.connections, time.monotonic())
+        self.alive_at = dict(self.answered_at)  # when a host answered a request or a probe
+        self.absent: set[int] = set()  # replica groups without which the run continues
+        self.ended_at: float | None = None  # when the head ended
+
+    @property
+    def lost_limit(self) -> float:
+        """Seconds of silence after which a host is lost: of the launch options, or by the recent answers of all hosts."""
+        return self.times.limit(time.monotonic()) if self.fixed_limit is None else self.fixed_limit
+
+    def follow(self) -> Cause | None:
+        """Return the cause once the run has failed, or None once it has ended."""
+        suspected_since: float | None = None
+        while True:
+            self.poll(at_once=suspected_since is not None)
+            now = time.monotonic()
+            for line in self.progress.lines(self.parts, now):
+                self.report(line)
+            found = self.untolerated(causes(self.parts, self.lost_limit))
+            if not found and (stall := self.progress.stalled(self.parts, now)):
+                return stall
+            if found:
+                suspected_since = suspected_since or now
+                if found[0].sure or (now - suspected_since > SETTLE and self.all_answered_since(suspected_since)):
+                    return found[0]
+            elif self.has_ended():
+                return None
+            elif self.rejoin and not self.stopping and self.rejoin.update(self.parts, now):
+                self.stop_to_rejoin(self.rejoin.returning)
+            time.sleep(TICK)
+
+    def stop_to_rejoin(self, returning: list[str]) -> None:
+        """Ask all ranks to write a checkpoint and stop, because the run starts again with hosts that return."""
+        self.report(f"{', '.join(returning)} can take part again: the run stops at a checkpoint and starts again")
+        request = {"keep": True, "grace": REJOIN_GRACE}
+        self.stopping = FanOut(
+            {
+                part.host: functools.partial(
+                    self.connect(part.host).call, "run_stop", request | {"run_dir": part.run_dir}
+                )
+                for part in self.parts
+            }
+        )
+
+    def all_answered_since(self, moment: float) -> bool:
+        """Return whether every running host answered after `moment`, and none is silent now.
+
+        A host that does not answer may be the cause of the other hosts' errors. It answers, or its silence becomes a
+        cause of its own after `lost_limit`.
+        """
+        running = [part for part in self.parts if part.status not in ENDED]
+        return all(self.answered_at[part.host] > moment and part.silent <= SETTLE for part in running)
+
+    def has_ended(self) -> bool:
+        """Return whether every part has ended, except those without which the run continued."""
+        left_out = self.left_out()
+        return all(part.status in ENDED or part in left_out for part in self.parts)
+
+    def untolerated(self, found: list[Cause]) -> list[Cause]:
+        """Return the causes, or none if the run continues without the affected replica groups, which is reported once."""
+        replicated = any(part.replica is not None for part in self.parts)
+        absent = absent_replicas(self.parts, found) if replicated else set()
+        for number in sorted(absent - self.absent):
+            why = next(c.text for c in found if any(p.host == c.host and p.replica == number for p in self.parts))
+            self.report(f"{why}: replica {number} is absent, the other replicas continue")
+        for number in sorted(self.absent - absent if absent or not found else ()):
+            self.report(f"replica {number} has rejoined")
+        self.absent = absent
+        return [] if absent else found
+
+    def left_out(self) -> list[HostRun]:
+        """Return the parts that do not finish with the run: absent ones, and those behind when the head has finished."""
+        if self.ended_at is None and self.parts[0].status == "finished":
+            self.ended_at = time.monotonic()
+        late = self.ended_at is not None and time.monotonic() - self.ended_at > LATE
+        return [
+            part
+            for part in self.parts
+            if part.replica is not None
+            and part.status != "finished"
+            and (part.replica in self.absent or (late and is_behind(part)))
+        ]
+
+    def poll(self, at_once: bool) -> None:
+        """Read the answers, and send a new request to each host that answered. `at_once`: without a delayed answer."""
+        now = time.monotonic()
+        for part in self.parts:
+            pending = self.pending.get(part.host)
+            answered = pending is None or self.read_answer(part, pending)
+            if answered and now - self.requested_at.get(part.host, 0) >= (TICK if at_once else POLL):
+                self.requested_at[part.host] = now
+                # Without what every host repeats: the bytes of all answers would grow with the square of the hosts.
+                self.waits[part.host] = self.delay(part)
+                wait = 0.0 if at_once else self.waits[part.host]
+                ask = functools.partial(read_status, self.connections[part.host], part.run_dir, wait=wait, brief=True)
+                self.pending[part.host] = FanOut({part.host: ask})
+            # An answer that the host delays is not late.
+            part.silent = now - self.answered_at[part.host] - self.waits.get(part.host, self.wait)
+            if self.fixed_limit is None:
+                self.probe(part, now)
+
+    def delay(self, part: HostRun) -> float:
+        """Return the seconds for which a host may delay its answer.
+
+        Until its ranks train, they import modules with all cores, and each request would take CPU time from them.
+        """
+        trains = any(state.get("status") == "training" for state in part.states.values())
+        return min(self.wait, SHORT_POLL) if self.fixed_limit is None and trains else self.wait
+
+    def read_answer(self, part: HostRun, pending: FanOut[RunStatus]) -> bool:
+        """Update the part if its host answered; return whether it did."""
+        if pending.threads[part.host].is_alive():
+            return False
+        if part.host in pending.answers:
+            part.answer, part.error = pending.answers.pop(part.host), ""
+            self.answered_at[part.host] = self.alive_at[part.host] = now = time.monotonic()
+            self.times.add(max(0.0, now - self.requested_at[part.host] - self.waits[part.host]), now)
+            if part.node.get("restarts"):  # torchrun renumbers the ranks when it restarts them
+                part.ranks = part.node["ranks"]
+        part.error = pending.errors.get(part.host, part.error)
+        return True
+
+    def probe(self, part: HostRun, now: float) -> None:
+        """Ask a host whose status is late for a sign of life, which needs no Python: a loaded host is slow, but not lost.
+
+        A host that is alive but returns no status is silent for LONGEST.
+        """
+        if part.host in self.probes:
+            probe = self.probes[part.host]
+            if not probe.threads[part.host].is_alive():
+                del self.probes[part.host]
+                if part.host in probe.answers:
+                    self.alive_at[part.host] = now
+                    self.times.add(now - self.probed_at[part.host], now)
+        elif part.silent > 0 and part.status not in ENDED and now - self.probed_at.get(part.host, 0.0) > PROBE:
+            self.probed_at[part.host] = now
+            call = functools.partial(self.connect(part.host).run, SIGN_OF_LIFE, verb="begin")
+            self.probes[part.host] = FanOut({part.host: call})
+        if part.silent < LONGEST:
+            part.silent = min(part.silent, now - self.alive_at[part.host])
+
+
+def follow_parts(
+    run: str,
+    parts: list[HostRun],
+    connect: Connect,
+    options: LaunchOptions,
+    report: Report,
+    *,
+    keep: bool = False,
+    rejoin: Rejoin | None = None,
+    watch: Watch = lambda state: None,
+) -> StepResult:
+    """Monitor a run's parts to their end. On the first failure, stop all of them.
+
+    Args:
+        keep: whether the standby processes remain after a failure, because the caller may restart the run.
+        rejoin: says when the run stops for hosts that return.
+        watch: see Progress.
+
+    Returns:
+        `status` (finished or stopped), `hosts` (how each part ended), and `lines` for a stopped run.
+
+    Raises:
+        RunFailedError: the run failed; its details hold `lines` (evidence), `cause`, `lost`, `stop_wanted`, `hosts`.
+    """
+    world_size = sum(len(part.ranks) for part in parts if not part.teaches)
+    where = ", ".join(part.host for part in parts if not part.teaches)
+    teacher = "".join(f", teacher on {part.host}" for part in parts if part.teaches)
+    if any(part.status not in ENDED for part in parts):
+        report(f"following {run}: {counted(world_size, 'rank')} on {where}{teacher}")
+        report(
+            f"Ctrl-C leaves it running; to follow it again: {front_end.command('attach', run)}; "
+            f"to stop it: {front_end.command('stop', run)}"
+        )
+    progress = Progress(world_size, options.progress_interval, options.stall_limit, watch)
+    follower = Follower(parts, connect, progress, options, report, rejoin)
+    cause = follower.follow()
+    if follower.stopping:  # a stop must not reach the next start
+        follower.stopping.wait(STOP_LIMIT)
+    if cause is not None:
+        raise failed_run(parts, cause, connect, follower.lost_limit, keep)
+    for host, error in stop_parts(follower.left_out(), connect, {"now": True}).items():
+        report(f"cannot stop {host}, which was absent at the end: {error}")
+    ended: StepResult = {"hosts": part_ends(parts)}
+    if all(part.status != "stopped" for part in parts):
+        return ended | {"status": "finished"}
+    line = f"run {run} was stopped after step {last_step(parts)}: {front_end.playbook('train')} with the same spec continues it"
+    return ended | {"status": "stopped", "lines": [line]}
+
+
+def failed_run(parts: list[HostRun], cause: Cause, connect: Connect, lost_limit: float, keep: bool) -> RunFailedError:
+    """Stop the remaining processes of a failed run; return the error with its evidence."""
+    # A host that has been silent for half the limit counts as lost: a switch takes several hosts at once.
+    lost = [part.host for part in parts if part.silent > lost_limit / 2 and part.status not in ENDED]
+    request = {"now": True, "keep": keep}
+    unstopped = stop_parts([part for part in parts if part.host not in lost], connect, request)
+    return RunFailedError(
+        cause.text,
+        lines=[
+            *evidence(parts, cause, connect),
+            *(f"cannot stop {host}: {error}" for host, error in unstopped.items()),
+        ],
+        cause={
+            "host": cause.host,
+            "rank": cause.rank if cause.rank >= 0 else None,
+            "kind": cause.kind,
+            "blocked_by": cause.blocked_by,
+        },
+        lost=lost,
+        stop_wanted=any(part.answer and part.answer.get("stop_wanted") for part in parts),
+        hosts=part_ends(parts),
+    )
+
+
+def part_ends(parts: Iterable[HostRun]) -> dict[str, PartEnd]:
+    """Return how each host's part ended."""
+    return {part.host: {"status": part.status, "node": part.node, "ranks": part.states} for part in parts}
+
+
+def evidence(parts: list[HostRun], cause: Cause, connect: Connect) -> list[str]:
+    """Return the failed rank's traceback, the end of its log, and the paths of the logs; nothing of a lost host."""
+    if cause.kind == "lost":
+        return []
+    part = next(part for part in parts if part.host == cause.host)
+    error = part.state(cause.rank).get("error") or {}
+    text = "" if error.get("plain") else str(error.get("traceback") or "").rstrip()
+    traceback = [printable(line.expandtabs(), LINE_LIMIT) for line in text.splitlines()[-TRACEBACK:]]
+    names = [*([f"rank{cause.rank}.log"] if cause.rank >= 0 else []), f"torchrun.{part.node_rank}.log"]
+    tails = dict.fromkeys(names, -TAIL)
+    call = functools.partial(read_status, connect(part.host), part.run_dir, logs_from=tails)
+    answer = FanOut({part.host: call}).wait(EVIDENCE_LIMIT).answers.get(part.host)
+    logs = answer.get("logs", {}) if answer else {}
+    places = {name: logs[name]["path"] if name in logs else f"{part.run_dir}/logs/{name}" for name in names}
+    paths = [f"{name} on {part.host}: {place}" for name, place in places.items()]
+    shown = next((name for name in names if name in logs and logs[name]["lines"]), None)
+    # The log has the traceback, too.
+    known = {line.strip() for line in traceback}
+    ends = [line for line in logs[shown]["lines"][-TAIL:] if line.strip() not in known] if shown else []
+    tail = [f"last lines of {shown}:", *(f"  {line}" for line in ends)] if ends else []
+    return [*traceback, *([] if error.get("plain") else tail), *paths]

@@ -1,0 +1,80 @@
+"""The part of a run on one host, and its latest status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import cast
+
+from trainyard.run.slurm_reasons import waiting_line
+from trainyard.wire.reply_types.run_replies import Heartbeat, Node, RunStatus
+
+ENDED_WELL = ("finished", "stopped")
+
+
+@dataclass
+class HostRun:
+    """One host's part of a run, and its latest status.
+
+    Attributes:
+        ranks: global ranks on this host, in the order of local ranks.
+        answer: the latest status; None before the first one.
+        silent: seconds since the latest status.
+        error: why the latest request failed.
+        replica: number of the replica group, if every group has its own torchrun; else None.
+        teaches: whether this is the host of the teacher, which the supervisor counts as a rank after those that train.
+    """
+
+    host: str
+    run_dir: str
+    node_rank: int = 0
+    ranks: list[int] = field(default_factory=list)
+    answer: RunStatus | None = None
+    silent: float = 0.0
+    error: str = ""
+    replica: int | None = None
+    teaches: bool = False
+
+    @property
+    def status(self) -> str:
+        """State of the host's supervisor; `unknown` before the first status."""
+        return self.answer["status"] if self.answer else "unknown"
+
+    @property
+    def node(self) -> Node:
+        """Contents of node.json on the host; empty if it has none."""
+        return (self.answer and self.answer.get("node")) or cast("Node", {})
+
+    @property
+    def states(self) -> dict[int, Heartbeat]:
+        """Heartbeats of the host's ranks, by global rank."""
+        found = (self.answer and self.answer.get("ranks")) or {}
+        return {int(rank): state for rank, state in found.items()}
+
+    def state(self, rank: int) -> Heartbeat:
+        """Return the heartbeat of a rank; empty before the first one."""
+        return self.states.get(rank, Heartbeat())
+
+    @property
+    def waits(self) -> str:
+        """Why the job of the run waits, with `launcher=slurm`; else empty."""
+        return waiting_line(self.answer or {})
+
+    def name_of(self, rank: int) -> str:
+        """Return what messages call a rank of this host."""
+        if nodes := self.node.get("nodes"):  # of a job of Slurm, with the same number of ranks each
+            place = rank * len(nodes) // max(1, len(self.ranks))
+            return f"rank {rank} on {nodes[min(place, len(nodes) - 1)]}"
+        return f"the teacher on {self.host}" if self.teaches else f"rank {rank} on {self.host}"
+
+
+def killed_ranks(part: HostRun) -> list[int]:
+    """Return the ranks of a stopped part that did not exit by themselves with a checkpoint."""
+    if part.status != "stopped" or part.teaches:
+        return []
+    return [rank for rank, state in sorted(part.states.items()) if state.get("status") not in (*ENDED_WELL, "failed")]
+
+
+def last_step(parts: Iterable[HostRun]) -> int:
+    """Return the last step that a rank has reported; 0 without one."""
+    return max((state.get("step") or 0 for part in parts for state in part.states.values()), default=0)

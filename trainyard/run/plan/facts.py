@@ -1,0 +1,235 @@
+"""Ask every host for its facts, and select the hosts that can run the spec together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+from trainer.config import RunSpec
+from trainer.data.dataset_files import needs_library
+from trainer.formats import printable
+from trainer.strategy import AUTO, plan_of, possible_plans
+from trainyard import front_end
+from trainyard.preflight import cluster_checks, host_checks
+from trainyard.preflight.gpu_choice import assign_gpus
+from trainyard.preflight.host_state import HostState
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.plan.choose_strategy import staged_spec
+from trainyard.run.plan.nodes import PORTS
+from trainyard.run.prepare.teacher_host import files_of
+from trainyard.run.prepare.weight_files import hosts_that_share, space_needed, staged_paths
+from trainyard.run.types import PreparedRun
+from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryError
+from trainyard.wire.run_errors import HostUnreachableError, PlanError
+
+FACTS_LIMIT = 60.0  # s for a host to return its facts
+GRACE = 1.0  # s, after the other hosts' answers, for a host that was lost
+
+Connect = Callable[[str], HostConnection]
+"""Makes the connection to a host by its name. Called in the main thread only."""
+
+
+def describe(host: Host) -> HostState:
+    """Return the description of a host that has not been queried yet. Raises PlanError if the inventory does not describe it completely."""
+    try:
+        host.check()
+    except InventoryError as error:
+        raise PlanError(str(error)) from None
+    return HostState(host)
+
+
+def own_torchrun(spec: RunSpec) -> bool:
+    """Return whether every replica group of the run has, or may have, a torchrun of its own."""
+    return any(plan.separate_launchers(spec) for plan in possible_plans(spec))
+
+
+def gather_facts(
+    hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
+) -> dict[str, str]:
+    """Add `facts` (see trainyard/remote/host_facts.py) to every host.
+
+    Args:
+        hosts: in rank order, the head first; then that of the teacher, if it has one of its own.
+        lost: hosts that have not answered recently; they have a shorter timeout.
+
+    Returns:
+        Why a host did not answer, by name; such a host has no facts.
+    """
+    requested = [options.master_port] if options.master_port else []
+    apart, teacher = own_torchrun(prepared.spec), prepared.spec.teacher_host
+    ports = [*requested, *(PORTS if apart or teacher or not requested else [])]
+    requests: dict[str, Callable[[], dict[str, Any]]] = {}
+    for place, host in enumerate(hosts):
+        request = {
+            "head": hosts[0].address,
+            "address": host.address,
+            "ports": ports if place == 0 or apart or host.name == teacher else [],
+            "python": host.host.python,
+            "data_dir": host.host.data_dir,
+            "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
+            "staged": staged_paths(prepared.files, host.host.data_dir),
+        }
+        requests[host.name] = functools.partial(connect(host.name).call, "host_facts", request)
+    asked = FanOut(requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
+    for host in hosts:
+        host.facts = asked.answers.get(host.name, {})
+        if host.facts and host.host.cpus:
+            host.facts["cpus"] = len(host.host.cpus)
+    return {host.name: _missing_answer(host, asked.errors[host.name]) for host in hosts if host.name in asked.errors}
+
+
+def _missing_answer(host: HostState, message: str) -> str:
+    """Return why a host did not answer: ssh's message, or that it has no Python where it should."""
+    if "not found" in message or "No such file" in message:
+        return f"there is no Python at {host.host.python}: run {front_end.playbook('site')}, or correct cluster_python"
+    return f"does not answer: {message}"
+
+
+def _unreachable_line(unreachable: dict[str, str]) -> str:
+    """Return one line for all hosts that did not answer."""
+    host, why = next(iter(unreachable.items()))
+    if len(unreachable) > 1 and why.startswith("does not answer"):
+        return f"{', '.join(unreachable)} do not answer: {why.partition(': ')[2]}"
+    return f"{host} {why}" if why.startswith("does not answer") else f"{host}: {why}"
+
+
+def usable_hosts(
+    hosts: list[HostState],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    lost: Collection[str] = (),
+    preview: bool = False,
+) -> tuple[list[HostState], dict[str, str]]:
+    """Return the hosts that can take part, with their `facts`, and why each other host cannot.
+
+    Args:
+        preview: nothing will be started, so hosts where another run is in progress can take part.
+
+    Raises:
+        PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can, or not that of the teacher.
+    """
+    minimum, teacher = options.min_nodes, prepared.spec.teacher_host
+    left_out: dict[str, str] = {}
+    any_unreachable = False
+    while True:
+        unreachable = gather_facts(hosts, connect, prepared, options, lost)
+        any_unreachable = any_unreachable or bool(unreachable)
+        if not minimum and unreachable:
+            raise HostUnreachableError(_unreachable_line(unreachable))
+        reached = [host for host in hosts if host.name not in unreachable]
+        unfit = {finding.host: finding.message for finding in assign_gpus(reached)}
+        needed = _space_needed(reached, prepared, hosts[0].name, len(reached), _strategy(reached, prepared))
+        unfit |= {host.name: why for host in reached if (why := unfitness(host, needed[host.name], preview))}
+        if not minimum and unfit:
+            raise PlanError(": ".join(next(iter(unfit.items()))))
+        left_out |= unreachable | unfit
+        if teacher in left_out:
+            raise (HostUnreachableError if teacher in unreachable else PlanError)(f"{teacher}: {left_out[teacher]}")
+        able = [host for host in hosts if host.name not in left_out]
+        count = len(able) - bool(teacher)
+        if count < minimum:
+            raise (HostUnreachableError if any_unreachable else PlanError)(
+                f"{count} of {count + len(left_out)} hosts can take part, min_nodes is {minimum}: "
+                + ("; ".join(f"{host}: {why}" for host, why in left_out.items()) or "set min_nodes, or add hosts")
+            )
+        if not left_out or able[0] is hosts[0]:
+            return able, left_out
+        hosts = able  # the head has changed: repeat the query for its ports and for the routes to it
+
+
+def _strategy(hosts: list[HostState], prepared: PreparedRun) -> str:
+    """Return the strategy of the run; `auto` if it has not started yet. Raises PlanError."""
+    began = next((host for host in hosts if host.facts["spec"]), None)
+    return staged_spec(began).strategy if began and prepared.spec.strategy == AUTO else prepared.spec.strategy
+
+
+def _space_needed(
+    hosts: list[HostState], prepared: PreparedRun, first: str, count: int, strategy: str
+) -> dict[str, int]:
+    """Return the bytes that the files of the run take on each host beside those that it has.
+
+    Args:
+        first: the host of rank 0.
+        count: number of hosts that train.
+    """
+    teacher = prepared.spec.teacher_host
+    share = 1 / hosts_that_share(prepared.spec.model_copy(update={"strategy": strategy}), count)
+    return {
+        host.name: space_needed(files_of(prepared.files, teacher, teaches=host.name == teacher), host, first, share)
+        for host in hosts
+    }
+
+
+def unfitness(host: HostState, needed: int, preview: bool = False) -> str:
+    """Return why a host cannot take part, or an empty string. `needed`: bytes that the files of the run take on it."""
+    found = [finding for finding in host_checks.environment(host) if not preview or finding.check != "busy"]
+    if not host.facts["running"]:
+        found += host_checks.disk_space(host, needed + host_checks.RUN_OVERHEAD)
+    return found[0].message if found else ""
+
+
+def fit_hosts(
+    hosts: list[HostState],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    strategy: str,
+    first: str,
+    count: int,
+) -> list[str]:
+    """Return which hosts could take part in the next start of a run that is running on the first of `hosts`, without that one.
+
+    Args:
+        strategy: of the run, never `auto`.
+        first: the host of rank 0 of that start.
+        count: number of hosts that train in it.
+    """
+    head = hosts[0]
+    missing = gather_facts(hosts, connect, prepared, options)  # nothing waits for this check: a loaded host has time
+    reached = [host for host in hosts if host.name not in missing]
+    if reached[:1] != [head]:
+        return []
+    unfit = {finding.host for finding in assign_gpus(reached)}
+    needed = _space_needed(reached, prepared, first, count, strategy)
+    found = []
+    for host in reached[1:]:
+        with contextlib.suppress(PlanError):
+            check_consistency([head, host])
+            check_requirements([host], prepared.spec.model_copy(update={"strategy": strategy}))
+            if host.name not in unfit and not unfitness(host, needed[host.name]):
+                found.append(host.name)
+    return found
+
+
+def check_consistency(hosts: list[HostState]) -> None:
+    """Check that the hosts are different machines with the same versions. Raises PlanError."""
+    for finding in [*cluster_checks.duplicates(hosts), *cluster_checks.package_versions(hosts)]:
+        # A finding about versions names its hosts itself.
+        raise PlanError(finding.headline if finding.check == "address" else finding.message)
+
+
+def check_requirements(hosts: list[HostState], spec: RunSpec) -> None:
+    """Check that every host has the packages and tools that the spec needs. Raises PlanError."""
+    eight, four = spec.optimizer == "adamw8bit", spec.quantize == "nf4"
+    dataset = next((source.path for source in spec.sources if needs_library(source.path)), "")
+    needs = {
+        "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
+        **plan_of(spec).needs_packages(spec),
+        "wandb": "wandb" in spec.loggers and "loggers=wandb",
+        "unsloth": spec.backend == "unsloth" and "backend=unsloth",
+        "datasets": bool(dataset) and not spec.fake_data and not spec.script and f"dataset={printable(dataset)}",
+    }
+    for host in hosts:
+        name, facts = host.name, host.facts
+        if spec.backend == "unsloth" and not host.gpus:
+            raise PlanError(f"{name}: backend=unsloth needs an NVIDIA GPU and the host has none: use backend=peft")
+        for package, setting in needs.items():
+            if setting and package not in facts["versions"]:
+                raise PlanError(f"{name}: {setting} needs the Python package {package}: install it, or omit {setting}")
+        if spec.torch_compile and not facts["compiler"]:
+            raise PlanError(
+                f"{name}: torch_compile needs a C++ compiler: run apt install g++, or set torch_compile=false"
+            )

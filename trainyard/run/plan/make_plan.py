@@ -1,0 +1,310 @@
+"""Plan one start of a run: select the hosts, resolve the strategy, and see whether the run is already running or done."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+
+from trainer.config import FIELDS, RunSpec
+from trainer.costs.model_shape import shape_of
+from trainer.costs.packing_forecast import packing_text
+from trainer.errors import UserError
+from trainer.formats import quoted
+from trainer.spec import changed_fields
+from trainer.strategy import AUTO, plan_of
+from trainer.strategy.pipeline_split import check_ranks, given_layers
+from trainyard import front_end
+from trainyard.preflight.findings import Report
+from trainyard.preflight.host_state import HostState
+from trainyard.preflight.measurements import high_ports, measure_mesh
+from trainyard.preflight.runner import check_plan, skipped_checks
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.plan.choose_strategy import choose_strategy, spec_here, staged_spec
+from trainyard.run.plan.facts import (
+    Connect,
+    check_consistency,
+    check_requirements,
+    own_torchrun,
+    usable_hosts,
+)
+from trainyard.run.plan.isolation import choose_isolation, isolation_lines, unit_lines
+from trainyard.run.plan.nodes import check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
+from trainyard.run.prepare.teacher_host import split_teacher, teacher_line
+from trainyard.run.types import Phase, PlanEntry, PreparedRun, PreviousStart, RunPlan
+from trainyard.wire.connection import Host
+from trainyard.wire.run_errors import PartlyActiveError, PlanError, RunError
+
+TORCHRUN_RESTARTS = 3  # consecutive restarts by torchrun or a supervisor where max_restarts is 0
+
+
+def plan_run(
+    hosts: list[HostState],
+    connect: Connect,
+    prepared: PreparedRun,
+    options: LaunchOptions,
+    previous: PreviousStart | None = None,
+    preview: bool = False,
+) -> RunPlan:
+    """Plan a start of the run. This changes nothing on the hosts.
+
+    Args:
+        hosts: all hosts of the run in inventory order, reachable or not.
+        previous: the session's previous start, if this is a restart.
+        preview: nothing will be started, so another run in progress is only a line of the plan.
+
+    Raises:
+        PlanError: the hosts cannot run the spec together.
+        HostUnreachableError: a host does not answer.
+    """
+    previous = previous or PreviousStart()
+    run, spec = prepared.run, prepared.spec
+    train, teacher = split_teacher(hosts, spec.teacher_host)
+    ordered = [*head_first(train, options.head), *([teacher] if teacher else [])]
+    ordered = [host for host in ordered if host.name not in previous.barred]
+    ordered, left_out = usable_hosts(ordered, connect, prepared, options, previous.lost, preview)
+    check_consistency(ordered)
+    hosts, teacher = split_teacher(ordered, spec.teacher_host)
+    spec, chosen = _resolve_strategy(hosts, connect, prepared)
+    check_requirements(hosts, spec)
+    check_own_gpus(hosts, spec)
+    if apart := own_torchrun(spec):
+        check_torchft([host.host for host in hosts], options)
+    last_attempt = max((part["attempt"] for host in ordered if (part := host.facts["part"])), default=0)
+    members = _running_members(ordered, run, last_attempt, options, previous)
+    if not members and (extra := surplus([host.name for host in hosts], spec, options.min_nodes)):
+        left_out |= extra
+        ordered = [host for host in ordered if host.name not in extra]
+        hosts, teacher = split_teacher(ordered, spec.teacher_host)
+    port = 0 if members else _rendezvous_port(options.master_port, hosts[0], run)
+    if previous.begun:  # resume=never refuses checkpoints from before this session only
+        spec = spec.model_copy(update={"resume": "auto"})
+    if members:
+        ordered = members
+        hosts, teacher = split_teacher(ordered, spec.teacher_host)
+    variables = {name: value for host in ordered for name, value in host.host.env.items()} | options.run_env
+    isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, variables)
+    if teacher:
+        teacher.gpus = teacher.gpus[:1]  # one process computes
+    entries = plan_nodes(
+        hosts,
+        run=run,
+        port=port,
+        attempt=last_attempt if members else last_attempt + 1,
+        elastic=(options.min_nodes or len(hosts)) if options.elastic else 0,
+        restarts=options.max_restarts or TORCHRUN_RESTARTS,
+        replica_hosts=spec.replica_hosts if apart else 0,
+        # Scripts that start the run keep their id, so that rendering them again changes nothing.
+        identity="" if options.render_only else f"{run}-{secrets.token_hex(16)}",
+        isolation=isolation,
+        teacher=teacher,
+    )
+    if members:
+        check_running_spec(members[0], prepared.spec_on(entries[0].data_dir, spec))
+        return RunPlan(entries, "running", port, [f"run {run} is already running: following it"], spec)
+    if previous.begun and was_stopped(ordered, last_attempt):
+        return RunPlan(entries, "stopped", port, [stopped_line(run)], spec)
+    phase: Phase = "finished" if is_finished(hosts, prepared.spec_on(entries[0].data_dir, spec)) else "new"
+    if phase == "finished" and not preview:
+        return RunPlan(entries, phase, port, [], spec)
+    lines = [finished_line(run)] if phase == "finished" else []
+    lines += _host_lines(ordered, left_out, preview)
+    lines += plan_lines(entries, spec, port, hosts[0].facts.get("rows", []))
+    if not spec.script:  # whose rows the plan does not know
+        with spec_here(spec, prepared.files) as here:
+            check_layers(here, [len(node.ranks) for node in entries if not node.teaches])
+            lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
+            if teacher:
+                lines.append(teacher_line(here, teacher, entries[-1].teacher, prepared.origin["teacher"]))
+    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered) + unit_lines(ordered), spec)
+
+
+def data_lines(prepared: PreparedRun) -> list[str]:
+    """Return the lines of the plan about the samples of a run."""
+    if prepared.spec.fake_data or prepared.spec.script:
+        return []
+    if not prepared.data:
+        return ["data: the ranks count it before the first step"]
+    return prepared.data.lines("data: ")
+
+
+def _rendezvous_port(requested: int | None, head: HostState, run: str) -> int:
+    """Return the port on the head at which the ranks of a run meet. Raises PlanError as `choose_port`."""
+    run_dir = f"{head.host.data_dir}/runs/{run}"
+    return choose_port(requested, head.facts["free_ports"], head.name, run_dir, head.host.lease)
+
+
+def finished_line(run: str) -> str:
+    """Return the line that precedes the plan of a run that has ended with a result."""
+    return f"run {run} is finished and will not start again: this is its plan, which a run of another name would have"
+
+
+def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bool) -> list[str]:
+    """Return the sentences of the plan about hosts that do not take part or are busy, and about folders that cannot be read."""
+    lines = [f"{host} is left out: {why}" for host, why in left_out.items()]
+    busy = {host.name: host.facts["busy_with"] for host in hosts if preview and host.facts.get("busy_with")}
+    lines += [f"{name}: run {run} is in progress: this run can start there after its end" for name, run in busy.items()]
+    return lines + [
+        f"warning: {host.name}: cannot read {', '.join(names)} next to the run's folder: skipped"
+        for host in hosts
+        if (names := host.facts.get("unreadable"))
+    ]
+
+
+def check_torchft(hosts: Collection[Host], options: LaunchOptions) -> None:
+    """Check that torchft can connect the replicas of these hosts. Raises PlanError."""
+    if options.elastic:
+        raise PlanError("elastic: diloco_membership=torchft restarts torchrun itself: omit elastic")
+    if other := next((host for host in hosts if ":" in host.address), None):
+        raise PlanError(
+            f"diloco_membership: torchft requires IPv4, but cluster_address of {other.name} is {other.address}: "
+            "set IPv4 addresses, or diloco_membership=fixed"
+        )
+
+
+def surplus(names: Sequence[str], spec: RunSpec, min_nodes: int) -> dict[str, str]:
+    """Return the last hosts to leave out, so that all pipelines have the same number of hosts, and the reason for each.
+
+    Raises:
+        PlanError: `min_nodes` does not allow so few hosts.
+    """
+    field = plan_of(spec).pipeline_field(spec)
+    size = getattr(spec, field) if field else 0
+    over = len(names) % size if 0 < size < len(names) else 0
+    if over and not 0 < min_nodes <= len(names) - over:
+        raise PlanError(
+            f"{field}: {len(names)} hosts cannot form pipelines of {size} hosts each: set {field} to a divisor of "
+            f"{len(names)}, or min_nodes to {len(names) - over} or less"
+        )
+    return dict.fromkeys(names[len(names) - over :], f"every pipeline has {size} hosts")
+
+
+def check_layers(spec: RunSpec, processes: Sequence[int]) -> None:
+    """Check that every rank of a pipeline has a layer, and that `pipeline_layers` has these ranks. Raises PlanError.
+
+    Args:
+        spec: with a model whose config the controller can read.
+        processes: number of ranks of every host.
+    """
+    if not (field := plan_of(spec).pipeline_field(spec)):
+        return
+    ranks = sum(processes[: getattr(spec, field) or len(processes)])
+    try:
+        layers = shape_of(spec).layers
+        check_ranks(ranks, layers)
+        if spec.pipeline_layers:
+            given_layers(spec.pipeline_layers, ranks, layers)
+    except UserError as error:
+        raise PlanError(str(error)) from None
+
+
+def _resolve_strategy(hosts: list[HostState], connect: Connect, prepared: PreparedRun) -> tuple[RunSpec, str]:
+    """Return the spec with strategy `auto` replaced, and the reason; an empty string if there is nothing to resolve."""
+    if prepared.spec.strategy != AUTO:
+        return prepared.spec, ""
+    if not any(host.facts["spec"] for host in hosts):
+        measure_mesh(hosts, high_ports(), lambda host: connect(host.name))
+    strategy, why = choose_strategy(hosts, prepared.spec, prepared.files)
+    return prepared.spec.model_copy(update={"strategy": strategy}), why
+
+
+def _running_members(
+    hosts: list[HostState], run: str, attempt: int, options: LaunchOptions, previous: PreviousStart
+) -> list[HostState]:
+    """Return the hosts of a start that runs and that this session did not make, by node rank; else an empty list.
+
+    Raises:
+        PartlyActiveError: only a part of the run is alive, and the session may not restart it.
+    """
+    running = [host.name for host in hosts if host.facts["running"]]
+    if not running:
+        return []
+    members: list[HostState] = []
+    if not previous.begun or attempt > previous.attempt:
+        members = members_of(hosts, attempt)
+    if not members and not (previous.begun or options.max_restarts):
+        raise PartlyActiveError(
+            f"run {run} is only partly alive (on {', '.join(running)}): stop it first: {front_end.command('stop', run)}"
+        )
+    return members
+
+
+def members_of(hosts: list[HostState], attempt: int) -> list[HostState]:
+    """Return the hosts of a start by node rank if all of them run, else an empty list."""
+    alive = {
+        host.name: host
+        for host in hosts
+        if host.facts["running"] and (host.facts["part"] or {}).get("attempt") == attempt
+    }
+    names: list[str] = next((host.facts["part"]["hosts"] for host in alive.values()), [])
+    return [alive[name] for name in names] if names and set(names) <= set(alive) else []
+
+
+def was_stopped(hosts: list[HostState], attempt: int) -> bool:
+    """Return whether a user stopped this start of the run."""
+    return any(host.facts["stop_wanted"] and (host.facts["part"] or {}).get("attempt") == attempt for host in hosts)
+
+
+def stopped_line(run: str) -> str:
+    """Return what a user is told who stopped a run before its restart."""
+    return f"run {run} was stopped: {front_end.playbook('train')} with the same spec continues it"
+
+
+def check_running_spec(head: HostState, spec: RunSpec) -> None:
+    """Check that a run that is already running has this spec, so that the user expects it to be followed.
+
+    Args:
+        head: the state of the head, with the text of the run's spec.
+        spec: the spec of this plan, with the paths on the head.
+
+    Raises:
+        PlanError: it has another spec.
+    """
+    before, now = staged_spec(head).model_dump(mode="json"), spec.model_dump(mode="json")
+    names = [name for name in FIELDS if name not in ("run", "resume") and before[name] != now[name]]
+    if names:
+        different = "; ".join(f"{name}: is {quoted(before[name])}, wanted {quoted(now[name])}" for name in names)
+        raise PlanError(
+            f"run {spec.run} is running with another spec ({different}): choose another name with {front_end.option('run', 'NAME')}, "
+            "or repeat the options with which it was started"
+        )
+
+
+def is_finished(hosts: list[HostState], spec: RunSpec) -> bool:
+    """Return whether the run has finished on every host.
+
+    Raises:
+        PlanError: its folder holds another spec, or checkpoints while `resume` is never.
+    """
+    facts = hosts[0].facts
+    if facts["spec"] is not None:
+        if different := changed_fields(staged_spec(hosts[0]), spec):
+            raise PlanError(
+                f"run {spec.run} exists with another spec ({'; '.join(different)}): repeat the options with which it was started, "
+                f"or choose another name with {front_end.option('run', 'NAME')}"
+            )
+        if spec.resume == "never" and (facts["result"] or {}).get("status") != "finished":
+            raise PlanError(
+                f"run {spec.run} has checkpoints and resume is never: choose another name with {front_end.option('run', 'NAME')}"
+            )
+    return all((host.facts["result"] or {}).get("status") == "finished" for host in hosts)
+
+
+def check_plan_mesh(
+    entries: list[PlanEntry], hosts: Mapping[str, Host], port: int, connect: Connect, *, write: bool = True
+) -> list[str]:
+    """Check that every host of a plan reaches every other one and has its own data directory; return warnings.
+
+    A host that does not answer is left for the launch to report.
+
+    Args:
+        write: whether to create a temporary file in each data directory, to find hosts that share it.
+
+    Raises:
+        RunError: a connection fails, or hosts share a data directory; `lines` hold all findings.
+    """
+    states = [HostState(hosts[entry.host], facts={"interface": entry.interface}) for entry in entries]
+    findings = check_plan(states, lambda host: connect(host.name), port, write=write)
+    report = Report(findings, [finding.line for finding in findings])
+    if report.error:
+        raise RunError(report.error, **report.as_dict() | {"lines": report.other_lines})
+    return [*report.lines, *skipped_checks(states, write)]

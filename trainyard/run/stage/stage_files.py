@@ -1,0 +1,155 @@
+"""Copy the trainer, the spec, the datasets and the model to all hosts at once. Only files that differ are copied.
+
+Staging has two phases. The first copies large files to a store (see transfer.py), where a file's name contains its digest: controllers do
+not disturb each other. The second writes the small files of the run folders, and claims the run for this controller.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from trainer.config import RunSpec
+from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.nodes import environment
+from trainyard.run.prepare.teacher_host import staged_groups, training_entries
+from trainyard.run.prepare.weight_files import serves_layers, weight_groups
+from trainyard.run.stage.transfer import ask_hosts, copy_to_hosts
+from trainyard.run.types import PlanEntry, PreparedRun, Report
+from trainyard.wire.connection import FanOut
+from trainyard.wire.run_errors import RunClaimedError, StageError
+
+COMMIT_LIMIT = 60.0  # s for a host to write the small files
+RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
+# Fields of an entry that plan.json does not have. `peers` repeats the addresses of all entries.
+_PRIVATE = ("previous", "claim", "link_mbit", "script", "peers", "stop_wanted", "writable", "reads")
+# Variables that name folders of programs.
+_CODE = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
+
+
+def stage_files(
+    entries: list[PlanEntry],
+    spec: RunSpec,
+    prepared: PreparedRun,
+    connect: Connect,
+    environments: Mapping[str, dict[str, str]],
+    token: str,
+    *,
+    transfer: str,
+    check: bool = False,
+    report: Report = print,
+    staged: Collection[str] = (),
+) -> dict[str, list[str]]:
+    """Copy what differs to every host of the plan, claim the run, and write the run folder's small files.
+
+    Args:
+        entries: the plan. Their `claim` is set, and their `writable`: paths of variables.
+        spec: of the plan.
+        environments: environment variables for the ranks, by host.
+        token: token of this controller's claim on the run.
+        check: compare only.
+        transfer: `auto`: from host to host where that is faster; `controller`: from the controller only.
+        report: receives a warning if a relay between the hosts fails.
+        staged: hosts that have all large files from an earlier start of this session: they are not asked again.
+
+    Returns:
+        The paths that changed (or would change) on each host.
+
+    Raises:
+        StageError: a host lacks a file afterwards.
+        RunClaimedError: another controller starts the run, or has started it since it was planned.
+        PlanError: a value of `environments` cannot be written to a file.
+    """
+    plan = packed(plan_file(entries))
+    commits = {e.host: commit_request(e, plan, spec, prepared, environments.get(e.host, {}), token) for e in entries}
+    changed: dict[str, list[str]] = {entry.host: [] for entry in entries}
+    for hosts, files in weight_groups(staged_groups(entries, prepared.files), spec):
+        if group := [entry for entry in hosts if entry.host not in staged or serves_layers(entry, spec)]:
+            changed |= copy_to_hosts(
+                *(group, files, connect, token), check=check, transfer=transfer, report=report, sources=entries
+            )
+    if check:
+        return changed
+    # Controllers claim a run on the same host first, so that one of them gets it on all hosts.
+    order = sorted(entries, key=lambda entry: (entry.address, entry.run_dir))
+    for group in (order[:1], order[1:]):
+        calls = {e.host: functools.partial(connect(e.host).call, "commit", commits[e.host]) for e in group}
+        answers = ask_hosts(group, calls, COMMIT_LIMIT)
+        if refusals := {host: answer["claimed"] for host, answer in answers.items() if "claimed" in answer}:
+            release_claims(order, connect, token)
+            whys = "; ".join(f"{host}: {why}" for host, why in refusals.items())
+            raise RunClaimedError(f"{whys}; run the same command again")
+        for host, answer in answers.items():
+            if "changed" not in answer:
+                raise StageError(f"{host}: sent an invalid reply to commit")
+            changed[host] = changed[host] + answer["changed"]
+    for entry in entries:
+        entry.claim = token
+        named = environments.get(entry.host, {}).items()
+        entry.writable = sorted(value for name, value in named if value.startswith("/") and name not in _CODE)
+    return changed
+
+
+def release_claims(entries: list[PlanEntry], connect: Connect, token: str) -> None:
+    """Remove this controller's claims, so that another one need not wait until they expire."""
+    requests = {
+        entry.host: functools.partial(
+            connect(entry.host).call, "commit", {"run_dir": entry.run_dir, "token": token, "release": True}
+        )
+        for entry in entries
+    }
+    FanOut(requests).wait(RELEASE_LIMIT)
+
+
+def commit_request(
+    entry: PlanEntry, plan: str, spec: RunSpec, prepared: PreparedRun, run_env: dict[str, str], token: str
+) -> dict[str, Any]:
+    """Return the request that claims the run on a host and writes its run folder; `plan`: plan.json, packed. Raises PlanError."""
+    trainer = next(file for file in prepared.files if file.kind == "trainer")
+    return {
+        "run_dir": entry.run_dir,
+        "token": token,
+        "trainer": f"{entry.data_dir}/{trainer.dest}",
+        "contents": small_files(entry, plan, prepared.spec_on(entry.data_dir, spec), prepared.origin, run_env),
+        "previous": entry.previous,
+        "stop_wanted": entry.stop_wanted,
+        "stale": entry.stale,
+    }
+
+
+def plan_file(entries: list[PlanEntry]) -> str:
+    """Return plan.json, which is the same on all hosts: one line per host, without the fields that are empty."""
+    rows = [asdict(entry) for entry in training_entries(entries)]
+    hosts = [
+        {name: value for name, value in row.items() if name not in _PRIVATE and not is_empty(value)} for row in rows
+    ]
+    return "[" + ",\n ".join(map(json.dumps, hosts)) + "]\n"
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a field of a plan is empty. Zero is a number."""
+    return value is None or value is False or value == "" or value == []
+
+
+def small_files(
+    entry: PlanEntry, plan: str, spec: RunSpec, origin: dict[str, str], run_env: dict[str, str]
+) -> dict[str, tuple[int, str]]:
+    """Return {name: (mode, packed content)} of the files that every start writes; `plan`: plan.json, packed. Raises PlanError."""
+    texts = {
+        "spec.yml": (0o644, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)),
+        "origin.json": (0o644, json.dumps(origin, indent=1)),
+        "env": (0o600, environment(entry, run_env)),
+    }
+    return {"plan.json": (0o644, plan)} | {name: (mode, packed(text)) for name, (mode, text) in texts.items()}
+
+
+def packed(text: str) -> str:
+    """Return a text compressed and in base64. Every host receives plan.json, which grows with their number."""
+    return base64.b64encode(zlib.compress(text.encode())).decode()

@@ -1,0 +1,81 @@
+"""The types of replies of the queue and of Slurm."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+
+from trainyard.wire.reply_fields import (
+    FILES_LIMIT,
+    RANKS_LIMIT,
+    Count,
+    Digest,
+    Flag,
+    Integer,
+    Line,
+    Lines,
+    Number,
+    OpenReply,
+    Text,
+)
+
+
+class QueueFolder(OpenReply):
+    """The texts of a run's folder, which `trainyard.queue` parses"""
+
+    request: Text | None
+    state: Text | None
+
+
+class QueueSpec(OpenReply):
+    spec: dict[str, Any]
+    digests: Annotated[list[tuple[Line, Digest]], Field(max_length=1000)]
+
+
+class QueueInfo(OpenReply):
+    jobs: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
+    nodes: Lines
+    hosts: Annotated[dict[Line, Lines], Field(max_length=FILES_LIMIT)]
+    runs: Annotated[dict[str, QueueFolder], Field(max_length=FILES_LIMIT)]
+    specs: Annotated[dict[str, QueueSpec], Field(max_length=1000)]
+    completed: Annotated[list[Annotated[str, Field(max_length=1 << 16)]], Field(max_length=FILES_LIMIT)]
+    offset: Integer
+    now: Number
+
+
+class QueueAdd(OpenReply):
+    job: NotRequired[Count]
+    exists: NotRequired[Count]
+
+
+class QueueChange(OpenReply):
+    changed: Annotated[list[Count], Field(max_length=FILES_LIMIT)]
+    refused: Annotated[dict[Line, Line], Field(max_length=FILES_LIMIT)]
+
+
+class SlurmCheck(OpenReply):
+    refused: Line
+    partitions: Lines
+    nodes: Annotated[list[tuple[Line, Flag, Literal["torch", "python", "none"]]], Field(max_length=RANKS_LIMIT)]
+    unseen: Line
+
+
+class Lease(OpenReply):
+    held: Flag
+    restart: Integer
+    gpus: Annotated[list[Annotated[str, Field(pattern=r"^\d{1,3}$")]], Field(max_length=RANKS_LIMIT)]
+    ending: Flag
+    time: Number
+    alive: Flag
+
+
+QUEUE_REPLY_TYPES: dict[str, Any] = {
+    "queue_info": QueueInfo,
+    "query queue": QueueInfo,
+    "slurm_check": SlurmCheck,
+    "queue_add": QueueAdd,
+    "queue_again": QueueAdd,
+    "queue_change": QueueChange,
+    "lease": Lease,
+}
