@@ -174,7 +174,7 @@ def test_the_node_kills_what_outlives_its_lease(tmp_path: Path) -> None:
     held = other.open("ab")
     fcntl.flock(held, fcntl.LOCK_EX)
     ours.touch()
-    nested = ["/bin/sh", "-c", "env -u TRAINYARD_LEASE sleep 60 & wait"]
+    nested = ["/bin/sh", "-c", "env -u TRAINYARD_LEASE sleep 600 & wait"]
     left = [subprocess.Popen(nested, env={LEASE_VARIABLE: str(path), "PATH": "/bin"}) for path in (ours, other)]
     below = Path(f"/proc/{left[0].pid}/task/{left[0].pid}/children")
     wait_for(lambda: below.read_text().split())

@@ -176,6 +176,7 @@ def test_names_of_other_tools_as_extra_variables() -> None:
         ("--output_dir /", "output_dir: expected a path whose last part consists of letters"),
         ("--report_to comet_ml", "report_to: expected one of none, tensorboard, wandb, or tensorboard,wandb"),
         ("--gradient_accumulation_steps -1", "gradient_accumulation_steps: expected an integer >= 1, got '-1'"),
+        ("--gradient_accumulation_steps many", "gradient_accumulation_steps: expected an integer >= 1, got 'many'"),
     ],
 )
 def test_a_value_without_a_counterpart_is_one_line(line: str, message: str) -> None:

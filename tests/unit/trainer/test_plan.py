@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.__main__ import main
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout, Memory, RowStats
-from trainer.costs.host_memory import BASE, read_hosts
+from trainer.costs.host_memory import BASE, available_bytes, own_memory_mib, read_hosts
 from trainer.costs.model_shape import Shape, read_shape, shape_of
 from trainer.costs.teacher_cost import teacher_step_bytes, teacher_weights
 from trainer.distillation.loss import Divergence, TeacherLogits
@@ -402,6 +402,10 @@ def test_hosts_may_be_a_number_or_a_file(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text(f'[{{"speed": {speed}}}]')
         with pytest.raises(UserError, match=r"expected a JSON list .*threads, speed\)"):
             read_hosts(str(tmp_path / "x.json"))
+
+
+def test_processes_share_the_free_memory_of_their_host() -> None:
+    assert 0 < available_bytes("cpu", 1000) < available_bytes("cpu", 1) / 500 < own_memory_mib("cpu") * 2**20 / 500
 
 
 def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
