@@ -7,7 +7,6 @@ every reply a limit. Source of the API: https://github.com/ollama/ollama/blob/ma
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import json
 import re
@@ -19,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from trainyard.remote.digests import sha256_file
 
 MAX_BODY = 64 << 20  # bytes of a reply; /api/show with all tokens of a vocabulary has some MB
 MAX_LINE = 1 << 20  # bytes of a line of a streamed reply
@@ -293,9 +294,7 @@ class OllamaClient:
 
     def put_blob(self, path: Path, digest: str = "", deadline: float = 3600.0) -> str:
         """Send a file as a blob, unless the server has it; return its SHA-256 (64 hex digits)."""
-        if not digest:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = digest or sha256_file(path)
         if not self.has_blob(digest):
             with path.open("rb") as file:
                 size = str(path.stat().st_size)
