@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 import re
@@ -21,6 +20,7 @@ from standby_bed import WAIT, ask, fail, log, prepare, stage_trainer, start, tra
 from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import RUN_VARIABLE, descendants, environ, held_gpus, is_running
 from trainer.supervise.run_files import SupervisorError, is_alive
+from trainer.supervise.start_request import StartRequest
 from trainer.supervise.stop import stop
 from trainer.supervise.waiting import REQUEST, STATE, take_request
 from trainyard.run.follow.manage_runs import manage_runs
@@ -248,7 +248,7 @@ def test_another_user_cannot_hand_over_a_request(bed: Bed) -> None:
     inode = next(link for link in links if link.startswith("socket")).strip("socket:[]")
     (line,) = [line for line in sockets.splitlines() if f" {inode}" in line]
     assert line.split()[-1] == inode, "the socket has no name to which another process could connect"
-    (run_dir / REQUEST).write_text(json.dumps({"flags": ["--run-dir", str(run_dir), "--", "/bin/true"]}))
+    (run_dir / REQUEST).write_text(StartRequest(str(run_dir), ["/bin/true"]).to_json())
     os.chown(run_dir / REQUEST, nobody.pw_uid, nobody.pw_gid)
     until(lambda: not is_running(supervisor), 5, what="the end of the supervisor")
     assert "is not from the user of the run" in log(bed) and not bed.live_processes()
@@ -259,6 +259,10 @@ def test_another_user_cannot_hand_over_a_request(bed: Bed) -> None:
             take_request(link_free(run_dir))
     (run_dir / REQUEST).chmod(0o600)
     assert take_request(link_free(run_dir))
+    for damaged in ("{", "[]", '{"flags": []}'):
+        (run_dir / REQUEST).write_text(damaged)
+        with pytest.raises(SupervisorError, match="damaged"):
+            take_request(link_free(run_dir))
 
 
 @pytest.mark.slow

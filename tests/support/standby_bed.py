@@ -42,7 +42,7 @@ def prepare(bed: Bed, environment: str = "", run: str = "r") -> None:
     if not first.exists():
         with zipfile.ZipFile(archive_path, "a") as archive:
             archive.writestr("trainer/distributed/__init__.py", "")
-            for name in ("standby", "torchrun"):
+            for name in ("standby_process", "torchrun"):
                 archive.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
         shutil.copy(archive_path, first)
     shutil.copy(first, archive_path)

@@ -12,7 +12,7 @@ TOP = Path(__file__).resolve().parents[2]
 SOURCES = [
     *sorted((TOP / "trainyard/remote").glob("*.py")),
     *sorted((TOP / "trainer/supervise").glob("*.py")),
-    *(TOP / f"trainyard/queue/{name}.py" for name in ("lease_step", "node_release", "service", "carry")),
+    *(TOP / f"trainyard/queue/{name}.py" for name in ("lease_step", "node_release", "queue_service", "carry")),
 ]
 # Methods of pathlib.Path; those of LinkFreePath have other names.
 METHODS = {
@@ -59,6 +59,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_accept": "records of deployments, which no rank can write",
         "_remove": "records of deployments, which no rank can write",
     },
+    "trainyard/remote/ollama_client.py": {"put_blob": "a descriptor of a file that the caller has opened"},
     "trainyard/remote/queue.py": {"": "the folder of the queue, which no rank can reach"},
     "trainyard/remote/receive.py": {"prepare_incoming": ROOT},
     "trainyard/remote/relay.py": {"_umask": KERNEL},

