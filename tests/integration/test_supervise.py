@@ -414,5 +414,5 @@ def test_a_stop_needs_nothing_that_the_run_wrote(bed: Bed, files: dict[str, str 
         assert (plain["status"], plain["alive"], plain["node"]) == ("unreadable", True, None)
         stop(bed, grace=0.2, wanted=True)
         until(lambda: not bed.live_processes(), 5, what="the end of all processes")
-        assert victim.poll() is None, "the record names a process of somebody else"
+        assert victim.poll() is None, "the record names the process of another user"
         victim.kill()

@@ -41,7 +41,7 @@ from trainyard.run.follow.run_status import parts_to_monitor
 from trainyard.run.launch.start_ranks import start_ranks
 from trainyard.run.launch_options import make_options
 from trainyard.run.plan import make_plan as planning
-from trainyard.run.plan.facts import describe
+from trainyard.run.plan.gather_facts import describe
 from trainyard.run.plan.make_plan import plan_run
 from trainyard.run.prepare.host_files import HostAccess, describe_files
 from trainyard.run.stage.stage_files import stage_files

@@ -33,7 +33,7 @@ from trainyard.remote.receive import receive
 from trainyard.run.follow.restart_policy import RestartPolicy
 from trainyard.run.launch.launch_scripts import sbatch, script
 from trainyard.run.launch_options import make_options
-from trainyard.run.plan.facts import _space_needed
+from trainyard.run.plan.gather_facts import _space_needed
 from trainyard.run.plan.isolation import Isolation
 from trainyard.run.plan.make_plan import check_layers, check_torchft, surplus
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, environment, head_first, plan_nodes

@@ -13,8 +13,8 @@ from trainyard.preflight.host_state import HostState
 from trainyard.run import session as module
 from trainyard.run.follow import absent_hosts
 from trainyard.run.launch_options import make_options
-from trainyard.run.plan import facts as gather
-from trainyard.run.plan.facts import fit_hosts
+from trainyard.run.plan import gather_facts as gather
+from trainyard.run.plan.gather_facts import fit_hosts
 from trainyard.run.session import RunSession
 from trainyard.run.types import PlanEntry, PreparedRun, PreviousStart, RunPlan, SessionState
 from trainyard.wire.connection import Host

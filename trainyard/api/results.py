@@ -135,8 +135,8 @@ class RunResult:
         status: finished or stopped.
         step: the last step.
         loss_first, loss_last: training loss per token of the first and of the last step.
-        eval_loss_first, eval_loss: loss per token on the held-out samples, before the first step (with `eval_start`) and at
-            the end; None without them.
+        eval_loss_first: loss per token on the held-out samples before the first step; None without `eval_start`.
+        eval_loss: the same at the end; None without held-out samples.
         train_samples: number of different samples that the run has trained on.
         adapter, model: folder of the weights on the host of rank 0; one of them is None.
         adapter_sha256, model_sha256: its digest.
@@ -183,7 +183,8 @@ class Merged:
 
     Attributes:
         name: of the run.
-        base_loss, eval_loss: loss per token of the base and of the result on the held-out samples of the first part.
+        base_loss: loss per token of the base on the held-out samples of the first part.
+        eval_loss: that of the result.
         parts: the loss of each part, by run.
         path: the folder of the weights, or the file of the answers, on the host of the first part.
         warnings: such as parts with equal weights.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.run_files import read_json, write_json
 from trainyard.remote.checkpoints import FILE, MANIFEST, STEP, complete
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.wire.copy_files import Exchange, fetch_file, lent_files
 

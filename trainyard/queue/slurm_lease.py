@@ -13,7 +13,7 @@ from typing import Any
 from trainer.supervise.run_files import SupervisorError
 from trainyard.queue.lease_step import AGAIN, FAILED, FINISHED
 from trainyard.remote.queue_job import WARNING, command
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.wire.connection import FanOut, Host
 
 __all__ = ["AGAIN", "FAILED", "FINISHED", "Job", "Leases", "leased_hosts", "read_job"]

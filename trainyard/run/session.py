@@ -34,7 +34,7 @@ from trainyard.run.launch.slurm_launcher import check_job, check_options, plan_j
 from trainyard.run.launch.start_ranks import paths_in, standby_seconds, start_ranks
 from trainyard.run.launch.start_record import keep_start, service_start
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.facts import describe
+from trainyard.run.plan.gather_facts import describe
 from trainyard.run.plan.make_plan import check_plan_mesh, plan_run, stopped_line
 from trainyard.run.prepare.host_files import HostAccess
 from trainyard.run.prepare.model_files import fetch_models_again

@@ -22,7 +22,7 @@ from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.follow.run_status import find_parts, no_such_run
 from trainyard.run.launch.trainer_command import apart_request, copy_entry
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.prepare.spec_files import trainer_file
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import Report, StepResult

@@ -14,7 +14,7 @@ from trainer.config.dataset_source import DatasetSource
 from trainer.data.samples import check_source, read_source
 from trainer.errors import UserError
 from trainer.spec import make_spec
-from trainyard.run.plan.facts import check_requirements
+from trainyard.run.plan.gather_facts import check_requirements
 from trainyard.wire.run_errors import PlanError
 
 

@@ -10,7 +10,7 @@ from trainyard.run.follow.run_status import run_parts
 from trainyard.run.host_run import HostRun
 from trainyard.run.launch.start_ranks import standby_seconds, stop_parts
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.facts import Connect, describe, fit_hosts
+from trainyard.run.plan.gather_facts import Connect, describe, fit_hosts
 from trainyard.run.plan.make_plan import surplus
 from trainyard.run.types import PlanEntry, PreparedRun
 from trainyard.wire.connection import Host

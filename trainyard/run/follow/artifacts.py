@@ -16,7 +16,7 @@ from trainer.config import RunSpec
 from trainer.data.data_report import DataReport
 from trainer.formats import counted
 from trainyard import front_end
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, StepResult
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.wire.copy_files import Exchange, copy_artifacts, fetch_file, lent_files, split_run

@@ -15,7 +15,7 @@ from trainyard.run.follow.run_status import read_status
 from trainyard.run.host_run import HostRun, last_step
 from trainyard.run.launch.start_ranks import STOP_LIMIT, stop_parts
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PartEnd, Report, StepResult
 from trainyard.wire.connection import FanOut
 from trainyard.wire.reply_types.run_replies import RunStatus

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.formats import mib
 from trainyard import front_end
 from trainyard.run.follow.run_status import no_such_run
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import StepResult
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.wire.copy_files import PATIENCE, check_space, fetch_file, in_time, lent_files, split_run

@@ -23,7 +23,7 @@ from trainyard.run.follow.run_status import (
 )
 from trainyard.run.launch.start_ranks import STOP_LIMIT, end_of, stop_lines, stop_parts
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import Report, StepResult
 from trainyard.wire.connection import Host, HostConnection
 from trainyard.wire.run_errors import RunError, first_of

@@ -12,7 +12,7 @@ from trainer.formats import clock, counted, table, thousands
 from trainyard import front_end
 from trainyard.run.follow.monitor import gpu_cell
 from trainyard.run.host_run import HostRun
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.slurm_reasons import waiting_line, waits
 from trainyard.run.types import PlanEntry, StepResult
 from trainyard.wire.connection import FanOut, Host, HostConnection, InvalidReplyError

@@ -18,7 +18,7 @@ from trainyard.remote.commit import start_of
 from trainyard.run.launch.slurm_job import batch_script, resources
 from trainyard.run.launch_options import OPTIONS, LaunchOptions
 from trainyard.run.plan.choose_strategy import staged_spec
-from trainyard.run.plan.facts import Connect, check_requirements, own_torchrun, usable_hosts
+from trainyard.run.plan.gather_facts import Connect, check_requirements, own_torchrun, usable_hosts
 from trainyard.run.plan.make_plan import (
     check_running_spec,
     data_lines,

@@ -13,7 +13,7 @@ from typing import Any
 from trainyard import front_end
 from trainyard.run.host_run import HostRun, killed_ranks, last_step
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, Report, StepResult
 from trainyard.wire.connection import FanOut, HostConnection
 from trainyard.wire.run_errors import LaunchError

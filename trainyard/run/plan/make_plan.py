@@ -20,7 +20,7 @@ from trainyard.preflight.measurements import high_ports, measure_mesh
 from trainyard.preflight.runner import check_plan, skipped_checks
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.choose_strategy import choose_strategy, spec_here, staged_spec
-from trainyard.run.plan.facts import (
+from trainyard.run.plan.gather_facts import (
     Connect,
     check_consistency,
     check_requirements,

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from trainer.config import RunSpec
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.plan.nodes import environment
 from trainyard.run.prepare.teacher_host import staged_groups, training_entries
 from trainyard.run.prepare.weight_files import serves_layers, weight_groups

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.files import sha256_file
-from trainyard.run.plan.facts import Connect
+from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import HUB_MODE, PlanEntry, Report, StagedFile
 from trainyard.wire.connection import FanOut, HostConnection, RemoteError
 from trainyard.wire.copy_files import fetch_file, lent_files
