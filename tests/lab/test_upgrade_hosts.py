@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,8 +98,8 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
     assert {host.name: lab.inside(host, kept) for host in lab.hosts} == files
     status = run_playbook("playbooks/status.yml", inventory)
     assert status.rc == 0, status.stdout
-    for run, state in (("done", "finished"), ("half", "stopped"), ("queued", "training")):
-        assert any(run in line and state in line for line in status.stdout.splitlines()), status.stdout
+    for run, states in (("done", "finished"), ("half", "stopped"), ("queued", "training|saving")):
+        assert re.search(rf"^{run} .* ({states}) ", status.stdout, re.MULTILINE), status.stdout
     steps = logs().count("\n")
     lab.wait(lambda: logs().count("\n") > steps, "the queued run does not go on", 300)
     cancelled = run_playbook("playbooks/queue.yml", inventory, {"do": "cancel", "run": "queued"})

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pkgutil
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ from trainer.data.shapes import Sample
 from trainer.files import sha256_file
 from trainer.inputs import path_kind
 
+RECIPE = "72a2dd"  # part of the model's name: another one for any change of what this module makes, and only then
 VOCABULARY = 4096
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -131,8 +131,8 @@ def make_tiny(samples: Iterable[Sample], folder: Path, seed: int) -> None:
 def ensure_tiny_model(store: Path, dataset: Path | None, seed: int, samples: Callable[[], Sequence[Sample]]) -> Path:
     """Return the folder of the tiny model below `store`/models; create it if it does not exist.
 
-    The folder's name contains the digest of the dataset, the seed and the digest of this module, so a model from
-    another dataset or version is never reused.
+    The folder's name contains the digest of the dataset, the seed and RECIPE, so a model from another dataset or
+    recipe is never reused.
 
     Args:
         dataset: the file that `samples` reads; None if the samples have no file (their text is hashed instead).
@@ -147,7 +147,7 @@ def ensure_tiny_model(store: Path, dataset: Path | None, seed: int, samples: Cal
     else:
         known = samples()
         source = hashlib.sha256("\0".join(_texts(known)).encode()).hexdigest()[:12] if known else "fake"
-    folder = store / "models" / f"tiny-{source}-{seed}-{_recipe_digest()[:6]}"
+    folder = store / "models" / f"tiny-{source}-{seed}-{RECIPE}"
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -197,8 +197,3 @@ def tiny_folder(spec: RunSpec, store: Path, report: Callable[[str], None] = lamb
         return list(samples_of(spec))
 
     return ensure_tiny_model(store, dataset, spec.common_seed, samples)
-
-
-def _recipe_digest() -> str:
-    """Return the SHA-256 (hex) of this module's source, also if it is imported from an archive."""
-    return hashlib.sha256(pkgutil.get_data("trainer.data", "tiny.py") or b"").hexdigest()
