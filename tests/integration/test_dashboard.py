@@ -350,7 +350,9 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
     assert "waits for 16 GB of GPU memory and 1 GPU: node1 has it, busy with run first-run until about" in row(
         "wants-gpu"
     )
-    labels = [one.text for one in browser.find_elements(By.CSS_SELECTOR, ".timeline .label")]
+    # In one step, because the page may replace the labels between two.
+    every = "[...document.querySelectorAll('.timeline .label')]"
+    labels = browser.execute_script(f"return {every}.map((one) => one.textContent.trim())")
     assert [one for one in labels if "recorded" not in one] == ["node1 GPU 0", "node1 GPU 1", "node2"]
     shown = lambda: shown_text(browser, ".timeline")  # noqa: E731
     # Of the queue, and of a run folder, which a run has once it is launched.

@@ -76,7 +76,7 @@ class Trials:
 
     def processes(self) -> dict[str, str]:
         """Return {pid and start time: command line} of what runs for the login user, but the login itself."""
-        found = self.lab.inside(self.host, "ps -u tester -ww -o pid=,lstart=,stat=,comm=,args=").splitlines()
+        found = self.lab.inside(self.host, "ps -u tester -ww -o pid=,lstart=,stat=,comm=,args= || :").splitlines()
         rows = [line.split(maxsplit=8) for line in found]
         return {f"{row[0]} {row[4]}": row[-1] for row in rows if row[6][0] not in "ZX" and row[7] not in LOGIN}
 
