@@ -22,7 +22,13 @@ from trainyard.remote_archive import remote_archive
 TOP = Path(__file__).resolve().parents[2]
 FOLDERS = ("plugins/modules", "plugins/module_utils", "trainyard/remote", "trainer/supervise")
 QUEUE = [TOP / "trainyard/queue" / name for name in ("service.py", "lease_step.py", "node_release.py")]
-SOURCES = sorted([*itertools.chain.from_iterable((TOP / folder).glob("*.py") for folder in FOLDERS), *QUEUE])
+SOURCES = sorted(
+    [
+        *itertools.chain.from_iterable((TOP / folder).glob("*.py") for folder in FOLDERS),
+        *QUEUE,
+        TOP / "trainyard/ollama/client.py",
+    ]
+)
 # Staging runs with the Python of the cluster's environment.
 RUN_ONLY = {"receive.py", "digests.py", "relay.py", "local_files.py"}
 # Names that the standard library has since Python 3.11 or 3.12, by module; an empty name is the whole module.

@@ -294,8 +294,11 @@ class OllamaClient:
     def put_blob(self, path: Path, digest: str = "", deadline: float = 3600.0) -> str:
         """Send a file as a blob, unless the server has it; return its SHA-256 (64 hex digits)."""
         if not digest:
+            found = hashlib.sha256()  # hashlib.file_digest needs Python 3.11, and hosts may have 3.10
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                for block in iter(lambda: file.read(_BLOCK), b""):
+                    found.update(block)
+            digest = found.hexdigest()
         if not self.has_blob(digest):
             with path.open("rb") as file:
                 size = str(path.stat().st_size)
