@@ -17,6 +17,7 @@ import pytest
 import yaml
 from fake_target import Target, serve_target
 from netlab import daemon
+from real_ollama import put_model
 from safetensors.numpy import load_file, save_file
 
 from trainer.data.samples import read_samples
@@ -429,8 +430,7 @@ def create_base(site: Site, url: str, name: str = "base", noise: bool = False) -
         }
         save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
     write_llama(folder, folder, None, target, "f16")
-    client = OllamaClient(url)
-    client.create({"model": name, "modelfile": f"FROM @sha256:{client.put_blob(target)}"})
+    put_model(OllamaClient(url), name, target)
 
 
 def ask(url: str, messages: list[dict[str, str]]) -> str:

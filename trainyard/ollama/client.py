@@ -7,7 +7,6 @@ every reply a limit. Source of the API: https://github.com/ollama/ollama/blob/ma
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import json
 import re
@@ -291,21 +290,14 @@ class OllamaClient:
             raise
         return True
 
-    def put_blob(self, path: Path, digest: str = "", deadline: float = 3600.0) -> str:
-        """Send a file as a blob, unless the server has it; return its SHA-256 (64 hex digits)."""
-        if not digest:
-            found = hashlib.sha256()  # hashlib.file_digest needs Python 3.11, and hosts may have 3.10
-            with path.open("rb") as file:
-                for block in iter(lambda: file.read(_BLOCK), b""):
-                    found.update(block)
-            digest = found.hexdigest()
+    def put_blob(self, path: Path, digest: str, deadline: float = 3600.0) -> None:
+        """Send a file with this SHA-256 (64 hex digits) as a blob, unless the server has it."""
         if not self.has_blob(digest):
             with path.open("rb") as file:
                 size = str(path.stat().st_size)
                 blocks = iter(lambda: file.read(_BLOCK), b"")
                 headers = {"Content-Length": size}
                 self._read("POST", f"/api/blobs/sha256:{digest}", blocks, headers=headers, deadline=deadline)
-        return digest
 
     def _follow(
         self, path: str, body: Mapping[str, Any], deadline: float, report: Callable[[str], None] | None = None
