@@ -5,19 +5,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trainer_runs import TOP, records, write_jsonl
 
 from trainer.data import tiny
 from trainer.data.samples import Sample, to_sample
-from trainer.data.tiny import VOCABULARY, ensure_tiny_model, make_tiny, make_tokenizer
+from trainer.data.tiny import VOCABULARY, ensure_tiny_model, make_tiny, make_tokenizer, make_weights
 from trainer.files import sha256_file, sha256_tree
 
 MADE = {
     "config.json": "83b1b9c7314f347f",
     "model.safetensors": "542305861c12184e",
     "tokenizer.json": "fb2af2305edeae27",
-}
+}  # the first 16 digits of the SHA-256
 CODE = (
     "import sys; from pathlib import Path; from trainer.data.samples import read_samples; from trainer.data.tiny import make_tiny;"
     "make_tiny(read_samples(Path(sys.argv[1])), Path(sys.argv[2]), 1)"
@@ -54,6 +55,12 @@ def test_an_empty_dataset_gives_a_tokenizer() -> None:
     assert tokenizer.decode(tokenizer.encode("any text ä").ids) == "any text ä"
 
 
+def test_weights_depend_only_on_the_seed() -> None:
+    one, again, other = make_weights(1), make_weights(1), make_weights(2)
+    assert all(np.array_equal(one[name], again[name]) for name in one)
+    assert not np.array_equal(one["lm_head.weight"], other["lm_head.weight"])
+
+
 def test_the_cache_depends_on_dataset_seed_and_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_jsonl(tmp_path / "d.jsonl", records(20))
     reads: list[Path] = []
@@ -81,16 +88,19 @@ def test_the_cache_without_a_dataset_file_depends_on_the_text(tmp_path: Path) ->
     other = ensure_tiny_model(tmp_path, None, 1, lambda: [to_sample(row) for row in records(20, seed=2)])
     assert len({fake, hub, other}) == 3 and "tiny-fake-1-" in fake.name
 
-    def failing() -> list[Sample]:
+
+def test_a_failure_leaves_no_files(tmp_path: Path) -> None:
+    def samples() -> list[Sample]:
         raise ValueError("no samples")
 
+    data = write_jsonl(tmp_path / "d.jsonl", records(1))
     with pytest.raises(ValueError, match="no samples"):
-        ensure_tiny_model(tmp_path, write_jsonl(tmp_path / "d.jsonl", records(1)), 1, failing)
-    assert len(list((tmp_path / "models").iterdir())) == 3, "a failure leaves no files"
+        ensure_tiny_model(tmp_path, data, 1, samples)
+    assert not list((tmp_path / "models").iterdir())
 
 
 def test_another_model_has_another_recipe(tmp_path: Path) -> None:
     """A run of an earlier version resumes with the model that it began with: its name and its files stay."""
     make_tiny([to_sample(row) for row in records(20)], tmp_path, 1)
-    made = {name: sha256_file(tmp_path / name)[:16] for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    made = {name: sha256_file(tmp_path / name)[:16] for name in MADE}
     assert (tiny.RECIPE, made) == ("72a2dd", MADE)
