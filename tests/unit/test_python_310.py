@@ -6,7 +6,6 @@ These are Ansible modules, their utilities, the remote programs of preflight, an
 from __future__ import annotations
 
 import ast
-import itertools
 import json
 import subprocess
 import sys
@@ -21,14 +20,9 @@ from trainyard.remote_archive import remote_archive
 
 TOP = Path(__file__).resolve().parents[2]
 FOLDERS = ("plugins/modules", "plugins/module_utils", "trainyard/remote", "trainer/supervise")
-QUEUE = [TOP / "trainyard/queue" / name for name in ("service.py", "lease_step.py", "node_release.py")]
-SOURCES = sorted(
-    [
-        *itertools.chain.from_iterable((TOP / folder).glob("*.py") for folder in FOLDERS),
-        *QUEUE,
-        TOP / "trainyard/ollama/client.py",
-    ]
-)
+OTHERS = ("queue/service.py", "queue/lease_step.py", "queue/node_release.py", "ollama/client.py")
+SOURCES = sorted(path for folder in FOLDERS for path in (TOP / folder).glob("*.py"))
+SOURCES += [TOP / "trainyard" / name for name in OTHERS]
 # Staging runs with the Python of the cluster's environment.
 RUN_ONLY = {"receive.py", "digests.py", "relay.py", "local_files.py"}
 # Names that the standard library has since Python 3.11 or 3.12, by module; an empty name is the whole module.
