@@ -15,6 +15,7 @@ import pytest
 import real_ollama
 import yaml
 from fake_target import Target, serve_target
+from real_ollama import put_model
 from safetensors.numpy import load_file, save_file
 
 from trainer.data.samples import read_samples
@@ -404,4 +405,4 @@ def create_base(site: Site, client: OllamaClient, name: str = "base", noise: boo
         }
         save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
     write_llama(folder, folder, None, target, "f16")
-    client.create({"model": name, "modelfile": f"FROM @sha256:{client.put_blob(target)}"})
+    put_model(client, name, target)

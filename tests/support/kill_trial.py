@@ -76,9 +76,10 @@ class Trials:
 
     def processes(self) -> dict[str, str]:
         """Return {pid and start time: command line} of what runs for the login user, but the login itself."""
-        found = self.lab.inside(self.host, "ps -u tester -ww -o pid=,lstart=,stat=,comm=,args= || :").splitlines()
-        rows = [line.split(maxsplit=8) for line in found]
-        return {f"{row[0]} {row[4]}": row[-1] for row in rows if row[6][0] not in "ZX" and row[7] not in LOGIN}
+        # Of all users: `ps -u` fails where its user has none, as it does for any other reason.
+        found = self.lab.inside(self.host, "ps -e -ww -o user=,pid=,lstart=,stat=,comm=,args=").splitlines()
+        rows = [row for row in (line.split(maxsplit=9) for line in found) if row[0] == "tester"]
+        return {f"{row[1]} {row[5]}": row[-1] for row in rows if row[7][0] not in "ZX" and row[8] not in LOGIN}
 
     def kill(self, victim: str, client: subprocess.Popen[str]) -> bool:
         """Kill one process with SIGKILL; return whether there was one."""

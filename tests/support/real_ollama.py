@@ -11,6 +11,7 @@ from pathlib import Path
 
 from netlab import daemon
 
+from trainer.files import sha256_file
 from trainyard.remote.ollama_client import OllamaClient, OllamaError
 
 START_LIMIT = 60.0  # s
@@ -23,11 +24,19 @@ def weights() -> Path | None:
     return path if PROGRAM and path.exists() else None
 
 
+def put_model(client: OllamaClient, name: str, path: Path) -> str:
+    """Create a model of a GGUF file; return the SHA-256 of the file."""
+    digest = sha256_file(path)
+    client.put_blob(path, digest)
+    client.create({"model": name, "modelfile": f"FROM @sha256:{digest}"})
+    return digest
+
+
 def create(client: OllamaClient, name: str) -> str:
     """Create a model of the small weights; return its digest."""
     path = weights()
     assert path
-    client.create({"model": name, "modelfile": f"FROM @sha256:{client.put_blob(path)}"})
+    put_model(client, name, path)
     return client.digest(name)
 
 

@@ -61,8 +61,8 @@ class StoredModel(BaseModel):
             digests[blob] = match[1]
         if set(digests) != set(self.sizes) or min(self.sizes.values()) < 0:
             raise ValueError("the sizes are not those of the files")
-        paths = {f"store/{name}": name for name in digests}
-        return {path: Copy(path, "", self.sizes[name], digests[name], MODE) for path, name in paths.items()}
+        files = [Copy(f"store/{name}", "", self.sizes[name], digest, MODE) for name, digest in digests.items()]
+        return {file.dest: file for file in files}
 
 
 def plan_copy(

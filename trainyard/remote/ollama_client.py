@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.remote.digests import sha256_file
-
 MAX_BODY = 64 << 20  # bytes of a reply; /api/show with all tokens of a vocabulary has some MB
 MAX_LINE = 1 << 20  # bytes of a line of a streamed reply
 MAX_ANSWER = 8 << 20  # bytes of a streamed answer, with the JSON around its tokens
@@ -292,16 +290,14 @@ class OllamaClient:
             raise
         return True
 
-    def put_blob(self, path: Path, digest: str = "", deadline: float = 3600.0) -> str:
-        """Send a file as a blob, unless the server has it; return its SHA-256 (64 hex digits)."""
-        digest = digest or sha256_file(path)
+    def put_blob(self, path: Path, digest: str, deadline: float = 3600.0) -> None:
+        """Send a file with this SHA-256 (64 hex digits) as a blob, unless the server has it."""
         if not self.has_blob(digest):
             with path.open("rb") as file:
                 size = str(path.stat().st_size)
                 blocks = iter(lambda: file.read(_BLOCK), b"")
                 headers = {"Content-Length": size}
                 self._read("POST", f"/api/blobs/sha256:{digest}", blocks, headers=headers, deadline=deadline)
-        return digest
 
     def _follow(
         self, path: str, body: Mapping[str, Any], deadline: float, report: Callable[[str], None] | None = None

@@ -26,9 +26,8 @@ def test_two_real_servers_teach(tmp_path: Path) -> None:
         pytest.skip("tiny.gguf is missing next to this ollama")
     with real_ollama.serve([url.removeprefix("http://") for url in URLS], tmp_path) as clients:
         for client in clients:
-            digest = client.put_blob(weights)
+            digest = real_ollama.put_model(client, "tiny", weights)
             assert client.has_blob(digest) and not client.has_blob("0" * 64)
-            client.create({"model": "tiny", "modelfile": f"FROM @sha256:{digest}"})
             client.copy("tiny", "other:1")
             assert set(client.tags()) == {"tiny:latest", "other:1"}
             assert client.delete("other:1") and not client.delete("other:1")

@@ -17,7 +17,7 @@ MADE = {
     "config.json": "83b1b9c7314f347f",
     "model.safetensors": "542305861c12184e",
     "tokenizer.json": "fb2af2305edeae27",
-}
+}  # the first 16 digits of the SHA-256
 CODE = (
     "import sys; from pathlib import Path; from trainer.data.samples import read_samples; from trainer.data.tiny import make_tiny;"
     "make_tiny(read_samples(Path(sys.argv[1])), Path(sys.argv[2]), 1)"
@@ -92,5 +92,5 @@ def test_the_cache_without_a_dataset_file_depends_on_the_text(tmp_path: Path) ->
 def test_another_model_has_another_recipe(tmp_path: Path) -> None:
     """A run of an earlier version resumes with the model that it began with: its name and its files stay."""
     make_tiny([to_sample(row) for row in records(20)], tmp_path, 1)
-    made = {name: sha256_file(tmp_path / name)[:16] for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    made = {name: sha256_file(tmp_path / name)[:16] for name in MADE}
     assert (tiny.RECIPE, made) == ("72a2dd", MADE)
