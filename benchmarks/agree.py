@@ -140,7 +140,7 @@ def train_here(case: Case, folder: Path) -> tuple[Side, Work]:
     (folder / "spec.yml").write_text(json.dumps(case.work.fields() | fields | case.fields))
     command = ["train", str(folder / "spec.yml"), f"--run-dir={run_dir}", f"--data-dir={folder}"]
     if case.ranks > 1:
-        torchrun = ["trainer.distributed.torchrun", "--standalone", f"--nproc-per-node={case.ranks}"]
+        torchrun = ["trainer.launch.torchrun", "--standalone", f"--nproc-per-node={case.ranks}"]
         _call([sys.executable, "-m", *torchrun, "-m", "trainer", *command], case.name)
     else:
         # In this process, because imports take longer than the small models.

@@ -24,7 +24,7 @@ from typing import Any
 from real_ollama import serve
 
 from benchmarks.inputs import TOP
-from trainer.formats import table
+from trainer.common.formats import table
 
 NODES = 3
 PORT = 18438

@@ -24,10 +24,10 @@ import torch
 from benchmarks.peak import peak_mib
 from trainer.data.samples import read_samples
 from trainer.distributed.world import World, leave
-from trainer.model import lora_config
+from trainer.loop.train import train
+from trainer.models.model import lora_config
+from trainer.records.telemetry import Heartbeat
 from trainer.spec import make_spec
-from trainer.telemetry import Heartbeat
-from trainer.train import train
 
 WARM = 2  # steps
 

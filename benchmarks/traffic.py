@@ -19,7 +19,7 @@ from benchmarks.inputs import build_inputs, model_of
 from benchmarks.linked_hosts import linked_hosts, parse, run
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout, RowStats, micro_batches
-from trainer.costs.model_shape import shape_of
+from trainer.model_files.model_shape import shape_of
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from trainer.formats import table
+from trainer.common.formats import table
 
 TOP = Path(__file__).resolve().parents[1]
 PEOPLE = [

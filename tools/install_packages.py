@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from trainer.formats import clock
+from trainer.common.formats import clock
 
 PAUSE = 5.0  # s between two lines
 REPEAT = 20.0  # s after which a line is printed although nothing has changed

@@ -5,25 +5,25 @@ import json
 import logging
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import unsloth_backend
+from trainer.common.errors import DiskError, UserError, disk_failure, memory_failure
+from trainer.common.formats import quoted
+from trainer.common.imports import without_collector
+from trainer.common.inputs import path_kind, user_path
+from trainer.common.utf8 import require_utf8
 from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, table
 from trainer.config.fields import expected_value
 from trainer.distributed.replica import Replica
-from trainer.errors import DiskError, UserError, disk_failure, memory_failure
-from trainer.formats import quoted
-from trainer.imports import without_collector
-from trainer.inputs import path_kind, user_path
-from trainer.script import ScriptError, run_script
+from trainer.loop import unsloth_backend
+from trainer.loop.script import run_script
+from trainer.records.failure_report import report_failure
+from trainer.records.telemetry import Heartbeat
 from trainer.spec import read_spec
 from trainer.strategy import AUTO, STRATEGIES, plan_of
-from trainer.telemetry import Heartbeat
-from trainer.utf8 import require_utf8
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
                        [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
@@ -49,15 +49,6 @@ Names of other tools are understood, such as --learning_rate or --per-device-tra
 --hosts: their number, or a JSON list with one object per host (host, processes, memory_mib); a run's plan.json works.
 DIR: the data directory (default: the current one) contains runs/<run>/, and store/ with files that runs share.
 """
-# Errors of a rank whose peer failed first: these types, or a RuntimeError with one of these texts.
-_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "TeacherLostError")
-_PEER_ERROR_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "gloo",
-)
 
 
 # Arguments -------------------------------------------------------------------------------------------------------------
@@ -149,12 +140,12 @@ def fields(argv: list[str]) -> int:
 
 def data(argv: list[str]) -> int:
     """Show what a run trains on."""
-    from trainer.adapter_folder import refuse_adapter
     from trainer.data.encode import Encoder
     from trainer.data.samples import samples_of
     from trainer.data.show import View, check_shown, show
     from trainer.data.text_tokenizer import TextTokenizer
     from trainer.data.tiny import with_tiny_model
+    from trainer.model_files.adapter_folder import refuse_adapter
 
     data_dir, samples = take_path(argv, "--data-dir") or Path.cwd(), take_value(argv, "--samples")
     view = View.of(samples, take_switch(argv, "--json"))
@@ -163,8 +154,8 @@ def data(argv: list[str]) -> int:
     spec = with_tiny_model(spec, data_dir / "store")
     refuse_adapter(spec.model)
     with without_collector():
-        from trainer.base_weights import embedding_rows
-        from trainer.model import load_tokenizer
+        from trainer.model_files.base_weights import embedding_rows
+        from trainer.models.model import load_tokenizer
     tokenizer = TextTokenizer.of(load_tokenizer(spec.model))
     show(samples_of(spec), Encoder.of(spec, tokenizer, rows=embedding_rows(spec.model)), view)
     return 0
@@ -198,7 +189,7 @@ def _link_speed(value: str | None) -> float | None:
 
 def config(argv: list[str]) -> int:
     """Print the spec as the configuration of another tool."""
-    from trainer.tool_configs import Script, render
+    from trainer.tools.tool_configs import Script, render
 
     kind = take_positional(argv) or ""
     argument, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
@@ -220,7 +211,7 @@ def config(argv: list[str]) -> int:
 def merge(argv: list[str]) -> int:
     """Merge runs as the request on standard input says; the controller starts it."""
     with without_collector():
-        from trainer.merge import main as merge_main
+        from trainer.offline.merge import main as merge_main
 
     return merge_main()
 
@@ -228,7 +219,7 @@ def merge(argv: list[str]) -> int:
 def evaluate(argv: list[str]) -> int:
     """Let a model answer the questions of the request on standard input; the controller starts it."""
     with without_collector():
-        from trainer.evaluate import main as evaluate_main
+        from trainer.offline.evaluate import main as evaluate_main
 
     return evaluate_main()
 
@@ -312,7 +303,7 @@ def _write_first(heartbeat: Heartbeat, run_dir: Path, note: str) -> None:
 
 def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:
     """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
-    from trainer.run_dir import claim, finished_result
+    from trainer.loop.run_dir import claim, finished_result
 
     previous = finished_result(run_dir)
     automatic = spec.strategy == AUTO
@@ -323,8 +314,8 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         print(reason)
     with without_collector():
         unsloth_backend.import_early(spec)
-        from trainer import train as loop
         from trainer.distributed.world import World
+        from trainer.loop import train as loop
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
@@ -347,31 +338,6 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
             f"{result['tokens_per_second']:.0f} tokens/s, in {run_dir}"
         )
     return result
-
-
-def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
-    """Write the error to the heartbeat and to stderr: one line for a UserError, a traceback otherwise. Return 1.
-
-    A script has written its traceback itself. Call this while the error is being handled.
-    """
-    of_script, plain = isinstance(error, ScriptError), isinstance(error, UserError)
-    text = error.log if isinstance(error, ScriptError) else traceback.format_exc()
-    peer_failed = type(error).__name__ in _PEER_ERRORS or (
-        isinstance(error, RuntimeError) and any(part in str(error) for part in _PEER_ERROR_TEXTS)
-    )
-    heartbeat(
-        "failed",
-        force=True,
-        error={
-            "type": type(error).__name__,
-            "message": str(error),
-            "traceback": text,
-            "plain": plain,
-            "secondary": peer_failed and not plain,
-        },
-    )
-    print(f"error: {error}" if plain or of_script else text, file=sys.stderr, flush=True)
-    return 1
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import printable, quoted
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
@@ -14,8 +16,6 @@ from trainer.config.fields import mismatch
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import read_yaml
-from trainer.errors import UserError, nearest
-from trainer.formats import printable, quoted
 from trainer.strategy import plan_of
 from trainer.strategy.deepspeed_file import derived_fields
 

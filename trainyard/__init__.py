@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.errors import TrainyardError as TrainyardError
+    from trainer.common.errors import TrainyardError as TrainyardError
     from trainyard.api import Cluster as Cluster
 
 

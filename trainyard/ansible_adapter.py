@@ -24,9 +24,9 @@ from ansible.plugins.loader import connection_loader
 from ansible.utils.display import Display
 from ansible.utils.vars import load_extra_vars
 
+from trainer.common.errors import MAX_MESSAGE, memory_failure
+from trainer.common.formats import printable
 from trainer.distributed.worker_process import die_with_launcher
-from trainer.errors import MAX_MESSAGE, memory_failure
-from trainer.formats import printable
 from trainer.supervise.processes import descendants, send_signal
 from trainyard.extra_vars import plain_data
 from trainyard.host_variables import make_host

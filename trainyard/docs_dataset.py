@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.files import write_atomic
+from trainer.common.files import write_atomic
 
 _KINDS = (
     "module",

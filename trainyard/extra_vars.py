@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import printable
+from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, read_yaml, resolve_aliases, suggest
 from trainer.config.tool_files import read_tool_files
-from trainer.errors import UserError, nearest
-from trainer.formats import printable
-from trainer.inputs import user_path
 from trainer.spec import MAX_LISTED, and_more, make_spec
 from trainyard.run import launch_options as options
 

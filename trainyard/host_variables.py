@@ -6,8 +6,8 @@ import re
 import shlex
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.formats import quoted
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
 from trainyard.extra_vars import plain_data
 from trainyard.ollama.servers import server_urls
 from trainyard.remote.ollama_client import is_server_url

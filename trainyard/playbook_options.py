@@ -8,8 +8,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from trainer.common.errors import UserError
 from trainer.config.fields import check_input, expected_value, metadata, mismatch
-from trainer.errors import UserError
 
 
 class PlaybookOptions(BaseModel):

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainer.errors import MAX_MESSAGE
-from trainer.files import write_atomic
-from trainer.formats import printable
+from trainer.common.errors import MAX_MESSAGE
+from trainer.common.files import write_atomic
+from trainer.common.formats import printable
 from trainer.supervise.processes import process_stat
 from trainyard.remote.run_queries import is_orphan
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.model import ModelWithLoss, isolates_packed_samples
+from trainer.models.model import ModelWithLoss, isolates_packed_samples
 
 LENGTHS = (61, 130, 17, 48)  # tokens of the samples that share a row
 

@@ -21,9 +21,9 @@ from benchmarks.gpu.cases import CASES, Case, Scale, Size, scale_for
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout
 from trainer.costs.host_memory import BASE, own_memory_mib
-from trainer.costs.model_shape import shape_of
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
+from trainer.model_files.model_shape import shape_of
 from trainer.planner.plan_report import plan, rows_of
 from trainer.spec import make_spec
 from trainer.strategy import plan_of

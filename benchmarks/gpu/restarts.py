@@ -55,7 +55,7 @@ def trained(run_dir: Path, steps: int, after: int = 0) -> dict[str, Any]:
 
 def was_forked(pid: int) -> bool:
     """Return whether a rank's program is that of the standby process."""
-    return b"trainer.distributed.standby_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"trainer.launch.standby_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def main(folder: Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from ansible.utils.display import Display
 
-from trainer.errors import UserError, nearest
-from trainer.formats import quoted
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import quoted
 from trainyard.ansible_adapter import ClusterAction, failure
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.functions import train_step

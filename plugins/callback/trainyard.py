@@ -33,7 +33,7 @@ from ansible.plugins.callback.default import CallbackModule as Default
 
 try:
     import trainyard  # noqa: F401  the action and filter plugins import it; this plugin is loaded before them
-    from trainer.formats import printable
+    from trainer.common.formats import printable
 except ModuleNotFoundError as error:
     raise AnsibleError(
         f"Ansible's Python ({sys.executable}) does not have the package {error.name}: "

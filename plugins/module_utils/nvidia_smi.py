@@ -1,1 +1,1 @@
-../../trainer/nvidia_smi.py
+../../trainer/supervise/nvidia_smi.py

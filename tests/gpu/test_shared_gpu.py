@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.distributed import world
-from trainer.errors import UserError
 
 
 @pytest.fixture

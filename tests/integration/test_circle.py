@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.deploy import converter
 
 TOP = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.supervise.processes import descendants, is_running
 from trainyard.dashboard import security
 from trainyard.dashboard.certificate import FILE, own_certificate, user_certificate
@@ -77,7 +77,7 @@ folder = Path(sys.argv[1])
 host = Host("node1", "127.0.0.1", str(folder / "data"), sys.executable)
 given = {"dashboard_listen": sys.argv[2], "dashboard_port": 0, "dashboard_password_file": str(folder / "password")}
 def no_queue():
-    from trainer.errors import UserError
+    from trainer.common.errors import UserError
     raise UserError("no queue")
 options = DashboardOptions.from_variables(given, "test")
 how = {"find_queue": no_queue, "project": Project(folder / "home")}

@@ -18,10 +18,10 @@ from fake_target import Target, serve_target
 from real_ollama import put_model
 from safetensors.numpy import load_file, save_file
 
+from trainer.common.errors import UserError
+from trainer.common.files import sha256_file
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
-from trainer.errors import UserError
-from trainer.files import sha256_file
 from trainer.gguf.llama import write_llama
 from trainer.spec import make_spec
 from trainyard.deploy import converter

@@ -15,10 +15,10 @@ import pytest
 from fake_hub import FakeHub
 from run_hosts import free_port
 
+from trainer.common.errors import UserError
+from trainer.common.files import sha256_file
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
-from trainer.errors import UserError
-from trainer.files import sha256_file
 from trainer.spec import make_spec
 from trainyard.run.launch_options import make_options
 from trainyard.run.prepare import hub

@@ -84,5 +84,5 @@ def test_a_script_that_fails_is_named_with_its_last_line(bed: Bed) -> None:
     ) as raised:
         session(bed, script, [], "broken").run()
     assert any("raise KeyError('no such column')" in line for line in raised.value.details["lines"])
-    assert not any("trainer/script.py" in line for line in raised.value.details["lines"])
+    assert not any("trainer/loop/script.py" in line for line in raised.value.details["lines"])
     assert not bed.live_processes()

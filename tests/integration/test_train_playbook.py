@@ -22,7 +22,7 @@ from lab_hosts import Played, run_playbook
 from run_hosts import TOP, free_port, until
 from safetensors.numpy import load_file
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import run_processes

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from run_hosts import TOP, free_port, until
 
-from trainer.files import sha256_file
+from trainer.common.files import sha256_file
 from trainyard.remote.relay import ACCEPTED, relay
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import PlanEntry, StagedFile

@@ -39,7 +39,7 @@ def session(
     python = bed.folder / "python"
     if not python.exists():
         python.write_text(
-            f'#!/bin/sh\ncase " $* " in *" trainer.distributed.torchrun "*) exec {sys.executable} {SPEC_RANK} "$@";; '
+            f'#!/bin/sh\ncase " $* " in *" trainer.launch.torchrun "*) exec {sys.executable} {SPEC_RANK} "$@";; '
             f'*) exec {sys.executable} "$@";; esac\n'
         )
         python.chmod(0o755)

@@ -187,7 +187,7 @@ def test_no_process_leaves_the_unit(lab: Lab, site: Site) -> None:
 
 def test_a_restart_from_the_standby_process_stays_in_its_unit(lab: Lab, site: Site) -> None:
     """Also that another property of the unit needs another unit, and that no unit is left after a stop."""
-    host, launcher = lab.hosts[0], [sys.executable, "-m", "trainer.distributed.torchrun", "2000", "0.05"]
+    host, launcher = lab.hosts[0], [sys.executable, "-m", "trainer.launch.torchrun", "2000", "0.05"]
     site.stage(f"FAKE_RANK={RUN_DIR}/fake_rank.py\n")
 
     def start(**more: Any) -> tuple[int, str]:

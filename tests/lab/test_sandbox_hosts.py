@@ -20,7 +20,7 @@ from queued_runs import tiny_spec
 from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
 from run_hosts import TOP, until
 
-from trainer.files import sha256_file
+from trainer.common.files import sha256_file
 from trainyard.wire.remote_archive import remote_command, remote_input
 
 __all__ = ["site"]
@@ -253,7 +253,7 @@ def test_exposure_of_a_unit(lab: Lab, site: Site, isolated: bool, limit: float) 
 
 APART = """
 import json, os, pathlib, socket, sys, time
-from trainer.lost_connection import end_with_connection
+from trainer.common.lost_connection import end_with_connection
 
 end_with_connection()
 request = json.load(sys.stdin)
@@ -301,7 +301,7 @@ def merge(lab: Lab, site: Site, beside: dict[Host, str], tmp_path: Path) -> Call
         content.writestr("trainer/gguf/__init__.py", "")
         for name in ("__main__", "gguf/export"):
             content.writestr(f"trainer/{name}.py", APART)
-        content.write(TOP / "trainer/lost_connection.py", "trainer/lost_connection.py")
+        content.write(TOP / "trainer/common/lost_connection.py", "trainer/common/lost_connection.py")
     encoded = base64.b64encode(archive.read_bytes()).decode()
     lab.inside(lab.hosts[0], f"rm -rf {DATA}/runs/merged; base64 -d > {stored} <<'.'\n{encoded}\n.")
 

@@ -1,4 +1,4 @@
-"""Stands in for trainer.distributed.standby_process and trainer.distributed.torchrun where a test needs no torch.
+"""Stands in for trainer.launch.standby_process and trainer.launch.torchrun where a test needs no torch.
 
 The arguments of its "torchrun" are those of fake_rank.py, which runs as rank 0. FAKE_STANDBY is how long it "imports"; a
 variable REFUSE makes it refuse every request.

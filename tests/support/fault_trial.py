@@ -26,7 +26,7 @@ from testbed import faults
 from trainer.config import RunSpec
 from trainer.data.corpus import load_corpus, select
 from trainer.data.order import Order, held_out, training_samples
-from trainer.run_state import RunHistory
+from trainer.records.run_state import RunHistory
 
 DATA = "/home/tester/trainyard"
 CRASHES = ("kill", "torchrun", "supervisor")  # a process dies

@@ -51,13 +51,13 @@ from fuzz_inputs import (
 from fuzz_runs import fuzz_runs, fuzz_verbs
 
 from trainer import __main__ as command_line
+from trainer.common.errors import UserError
 from trainer.config import FIELDS, RunSpec
 from trainer.config.dataset_source import COLUMNS
-from trainer.costs.model_shape import layer_class, read_shape, shape_of
 from trainer.data import template_process
 from trainer.data.samples import check_source, read_samples, read_source, source_of
 from trainer.data.template_process import LimitedTemplate
-from trainer.errors import UserError
+from trainer.model_files.model_shape import layer_class, read_shape, shape_of
 from trainer.spec import make_spec, read_spec
 from trainer.strategy import STRATEGIES
 from trainer.supervise.environment import run_environment

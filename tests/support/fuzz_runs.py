@@ -16,7 +16,7 @@ from typing import Any
 import lying_host
 from fuzz_inputs import change, dumps, mutate
 
-from trainer.checkpoint import find_defect
+from trainer.records.checkpoint import find_defect
 from trainer.supervise.claim import claimed_by_another
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.run_files import SupervisorError

@@ -71,7 +71,7 @@ class Trials:
         return json.loads(out)
 
     def start(self, backend: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "trainer.distributed.torchrun", "100000", "0.05"]
+        command = [sys.executable, "-m", "trainer.launch.torchrun", "100000", "0.05"]
         return self.verb("start", command=command, backend=backend, standby=60.0)
 
     def processes(self) -> dict[str, str]:

@@ -166,7 +166,7 @@ def install_counting(lab: Lab) -> None:
     """Put an interpreter on every host of a lab that runs counting_rank.py in the place of torchrun."""
     rank = Path(__file__).with_name("counting_rank.py").read_text()
     python = (
-        f'#!/bin/sh\ncase " $* " in *" trainer.distributed.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
+        f'#!/bin/sh\ncase " $* " in *" trainer.launch.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
         f'*) exec {VENV}/bin/python "$@";; esac'
     )
     for host in lab.hosts:

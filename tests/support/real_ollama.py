@@ -11,7 +11,7 @@ from pathlib import Path
 
 from netlab import daemon
 
-from trainer.files import sha256_file
+from trainer.common.files import sha256_file
 from trainyard.remote.ollama_client import OllamaClient, OllamaError
 
 START_LIMIT = 60.0  # s

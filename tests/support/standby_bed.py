@@ -18,7 +18,7 @@ from trainer.supervise.processes import waiting_processes
 from trainyard.wire.trainer_archive import zip_packages
 
 WAIT = 30.0
-LAUNCHER = [sys.executable, "-m", "trainer.distributed.torchrun"]
+LAUNCHER = [sys.executable, "-m", "trainer.launch.torchrun"]
 
 
 def ask(bed: Bed, verb: str, run: str = "r", **request: Any) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def prepare(bed: Bed, environment: str = "", run: str = "r") -> None:
     archive_path, first = bed.run_dir(0, run) / "trainer.zip", bed.folder / "trainer.zip"
     if not first.exists():
         with zipfile.ZipFile(archive_path, "a") as archive:
-            archive.writestr("trainer/distributed/__init__.py", "")
+            archive.writestr("trainer/launch/__init__.py", "")
             for name in ("standby_process", "torchrun"):
-                archive.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/distributed/{name}.py")
+                archive.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/launch/{name}.py")
         shutil.copy(archive_path, first)
     shutil.copy(first, archive_path)
 

@@ -35,7 +35,7 @@ class TeacherProcess:
 
     def start(self) -> None:
         """Start the process; it may be a restart."""
-        command = [sys.executable, "-m", "trainer.distillation.teacher_server", str(self.folder / "spec.yml")]
+        command = [sys.executable, "-m", "trainer.launch.teacher_server", str(self.folder / "spec.yml")]
         self.process = subprocess.Popen(
             [*command, f"--run-dir={self.folder}", f"--rank={RANK}"],
             env=os.environ | {"PYTHONPATH": str(TOP)} | self.environment,

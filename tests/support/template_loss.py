@@ -18,9 +18,9 @@ from typing import Any
 from chat_templates import Row, Template
 from tokenizer_kinds import byte_letters
 
+from trainer.common.errors import UserError
 from trainer.data.encode import Encoder
 from trainer.data.shapes import to_sample
-from trainer.errors import UserError
 
 _WORD = re.compile(
     r"[a-z]+?\d(?:word|name|value|key)?"

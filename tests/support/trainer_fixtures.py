@@ -47,7 +47,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: Path) -> Any:
-    from trainer.model import load_tokenizer
+    from trainer.models.model import load_tokenizer
 
     return load_tokenizer(str(model_folder))
 

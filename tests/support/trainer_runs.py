@@ -144,7 +144,7 @@ def llama(folder: Path, tokenizer: Path, **sizes: int) -> Path:
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
-TORCHRUN = (sys.executable, "-m", "trainer.distributed.torchrun")
+TORCHRUN = (sys.executable, "-m", "trainer.launch.torchrun")
 Launcher: TypeAlias = subprocess.Popen[str] | WarmTorchrun
 
 

@@ -1,6 +1,6 @@
 """torchruns that a warm process forks, so that tests of many short runs import torch, transformers and peft once.
 
-Each one runs trainer.distributed.torchrun, which forks its ranks as it does for users. The playbooks' tests and
+Each one runs trainer.launch.torchrun, which forks its ranks as it does for users. The playbooks' tests and
 `Cluster(..., cold=True)` cover the imports of a cold start.
 """
 
@@ -97,9 +97,9 @@ def _server() -> _Server:
 
 def serve() -> NoReturn:
     """Import everything, then fork a torchrun for every line of standard input, and report how each one ends."""
-    from trainer.distributed.torchrun import main
+    from trainer.launch.torchrun import main
 
-    __import__("trainer.train")
+    __import__("trainer.loop.train")
     __import__("transformers.models.llama.modeling_llama")
     while True:
         if select.select([0], [], [], _POLL)[0]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import trainyard
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard import Cluster, TrainyardError
 from trainyard.api import Answers, Event, HostInfo, Job, Machine, Merged, Run, RunResult
 from trainyard.api.run import EventLog

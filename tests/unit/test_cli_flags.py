@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.cli import __main__ as program
 from trainyard.cli.command_flags import Arguments, parse
 from trainyard.commands.groups import COMMON, LAUNCH, SPEC, Group

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, gpu, host_line, hosts, pages_of, receive, run_line
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.dashboard import history_file as history_module
 from trainyard.dashboard import log_streams as logs_module

@@ -19,7 +19,7 @@ from dashboard_lines import HostOfRuns, cluster_with, pages_of, run_line
 from dashboard_site import Dashboard
 from test_queue_front_state import NOW, state
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.dashboard import app as app_module
 from trainyard.dashboard import http_limits
 from trainyard.dashboard.actions import Actions

@@ -18,7 +18,7 @@ from dashboard_lines import SCRIPT, hosts, pages_of, receive, run_line
 from fake_slurm import FakeSlurm
 from test_queue_front_state import NOW, answer, state, utc
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.supervise.run_files import SupervisorError
 from trainyard.dashboard import queue_watch, timeline
 from trainyard.dashboard.actions import Actions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.dashboard.dashboard_service import KEY, read_config, service_config
 from trainyard.dashboard.pack import pack
 from trainyard.wire.connection import Host, Login

@@ -11,7 +11,7 @@ import pytest
 from trainer_fixtures import model_folder
 from trainer_runs import records, write_jsonl
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.run.plan.make_plan import data_lines
 from trainyard.run.prepare import data_check

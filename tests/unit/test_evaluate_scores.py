@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.evaluate.questions import judge, read_questions
 from trainyard.evaluate.scores import Answered, Report, sign_test, summarise, wilson
 from trainyard.evaluate.subjects import Subject, parse_subjects

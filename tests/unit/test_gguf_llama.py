@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from trainer.common.errors import UserError
 from trainer.data.shapes import Sample
 from trainer.data.tiny import make_tiny
-from trainer.errors import UserError
 from trainer.gguf.llama import UnsupportedModelError, write_llama
 from trainyard.deploy import converter
 

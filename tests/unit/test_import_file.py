@@ -14,8 +14,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
 from trainer.config import parse_mapping
-from trainer.errors import UserError
 from trainer.spec import make_spec
 from trainyard.cli import __main__ as program
 from trainyard.import_file.hugging_face import TRANSFORMERS_ROWS

@@ -9,8 +9,8 @@ import pytest
 from ansible.vars.reserved import get_reserved_names
 from hostile import HOSTILE_STRINGS, UNENCODABLE_STRINGS
 
+from trainer.common.errors import UserError
 from trainer.config import FIELDS
-from trainer.errors import UserError
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec

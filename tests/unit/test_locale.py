@@ -19,7 +19,7 @@ REMEDY = "names of files are ascii, not UTF-8: set PYTHONUTF8=1, or LC_ALL=C.UTF
 _READ = """
 import sys
 from pathlib import Path
-from trainer.utf8 import require_utf8
+from trainer.common.utf8 import require_utf8
 from trainer.data.json_files import json_records
 require_utf8()
 print([record for _, record in json_records(Path(sys.argv[1]))])

@@ -28,7 +28,7 @@ from lying_host import (
     slowly,
 )
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.deploy.converter import SHA256 as CONVERTER
 from trainyard.deploy.deploy_options import make_deploy_options

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lying_host import NONSENSE, RUN, Cluster, Lie, check_line, encode, honest, job_status, lies, outside
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.queue import requests
 from trainyard.queue.carry import CheckpointCopy

@@ -11,7 +11,7 @@ import pytest
 from trainer_fixtures import dataset, model_folder
 from trainer_runs import records, write_jsonl
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.deploy.trained_run import read_tokens
 from trainyard.run.plan.choose_strategy import spec_here

@@ -181,7 +181,7 @@ def test_a_stall_needs_all_ranks_to_make_no_progress() -> None:
 
 def test_waiting_for_a_rank_that_hangs_is_no_progress() -> None:
     """A DiLoCo replica that waits updates its heartbeat repeatedly."""
-    said = (Path(__file__).parents[2] / "trainer/train.py").read_text()
+    said = (Path(__file__).parents[2] / "trainer/loop/train.py").read_text()
     start, _, awaited = monitor.WAITING.partition("slower")
     assert f'"slower{awaited}"' in said and f'note=f"{start}{{awaited}}"' in said, (
         "the note of the trainer and the one of the monitor are the same"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import slurm_script
 from trainer.supervise import interface as network
+from trainer.tools import slurm_script
 
 # The answers of getent and ip on a host with two NICs: eth0 has the default route, ib0 the network of the cluster.
 TOOLS = {

@@ -14,7 +14,7 @@ import yaml
 from fake_queue import HOSTS, FakeQueue
 from fake_slurm import FakeSlurm
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.planner.recommend import estimate_seconds
 from trainyard.inventory import Cluster
 from trainyard.queue.manage import change_options, check_verb, manage_queue

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from fake_queue import HOSTS, FakeQueue
 
+from trainer.common.errors import UserError
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
-from trainer.errors import UserError
 from trainyard.inventory import Cluster
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.queue.request import is_run_name
 from trainyard.queue.sweep import expand, read_sweep
 

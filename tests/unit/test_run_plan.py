@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.errors import UserError
-from trainer.run_state import RunHistory
+from trainer.common.errors import UserError
+from trainer.records.run_state import RunHistory
 from trainer.spec import make_spec
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import SupervisorError, other_runs
@@ -139,7 +139,7 @@ def test_the_host_of_the_teacher_is_the_last_node_and_trains_nothing() -> None:
     nodes = plan_nodes(train, run="r", port=29500, isolation=Isolation(), teacher=teacher)
     assert [node.ranks for node in nodes] == [[0, 1], [2], [3]] and [node.teaches for node in nodes] == [0, 0, 1]
     assert all("--nnodes=2" in node.command for node in nodes[:2])
-    assert nodes[2].command[1:3] == ["-m", "trainer.distillation.teacher_server"] and "--rank=3" in nodes[2].command
+    assert nodes[2].command[1:3] == ["-m", "trainer.launch.teacher_server"] and "--rank=3" in nodes[2].command
     assert nodes[2].devices == [teacher.gpus[0]["uuid"]] and nodes[2].interface == "ccc0"
     for node in nodes:
         assert node.teacher == "10.0.0.3:29501" and "\nTRAINYARD_TEACHER=10.0.0.3:29501\n" in environment(node, {})

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import trainer
-from trainer.errors import UserError
-from trainer.script import RESULT, Progress, ScriptError, check_script, environment, result
+from trainer.common.errors import ScriptError, UserError
+from trainer.loop.script import RESULT, Progress, check_script, environment, result
 from trainer.spec import make_spec
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.request import QueueOptions

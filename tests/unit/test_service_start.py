@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.run.launch.start_record import options_of, read_service_start, service_hosts, service_run, service_start
 from trainyard.run.launch_options import LaunchOptions

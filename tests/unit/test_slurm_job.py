@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.errors import UserError
-from trainer.slurm_script import gpus_of
+from trainer.common.errors import UserError
 from trainer.supervise import slurm_run as slurm
 from trainer.supervise import slurm_state
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import SupervisorError, read_job
 from trainer.supervise.status import is_active, read_state
+from trainer.tools.slurm_script import gpus_of
 from trainyard.run.launch.slurm_job import batch_script
 from trainyard.run.launch_options import make_options
 from trainyard.run.slurm_reasons import waiting_line
@@ -68,7 +68,7 @@ def test_the_script_starts_the_interpreter_with_these_paths(
     words = (top / "calls").read_bytes().decode().split("\0")
     assert ["begin", str(run_dir)] == words[words.index("begin") :][:2]
     assert ["end", str(run_dir), "0"] == words[words.index("end") :][:3]
-    rank = words[words.index("trainer.distributed.torchrun") :]
+    rank = words[words.index("trainer.launch.torchrun") :]
     assert rank[1:4] == ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3"] and "--master-port=1234" in rank
     assert f"{run_dir}/spec.yml" in rank and f"--run-dir={run_dir}/nodes/1" in rank
     assert f"--data-dir={run_dir}/nodes/1" in rank and f"it's {folder.strip()}" in words

@@ -12,11 +12,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.config import OBSERVATORY
 from trainer.data.samples import read_samples
 from trainer.data.shapes import Sample
 from trainer.data.tiny import make_tiny
-from trainer.errors import UserError
 from trainer.gguf.llama import write_llama
 from trainer.spec import make_spec
 from trainyard.evaluate.questions import read_questions

@@ -73,7 +73,7 @@ def test_only_torchrun_of_this_interpreter_is_served() -> None:
     assert may_serve([sys.executable, *LAUNCHER, "--nnodes=1"], teaches=False)
     assert not may_serve([sys.executable, *LAUNCHER, "--nnodes=1"], teaches=True)
     assert not may_serve(["/other/python", *LAUNCHER], teaches=False)
-    assert not may_serve([sys.executable, "-m", "trainer.distillation.teacher_server", "spec.yml"], teaches=False)
+    assert not may_serve([sys.executable, "-m", "trainer.launch.teacher_server", "spec.yml"], teaches=False)
 
 
 def test_a_unit_serves_starts_that_need_no_other_addresses() -> None:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import printable, quoted
 from trainer.config.alias_table import ACCUMULATION, ALIASES, REFUSED, Alias, Fields, is_off
 from trainer.config.fields import in_quotes, is_switch, metadata, names_in
 from trainer.config.run_spec import FIELDS
-from trainer.errors import UserError, nearest
-from trainer.formats import printable, quoted
 
 MUTABLE = frozenset(name for name, field in FIELDS.items() if metadata(field)["mutable"])
 SUGGESTED = names_in(FIELDS, "suggested_names")

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from trainer.common.formats import quoted
 from trainer.config.fields import Words
 from trainer.config.yaml_text import parse_yaml
-from trainer.formats import quoted
 
 # The shapes of a record, in order of precedence: the names that it must have, and those that it may have.
 SHAPES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BeforeValidator, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
-from trainer.formats import quoted
+from trainer.common.formats import quoted
 
 MAX_TEXT = 4096  # characters of a text, as of a path (PATH_MAX)
 MAX_LIST = 12_000  # characters of all texts of a list; with every field this long, a spec fits into a file of MAX_YAML

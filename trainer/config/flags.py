@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import get_origin
 
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
 from trainer.config.aliases import MUTABLE, field_of, is_known, plain_name, suggest, takes_no_value
 from trainer.config.fields import expected_value
 from trainer.config.run_spec import FIELDS
 from trainer.config.strategies import STRATEGIES
-from trainer.errors import UserError
-from trainer.formats import quoted
 
 
 def expects(name: str) -> str:

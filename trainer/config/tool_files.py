@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from trainer.common.errors import UserError, first_line
+from trainer.common.formats import printable
+from trainer.common.inputs import read_regular, user_path
 from trainer.config.alias_table import is_off
-from trainer.errors import UserError, first_line
-from trainer.formats import printable
-from trainer.inputs import read_regular, user_path
 
 _MAX_FILE = 64 * 1024  # bytes
 _NAMES = ("deepspeed", "deepspeed_config")

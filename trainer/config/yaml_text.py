@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-from trainer.errors import UserError
-from trainer.formats import printable, quoted
-from trainer.inputs import read_regular
-from trainer.text_encoding import first_not_utf8
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
+from trainer.common.inputs import read_regular
+from trainer.common.text_encoding import first_not_utf8
 
 MAX_YAML = 256 * 1024  # bytes of a spec, and characters that its aliases may stand for
 

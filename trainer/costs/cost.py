@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.costs.model_shape import Shape
+    from trainer.model_files.model_shape import Shape
 
 
 @dataclass(frozen=True)

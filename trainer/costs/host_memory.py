@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
+from trainer.common.inputs import read_regular
 from trainer.costs.cost import Layout
-from trainer.errors import UserError
-from trainer.formats import printable
-from trainer.inputs import read_regular
 
 MAX_HOSTS = 10_000
 _MAX_PROCESSES = 1024  # per host

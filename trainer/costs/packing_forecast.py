@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.costs.model_shape import model_type
-from trainer.errors import UserError
-from trainer.formats import printable
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
+from trainer.model_files.model_shape import model_type
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

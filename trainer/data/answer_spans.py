@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trainer.common.formats import quoted
 from trainer.data.chat_calls import check_json, check_text_of_arguments, check_values, forms_of_calls
 from trainer.data.chat_marks import PLANES, REASONING_KEYS, Marker, Piece, Reading, Span
 from trainer.data.hf_template import ChatTemplate, TemplateError
-from trainer.formats import quoted
 
 # What a template writes between the header of an answer and its reasoning, or in place of it.
 _REASONING_EDGES = re.compile(r"</?[^<>\s]*think[^<>\s]*>|◁/?think▷|\[/?THINK\]")

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from trainer.common.formats import quoted
 from trainer.data.chat_marks import Piece, Reading
 from trainer.data.hf_template import TemplateError
-from trainer.formats import quoted
 
 
 def forms_of_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:

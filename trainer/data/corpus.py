@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.common.files import write_atomic
 from trainer.data.data_report import NO_DATA, DataReport
 from trainer.data.logprobs import TOP, Targets, join_targets
-from trainer.files import write_atomic
 
 NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
 

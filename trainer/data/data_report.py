@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.formats import counted, printable
+from trainer.common.errors import UserError
+from trainer.common.formats import counted, printable
 
 _MANY, _MOST = 10, 2  # a tenth, a half
 ALLOW = "allow_dropped=true"

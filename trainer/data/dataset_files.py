@@ -6,10 +6,10 @@ import os
 import re
 from pathlib import Path
 
-from trainer.errors import UserError
-from trainer.files import sha256_file
-from trainer.formats import printable, quoted
-from trainer.inputs import path_kind
+from trainer.common.errors import UserError
+from trainer.common.files import sha256_file
+from trainer.common.formats import printable, quoted
+from trainer.common.inputs import path_kind
 
 JSON, TABLES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
 COLUMNAR = (".parquet", ".arrow")

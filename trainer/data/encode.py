@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
+from trainer.common.inputs import path_kind
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.answer_spans import AnswerFinder, Answers
@@ -24,9 +27,6 @@ from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.template_process import limited_template
 from trainer.data.text_tokenizer import TextTokenizer
-from trainer.errors import UserError
-from trainer.formats import quoted
-from trainer.inputs import path_kind
 
 _NO_END = "nothing ends the last answer: the tokenizer of the model has no eos_token"
 _FORMAT = 3  # version of the cached encoding: increment it when the encoding of a sample changes

@@ -18,8 +18,8 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trainer.errors import UserError, first_line
-from trainer.formats import quoted
+from trainer.common.errors import UserError, first_line
+from trainer.common.formats import quoted
 
 Message = Mapping[str, Any]  # role, content, and for some roles reasoning_content, tool_calls, name, tool_call_id
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from trainer.common.errors import UserError, first_line
+from trainer.common.formats import quoted
+from trainer.common.inputs import open_regular
+from trainer.common.text_encoding import first_not_utf8, not_utf8
 from trainer.data.dataset_files import format_of
-from trainer.errors import UserError, first_line
-from trainer.formats import quoted
-from trainer.inputs import open_regular
-from trainer.text_encoding import first_not_utf8, not_utf8
 
 MAX_LINE = 16 * 1024 * 1024  # bytes of one record
 PIECE = 1024**2  # bytes of one read

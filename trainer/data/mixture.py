@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.formats import printable
+from trainer.common.formats import printable
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.common.errors import UserError
 from trainer.data.mixture import Mixture, permutation
 from trainer.data.packing import best_fit
-from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

@@ -8,7 +8,7 @@ OpenAI (weight, functions, function_call, refusal), TRL (chosen, rejected, label
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from trainer.formats import quoted
+from trainer.common.formats import quoted
 
 _PREFERENCE = "is preference data, and this run learns from answers alone: keep the preferred answer as the completion"
 _UNLABELLED = "marks an answer that is not to be learned: remove the record"

@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
+from trainer.common.inputs import path_kind
 from trainer.config import EMBEDDED_DATASET, OBSERVATORY, RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.dataset_files import (
@@ -21,9 +24,6 @@ from trainer.data.dataset_files import (
 from trainer.data.json_files import json_records
 from trainer.data.shapes import SHAPE_NAMES, Sample, UnknownShapeError, to_sample
 from trainer.data.table_files import card_files, csv_records, has_library, hub_records, saved_records, table_records
-from trainer.errors import UserError
-from trainer.formats import printable, quoted
-from trainer.inputs import path_kind
 
 
 def source_of(path: Path | str) -> DatasetSource:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.formats import printable, quoted
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
 from trainer.data.chat_marks import REASONING_KEYS
 from trainer.data.hf_template import BLOCK_MARKS
 from trainer.data.record_keys import LABEL, LOSS_KEYS, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
-from trainer.formats import printable, quoted
 
 if TYPE_CHECKING:
     from trainer.data.logprobs import Logprobs  # imports numpy, which the controller does not need

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
+from trainer.common.errors import UserError
+from trainer.common.formats import counted, printable, quoted
 from trainer.config import RunSpec
 from trainer.data.data_report import NO_DATA, DataReport
 from trainer.data.encode import Encoder, Fitted
 from trainer.data.shapes import Sample
-from trainer.errors import UserError
-from trainer.formats import counted, printable, quoted
 
 FEW = 3  # samples that are shown as text
 _BRACKETS = ("\u27e6", "\u27e7")

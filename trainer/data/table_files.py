@@ -16,15 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.errors import UserError, first_line
+from trainer.common.formats import printable, quoted
+from trainer.common.inputs import open_regular, path_kind, read_regular
+from trainer.common.text_encoding import first_not_utf8, not_utf8
 from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
 from trainer.data.dataset_files import COLUMNAR, TABLES, WHOLE, all_files, format_of
 from trainer.data.json_files import MAX_LINE, decoded, most_decoded
 from trainer.data.record_keys import MEANINGFUL
 from trainer.data.table_process import MEMORY, plain, records_apart
-from trainer.errors import UserError, first_line
-from trainer.formats import printable, quoted
-from trainer.inputs import open_regular, path_kind, read_regular
-from trainer.text_encoding import first_not_utf8, not_utf8
 
 if TYPE_CHECKING:
     from types import ModuleType

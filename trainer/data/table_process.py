@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.data.limited_process import LimitedProcess, LimitError
-from trainer.errors import UserError
 
 MEMORY = 768 << 20  # bytes of the process; a third of it is the libraries
 SECONDS = 60  # of CPU time between two parts

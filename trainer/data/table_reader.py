@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.data.limited_process import OUT_OF_MEMORY, limit_answer, limit_process, read_message, write_message
-from trainer.errors import UserError
 
 _PART = 64  # records of a part
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError, first_line
 from trainer.data.hf_template import read_object, read_templates
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.special_tokens import add_tokens, class_of, default_tokens, set_pipeline
-from trainer.errors import UserError, first_line
 
 Offsets = Sequence[tuple[int, int]]
 

@@ -11,11 +11,11 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.common.files import sha256_file
+from trainer.common.inputs import path_kind
 from trainer.config import TINY, RunSpec
 from trainer.data.samples import samples_of
 from trainer.data.shapes import Sample
-from trainer.files import sha256_file
-from trainer.inputs import path_kind
 
 RECIPE = "72a2dd"  # part of the model's name: another one for any change of what this module makes, and only then
 VOCABULARY = 4096

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
 from trainer.data.corpus import Corpus
-from trainer.errors import UserError
-from trainer.formats import quoted
 
 PADDING_OF_FILES = "padding_of_files"  # attribute of a tokenizer: the padding token before `set_padding`
 

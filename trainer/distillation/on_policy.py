@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from trainer.config import RunSpec
 from trainer.data.corpus import Corpus
 from trainer.data.logprobs import last_answer
-from trainer.tokenizer_output import end_ids
+from trainer.models.tokenizer_output import end_ids
 
 _STEP_KEY, _SAMPLE_KEY = 0x6B6401, 0x6B6402  # separate these random numbers from those of other purposes
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from trainer.adapter_folder import refuse_adapter
+from trainer.common.errors import UserError
+from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
-from trainer.distillation.loss import Teacher, TeacherLogits, at_places, top_tokens
 from trainer.distillation.teacher_client import RemoteTeacher
 from trainer.distillation.teacher_protocol import vocabulary_digest
 from trainer.distributed.world import World
-from trainer.errors import UserError
-from trainer.inputs import path_kind, user_path
-from trainer.model import ModelWithLoss, load_tokenizer, loss_positions, read_causal_model
-from trainer.packing_check import mixes_samples, resolve_packing
+from trainer.model_files.adapter_folder import refuse_adapter
+from trainer.models.loss import Teacher, TeacherLogits, at_places, top_tokens
+from trainer.models.model import ModelWithLoss, load_tokenizer, loss_positions, read_causal_model
+from trainer.models.packing_check import mixes_samples, resolve_packing
 from trainer.strategy import Batch
 
 

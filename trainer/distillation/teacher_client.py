@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.data.packing import IGNORED
-from trainer.distillation.loss import Teacher, TopProbabilities, at_places
 from trainer.distillation.teacher_protocol import (
     SILENCE_LIMIT,
     Answer,
@@ -28,8 +28,8 @@ from trainer.distillation.teacher_protocol import (
     text_of,
 )
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
-from trainer.errors import UserError
-from trainer.model import loss_positions
+from trainer.models.loss import Teacher, TopProbabilities, at_places
+from trainer.models.model import loss_positions
 from trainer.strategy import Batch
 
 START_LIMIT = 300.0  # s for a teacher to listen after its ranks have started

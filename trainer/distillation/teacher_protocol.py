@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.common.formats import printable
 from trainer.config.presets import MAX_ANSWER, MAX_TEACHER_TOP_K
-from trainer.formats import printable
 
 MAGIC = b"trainyard teacher 1\n"
 NONCE = 32  # bytes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.distributed.world import World
-from trainer.errors import UserError
 
 
 @dataclass(frozen=True)

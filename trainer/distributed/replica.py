@@ -4,8 +4,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from trainer.errors import UserError
-from trainer.formats import quoted
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from trainer.common.errors import UserError
 from trainer.distributed.listeners import listen
-from trainer.errors import UserError
 
 
 class RunStore(TCPStore):

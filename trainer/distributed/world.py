@@ -13,11 +13,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainer.common.errors import UserError
 from trainer.distributed import SHARED_GPUS
 from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.distributed.store import RunStore
-from trainer.errors import UserError
 from trainer.supervise.interface import interface_to
 
 T = TypeVar("T")

@@ -19,13 +19,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError, first_line
+from trainer.common.files import sha256_file, write_atomic
+from trainer.common.lost_connection import end_with_connection
 from trainer.distributed.worker_process import die_with_launcher
-from trainer.errors import UserError, first_line
-from trainer.files import sha256_file, write_atomic
 from trainer.gguf.metadata import adds_bos, is_byte_level
 from trainer.gguf.special import complete
-from trainer.greedy_answers import greedy_answers, known_answers
-from trainer.lost_connection import end_with_connection
+from trainer.models.greedy_answers import greedy_answers, known_answers
 
 QUANTIZATIONS = ("f16", "q8_0")
 _SHOWN = 500  # characters of a child's error
@@ -135,7 +135,7 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
 def compute(request: dict[str, Any], work: Path) -> None:
     """Compute missing data in this process. Raises UserError, and the exceptions of the converter."""
     from trainer.config import RunSpec, read_yaml
-    from trainer.final_export import merge_adapter, merged_rightly
+    from trainer.loop.final_export import merge_adapter, merged_rightly
     from trainer.spec import make_spec
 
     run_dir = Path(request["run_dir"])

@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 import safetensors
 
-from trainer.errors import UserError, first_line
-from trainer.formats import quoted
+from trainer.common.errors import UserError, first_line
+from trainer.common.formats import quoted
 from trainer.gguf.metadata import is_byte_level
 from trainer.gguf.plain_adapter import AdapterError, float32_array, read_plain_adapter
 from trainer.gguf.special import complete

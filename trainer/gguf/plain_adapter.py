@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from trainer.errors import UserError, first_line
-from trainer.formats import quoted
+from trainer.common.errors import UserError, first_line
+from trainer.common.formats import quoted
 
 _TENSOR = re.compile(r"base_model\.model\.([A-Za-z0-9_.]{1,200})\.lora_([AB])\.weight")
 _TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16}

@@ -13,17 +13,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import model_errors
+from trainer.common.formats import counted, mib, table
+from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
 from trainer.costs.alternatives import shown
 from trainer.costs.cost import Layout, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
-from trainer.costs.model_shape import Shape, shape_of
 from trainer.costs.packing_forecast import packing_text
 from trainer.costs.teacher_cost import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.data.data_report import DataReport
-from trainer.errors import model_errors
-from trainer.formats import counted, mib, table
-from trainer.inputs import path_kind, user_path
+from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
 from trainer.strategy import possible_plans
 
@@ -43,12 +43,12 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
     spec = spec.with_dataset_paths([str(path) for path in paths])
     import tempfile
 
-    from trainer.base_weights import embedding_rows
     from trainer.data.encode import encoded_dataset
     from trainer.data.order import Order
     from trainer.data.tiny import with_tiny_model
     from trainer.data.token_ids import check_teacher_tokens
-    from trainer.model import load_tokenizer
+    from trainer.model_files.base_weights import embedding_rows
+    from trainer.models.model import load_tokenizer
 
     with tempfile.TemporaryDirectory() as work:
         local = with_tiny_model(spec, Path(work))
@@ -96,7 +96,7 @@ def _measured(spec: RunSpec, shape: Shape, rows: RowStats) -> tuple[Speed, str, 
     """Measure the speed of this device. Returns speed, device type, fast kernels in use, and a description."""
     import torch
 
-    from trainer import model
+    from trainer.models import model
     from trainer.planner.measure import measure
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -12,13 +12,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
-from trainer.costs.model_shape import Shape, shape_of
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
-from trainer.errors import UserError
+from trainer.model_files.model_shape import Shape, shape_of
 from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
 

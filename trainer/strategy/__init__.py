@@ -13,7 +13,7 @@ from trainer.strategy.plan import StrategyPlan
 if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.models.model import ModelWithLoss
 
 
 @functools.cache

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.errors import UserError
 from trainer.costs.alternatives import Alternatives, whole_model_alternatives
 from trainer.data.shares import share
-from trainer.errors import UserError
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP
 from trainer.strategy.lazy import LazyModule
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from trainer.config import RunSpec
     from trainer.costs.cost import Layout, State
-    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.model_files.model_shape import Shape
+    from trainer.models.model import ModelWithLoss
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
@@ -152,7 +152,7 @@ class Averaging(DDP):
         The factors of all workers are concatenated as peft's add_weighted_adapter does with combination_type="cat", but
         layer by layer, so that no more than the result and one layer are in memory.
         """
-        from trainer.adapters import concatenate, lora_factors, truncate
+        from trainer.models.adapters import concatenate, lora_factors, truncate
 
         limit, rank, error, norm = self.spec.averaging_rank, 0, 0.0, 0.0
         for factors in lora_factors(self.plain.model):
@@ -206,7 +206,7 @@ class Averaging(DDP):
 
 def _check_factors(module: ModelWithLoss) -> None:
     """Check that the factors of all adapters are matrices that can be concatenated. Raises UserError."""
-    from trainer.adapters import lora_factors
+    from trainer.models.adapters import lora_factors
 
     for factors in lora_factors(module.model):
         if len(factors.a) != factors.b.shape[1]:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
-    from trainer.distillation.loss import Teacher
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.models.loss import Teacher
+    from trainer.models.model import ModelWithLoss
 else:
     torch = LazyModule("torch")
 
@@ -244,7 +244,7 @@ class Strategy(ABC):
 
     def weights_finite(self) -> bool:
         """Return whether the trained weights that this rank holds are finite."""
-        from trainer.finite import all_finite
+        from trainer.common.finite import all_finite
 
         return all_finite(parameter for parameter in self.plain.parameters() if parameter.requires_grad)
 

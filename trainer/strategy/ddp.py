@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
-    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.model_files.model_shape import Shape
+    from trainer.models.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -113,7 +113,7 @@ class DDP(Strategy):
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks that average gradients, if not all."""
-        from trainer.optim import make_optimizer
+        from trainer.models.optim import make_optimizer
 
         super().__init__(spec, world, module)
         self.replica_group = replica_group or world

@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.errors import UserError
 from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.costs.cost import (
     PCI_EXPRESS,
@@ -30,7 +31,6 @@ from trainer.costs.cost import (
     offloaded_step,
     ring_fraction,
 )
-from trainer.errors import UserError
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine_config, prefetched
 from trainer.strategy.deepspeed_file import check_file
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
-    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.model_files.model_shape import Shape
+    from trainer.models.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -307,7 +307,7 @@ class DeepSpeedZeRO(Strategy):
     @functools.cached_property
     def engine(self) -> Any:
         """Create the engine on first use. It copies the weights, so `load` restores them first."""
-        from trainer.optim import make_optimizer
+        from trainer.models.optim import make_optimizer
 
         optimizer = make_optimizer(self.spec, self.trained.values())
         numbers = [sum(p.numel() for p in each) for each in (self.trained.values(), self.plain.parameters())]
@@ -345,7 +345,7 @@ class DeepSpeedZeRO(Strategy):
     def weights_finite(self) -> bool:
         if not self._sharded_weights:
             return super().weights_finite()
-        from trainer.finite import all_finite
+        from trainer.common.finite import all_finite
 
         return all_finite(self.engine.optimizer.fp32_partitioned_groups_flat)
 

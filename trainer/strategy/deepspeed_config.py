@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.costs.model_shape import shape_of
-from trainer.errors import UserError
+from trainer.common.errors import UserError
+from trainer.model_files.model_shape import shape_of
 from trainer.strategy.deepspeed_file import check_accumulation, free_options, merge
 from trainer.strategy.plan import even_micro_batches
 

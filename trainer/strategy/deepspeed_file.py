@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
-from trainer.formats import printable, quoted
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.common.errors import NonFiniteError
 from trainer.data.shares import share
 from trainer.distributed.world import World, start_exchange
-from trainer.errors import NonFiniteError
-from trainer.optim import learning_rate
+from trainer.models.optim import learning_rate
 from trainer.strategy import four_bits
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP
@@ -30,7 +30,7 @@ from trainer.strategy.replicas import CHUNK, Replicas, apportion, by_speed
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.model import ModelWithLoss
+    from trainer.models.model import ModelWithLoss
 
 _LONG_ROUND = 20  # minimum steps of a round for the full outer momentum
 _NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed

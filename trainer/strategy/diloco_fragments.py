@@ -29,7 +29,7 @@ from trainer.strategy.replicas import CHUNK, Replicas
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.model import ModelWithLoss
+    from trainer.models.model import ModelWithLoss
 
 LOCAL_FILE = "local.safetensors"
 

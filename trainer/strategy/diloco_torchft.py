@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from trainer.checkpoint import write_checkpoint
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomic
 from trainer.config import RunSpec
 from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.store import RunStore
 from trainer.distributed.world import World
-from trainer.errors import UserError
-from trainer.files import write_atomic
-from trainer.model import ModelWithLoss
+from trainer.models.model import ModelWithLoss
+from trainer.records.checkpoint import write_checkpoint
 from trainer.strategy.base import Rows, Stopped, Update
 from trainer.strategy.diloco_fixed import DiLoCo
 from trainer.strategy.replicas import apportion, check_rows

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.errors import DiskError, UserError, disk_failure
 from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives, switch
 from trainer.costs.cost import (
     PCI_EXPRESS,
@@ -24,9 +25,8 @@ from trainer.costs.cost import (
     ring_fraction,
     root_bytes,
 )
-from trainer.costs.model_shape import layer_class, shape_of
 from trainer.distributed.listeners import restrict_listeners
-from trainer.errors import DiskError, UserError, disk_failure
+from trainer.model_files.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, create_moments, persistent_buffers, read_full, write_full
 from trainer.strategy.full_state_dict import State as StateDict
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed import device_mesh, fsdp, tensor
 
     from trainer.config import RunSpec
-    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.model_files.model_shape import Shape
+    from trainer.models.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
     dcp, fsdp = LazyModule("torch.distributed.checkpoint"), LazyModule("torch.distributed.fsdp")
@@ -270,7 +270,7 @@ class FSDP(Strategy):
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks that shard one model, if not all."""
-        from trainer.optim import make_optimizer
+        from trainer.models.optim import make_optimizer
 
         super().__init__(spec, replica_group or world, module)
         self.world.require_own_gpus("fsdp")
@@ -296,7 +296,7 @@ class FSDP(Strategy):
 
     def _shard(self, spec: RunSpec, world: World, mesh: device_mesh.DeviceMesh) -> None:
         """Replace the parameters of the model by shards on the ranks of `mesh`."""
-        from trainer.model import base_dtype
+        from trainer.models.model import base_dtype
         from trainer.strategy import fsdp_exchange as exchange
 
         comm_dtype = torch.bfloat16 if spec.gradient_comm_dtype == "bf16" else torch.float32

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.common.errors import UserError
 from trainer.costs.alternatives import Alternative, Alternatives, quantize_alternatives, switch
 from trainer.costs.cost import (
     Layout,
@@ -28,7 +29,6 @@ from trainer.costs.cost import (
     ring_fraction,
 )
 from trainer.data.shares import share
-from trainer.errors import UserError
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
 from trainer.strategy.pipeline_split import (
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
     from trainer.config import RunSpec
     from trainer.costs.cost import RowStats
-    from trainer.costs.model_shape import Shape
-    from trainer.distributed.pipeline_stage import StageLoss
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.model_files.model_shape import Shape
+    from trainer.models.model import ModelWithLoss
+    from trainer.strategy.pipeline_stage import StageLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -172,10 +172,10 @@ class PipelinePlan(StrategyPlan):
 
     def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
         from trainer.costs.cost import RowStats
-        from trainer.costs.model_shape import shape_of
-        from trainer.distributed.pipeline_measure import divide_model
-        from trainer.distributed.pipeline_stage import load_stage
         from trainer.distributed.pipelines import Pipelines
+        from trainer.model_files.model_shape import shape_of
+        from trainer.strategy.pipeline_measure import divide_model
+        from trainer.strategy.pipeline_stage import load_stage
 
         cuda = world.device.type == "cuda"
         pipelines = Pipelines.find(spec, world)
@@ -345,10 +345,10 @@ class Pipeline(Strategy):
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks of this pipeline, if it is a replica whose gradients are its own."""
-        from trainer.distributed.pipeline_schedule import Neighbours
-        from trainer.distributed.pipeline_stage import hidden_dtype
-        from trainer.optim import make_optimizer
+        from trainer.models.optim import make_optimizer
         from trainer.strategy.pipeline_copies import StageCopies
+        from trainer.strategy.pipeline_schedule import Neighbours
+        from trainer.strategy.pipeline_stage import hidden_dtype
 
         super().__init__(spec, world, module)
         self.stage: StageLoss = module  # type: ignore[assignment]
@@ -480,7 +480,7 @@ class Pipeline(Strategy):
                     self.trained[name].copy_(value)
 
     def model_to_save(self) -> nn.Module:
-        from trainer.distributed.pipeline_stage import whole_model
+        from trainer.strategy.pipeline_stage import whole_model
 
         return whole_model(self.spec)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
-# Model types of transformers that a pipeline supports; trainer.distributed.pipeline_stage names their parts.
+# Model types of transformers that a pipeline supports; trainer.strategy.pipeline_stage names their parts.
 PIPELINE_KINDS = (
     "llama",
     "mistral",

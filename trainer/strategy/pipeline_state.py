@@ -16,14 +16,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer.errors import DiskError, disk_failure, first_line
+from trainer.common.errors import DiskError, disk_failure, first_line
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, create_moments, write_full
 from trainer.strategy.pipeline_copies import StageCopies, stage_file
 
 if TYPE_CHECKING:
-    from trainer.distributed.pipeline_stage import StageLoss
     from trainer.distributed.pipelines import Pipelines
     from trainer.distributed.world import World
+    from trainer.strategy.pipeline_stage import StageLoss
 
 _BUFFER = 16 << 20  # numbers of one broadcast
 _PATTERN = "stage-*.safetensors"

@@ -7,19 +7,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trainer.common.errors import UserError
 from trainer.costs.alternatives import Alternatives, activation_alternatives
 from trainer.costs.cost import Memory, State, activation_bytes, autocast_bytes, full_state
 from trainer.costs.teacher_cost import teacher_memory, teacher_weights
-from trainer.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.config import RunSpec
     from trainer.costs.cost import Layout, RowStats
-    from trainer.costs.model_shape import Shape
     from trainer.distributed.world import World
-    from trainer.model import ModelWithLoss
+    from trainer.model_files.model_shape import Shape
+    from trainer.models.model import ModelWithLoss
     from trainer.strategy.base import Strategy
 
 # Values that need the full model on every rank.
@@ -100,9 +100,9 @@ class StrategyPlan:
             run_dir: the run folder, which keeps parts that ranks send each other.
             progress: called after every part that ranks send each other, which may take longer than the run may show none.
         """
-        from trainer.distillation.loss import Divergence
-        from trainer.model import ModelWithLoss, base_dtype, fast_kernels, load_model
-        from trainer.unsloth_model import load_unsloth
+        from trainer.models.loss import Divergence
+        from trainer.models.model import ModelWithLoss, base_dtype, fast_kernels, load_model
+        from trainer.models.unsloth_model import load_unsloth
 
         dtype = base_dtype(spec, uniform=self.uniform_dtype)
         if spec.backend == "unsloth":

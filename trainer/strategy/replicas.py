@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec

@@ -1,7 +1,7 @@
 """The standby process of a host's part of a run, as its supervisor sees it: it forks torchruns without any import.
 
 The supervisor starts it in place of the first torchrun. It imports torch, transformers, peft and the trainer once, and forks that torchrun
-and those of later starts, see trainer/distributed/standby_process.py. It runs in the unit of the supervisor, and ends with it.
+and those of later starts, see trainer/launch/standby_process.py. It runs in the unit of the supervisor, and ends with it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LATE = frozenset(
         "TRAINYARD_TEACHER_TOKEN",
     }
 )
-LAUNCHER = ["-m", "trainer.distributed.torchrun"]
-PROGRAM = ["-m", "trainer.distributed.standby_process"]
+LAUNCHER = ["-m", "trainer.launch.torchrun"]
+PROGRAM = ["-m", "trainer.launch.standby_process"]
 SEND_LIMIT = 5.0  # s for a request, which exceeds the socket's buffer only with very long variables
 TRAINER = "trainer.zip"  # in the run folder
 TRAINER_LIMIT = 64 << 20  # bytes of it

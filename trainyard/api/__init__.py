@@ -8,7 +8,7 @@ It is a front end of the table of commands, as the program and the playbooks are
 names, and raises the same errors, whose class is TrainyardError.
 """
 
-from trainer.errors import TrainyardError
+from trainer.common.errors import TrainyardError
 from trainyard.api.cluster import Cluster
 from trainyard.api.results import (
     Answers,

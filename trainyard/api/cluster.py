@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.utf8 import require_utf8
+from trainer.common.utf8 import require_utf8
 from trainyard import front_end
 from trainyard.api.results import (
     Answers,

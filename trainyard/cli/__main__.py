@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import UserError, memory_failure, nearest
-from trainer.formats import quoted
-from trainer.utf8 import require_utf8
+from trainer.common.errors import UserError, memory_failure, nearest
+from trainer.common.formats import quoted
+from trainer.common.utf8 import require_utf8
 from trainyard import front_end
 from trainyard.cli.output import Output
 

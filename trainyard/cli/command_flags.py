@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import printable, quoted
 from trainer.config import plain_name, suggest
 from trainer.config.yaml_text import YamlError, parse_yaml
-from trainer.errors import UserError, nearest
-from trainer.formats import printable, quoted
 from trainyard.commands.command_options import SHORT
 from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.cli.command_flags import Arguments
 from trainyard.cli.output import Output
 from trainyard.cli.playbooks import run_playbook

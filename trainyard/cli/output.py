@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainer.formats import printable
+from trainer.common.formats import printable
 
 _ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.errors import TrainyardError
+from trainer.common.errors import TrainyardError
 from trainyard import front_end
 from trainyard.cli.command_flags import Arguments
 from trainyard.cli.output import Output

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.inputs import user_path
+from trainer.common.errors import UserError
+from trainer.common.inputs import user_path
 from trainyard import front_end
 from trainyard.commands.call import Call
 from trainyard.commands.command_options import (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from trainer.errors import MAX_MESSAGE, UserError
-from trainer.formats import printable
+from trainer.common.errors import MAX_MESSAGE, UserError
+from trainer.common.formats import printable
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Action, Pages
 from trainyard.deploy.deploy_options import make_deploy_options

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from trainer.errors import UserError
-from trainer.files import write_atomic
-from trainer.inputs import read_regular, user_path
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomic
+from trainer.common.inputs import read_regular, user_path
 
 FILE = "tls.pem"  # key and certificate, in the state folder
 FILE_LIMIT = 1 << 20  # bytes of a file

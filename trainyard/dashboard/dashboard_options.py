@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import field_validator
 
+from trainer.common.errors import UserError
 from trainer.config.fields import declare
-from trainer.errors import UserError
 from trainyard.dashboard.project import Project
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch_options import LaunchOptions

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard import front_end
 from trainyard.dashboard.dashboard_options import DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.files import write_atomic
+from trainer.common.files import write_atomic
 from trainyard.wire.connection import Host
 
 LIMIT = 4 << 20  # bytes of the file; then the older half is dropped

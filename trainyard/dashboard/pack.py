@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trainer
 import trainyard
-from trainer.files import write_atomic
+from trainer.common.files import write_atomic
 from trainyard.python_env.resolve import EnvironmentBuildError, read_constraints, requirements
 from trainyard.wire.trainer_archive import zip_packages
 

@@ -6,7 +6,7 @@ import math
 import time
 from datetime import datetime
 
-from trainer.formats import clock, thousands
+from trainer.common.formats import clock, thousands
 from trainyard.queue.queue_client import clock_time
 
 NONE = "–"

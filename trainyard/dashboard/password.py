@@ -21,9 +21,9 @@ from pathlib import Path
 from cryptography.exceptions import InvalidKey
 from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
-from trainer.errors import UserError
-from trainer.files import write_atomic
-from trainer.inputs import read_regular, user_path
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomic
+from trainer.common.inputs import read_regular, user_path
 
 SHORTEST = 12  # characters
 FILE_LIMIT = 4096  # bytes of a file with a password

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.state import ClusterView
 from trainyard.queue.queue_client import QueueState, parse_state

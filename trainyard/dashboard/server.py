@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard import front_end
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard

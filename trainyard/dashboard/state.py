@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.formats import counted
+from trainer.common.formats import counted
 from trainyard.dashboard.energy import Energy, EnergyMeter
 from trainyard.dashboard.history_file import History
 from trainyard.run.follow.monitor import ENDED, causes

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from trainer.errors import MAX_MESSAGE
-from trainer.formats import printable
+from trainer.common.errors import MAX_MESSAGE
+from trainer.common.formats import printable
 from trainyard.ollama.servers import host_urls
 from trainyard.wire.connection import Host, RemoteError, Transport, last_line
 from trainyard.wire.remote_archive import remote_command, remote_input

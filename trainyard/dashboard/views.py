@@ -14,8 +14,8 @@ from typing import Any
 
 import jinja2
 
+from trainer.common.formats import printable
 from trainer.config.yaml_text import YamlError, parse_yaml
-from trainer.formats import printable
 from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.page_formats import FILTERS
 from trainyard.dashboard.progress_watch import ProgressWatch

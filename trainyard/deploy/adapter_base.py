@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.formats import printable, quoted
+from trainer.common.formats import printable, quoted
 from trainyard.deploy.trained_run import TrainedRun
 
 

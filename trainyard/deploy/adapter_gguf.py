@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from trainer.formats import quoted
+from trainer.common.formats import quoted
 from trainer.gguf.llama import rotary_pairs
 from trainer.gguf.plain_adapter import AdapterError, read_plain_adapter
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.common.formats import quoted
 from trainer.data.hf_template import ChatTemplate, Message, TemplateError
-from trainer.formats import quoted
 from trainyard import front_end
 from trainyard.deploy.go_template import RANGE, go_string, render
 

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
-from trainer.errors import UserError, first_line
-from trainer.files import write_atomic
+from trainer.common.errors import UserError, first_line
+from trainer.common.files import write_atomic
 from trainyard.wire.trainer_archive import zip_files
 
 VERSION = "0.3.36"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.common.errors import UserError
+from trainer.common.inputs import user_path
 from trainer.config.fields import declare
-from trainer.errors import UserError
-from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.remote.ollama_client import MODEL_NAME

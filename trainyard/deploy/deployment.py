@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.files import sha256_file
+from trainer.common.formats import mib, printable, quoted
 from trainer.data.hf_template import read_template
 from trainer.data.plain_template import PLAIN_TEMPLATE
-from trainer.errors import UserError
-from trainer.files import sha256_file
-from trainer.formats import mib, printable, quoted
 from trainer.gguf.metadata import adds_bos
 from trainyard.deploy.adapter_base import base_misfit, run_misfit, wanted_base
 from trainyard.deploy.chat_template import derive_apart

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.files import sha256_file
+from trainer.common.files import sha256_file
 from trainyard.deploy.converter import SHA256 as CONVERTER
 from trainyard.deploy.converter import converter_archive
 from trainyard.deploy.trained_run import TrainedRun

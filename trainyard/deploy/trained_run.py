@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.config.yaml_text import YamlError, parse_yaml
-from trainer.errors import UserError
 from trainyard import front_end
 from trainyard.run.prepare.model_files import read_vocabulary
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from trainer.formats import counted
+from trainer.common.formats import counted
 
 SLOW_LINK = 1000  # Mbit/s, below which a full gradient at every step takes too long
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainer.errors import UserError
-from trainer.inputs import read_regular, user_path
+from trainer.common.errors import UserError
+from trainer.common.inputs import read_regular, user_path
 
 _MAX_FILE = 64 * 1024 * 1024  # bytes
 KEY = re.compile(r"(?:ssh|ecdsa|sk)-[\w@.-]{1,64} [A-Za-z0-9+/]{16,2048}={0,2}", re.ASCII)

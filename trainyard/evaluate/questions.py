@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
+from trainer.common.inputs import path_kind, user_path
 from trainer.config import OBSERVATORY
 from trainer.data.samples import read_records, source_of
-from trainer.errors import UserError
-from trainer.formats import printable, quoted
-from trainer.inputs import path_kind, user_path
 from trainyard.run.prepare.spec_files import DATASETS
 
 EMBEDDED = {OBSERVATORY: "observatory-questions.jsonl", "general": "general-questions.jsonl"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainer.formats import counted, printable, table, thousands
+from trainer.common.formats import counted, printable, table, thousands
 from trainyard.evaluate.questions import Question, Verdict, judge
 
 _Z = 1.959964  # of a 95 % interval

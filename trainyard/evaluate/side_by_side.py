@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from trainer.common.errors import UserError
+from trainer.common.files import to_json, write_atomic
+from trainer.common.formats import counted
+from trainer.common.inputs import user_path
 from trainer.config import OBSERVATORY
 from trainer.config.fields import Words, declare
-from trainer.errors import UserError
-from trainer.files import to_json, write_atomic
-from trainer.formats import counted
-from trainer.inputs import user_path
 from trainyard.deploy.trained_run import find_run
 from trainyard.evaluate.questions import Question, read_questions
 from trainyard.evaluate.scores import Answered, Report, summarise

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.formats import printable, quoted
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.scores import Answered, Report
 from trainyard.ollama.pool import Node, Prompt, TeacherPool

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainer.common.inputs import path_kind, user_path
 from trainer.config import read_yaml
 from trainer.config.tool_files import read_object
-from trainer.inputs import path_kind, user_path
 from trainyard.import_file.translation import Translation
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.common.formats import printable
 from trainer.config.alias_table import ALIASES, Alias, as_text
-from trainer.formats import printable
 from trainyard.import_file.hugging_face import (
     INIT,
     KERNELS,

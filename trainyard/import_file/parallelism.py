@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.config.alias_table import ALIASES, Alias, as_text
-from trainer.errors import UserError
-from trainer.formats import printable
 from trainer.strategy.deepspeed_file import AUTO, FREE, LOSS_SCALE, derived_fields, leaves, owned
 from trainer.strategy.plan import UNSHARDABLE
 from trainyard.import_file.config_file import find_file, read_names

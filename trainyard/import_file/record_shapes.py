@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.formats import printable
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
 from trainyard.import_file.config_file import find_file, read_names
 from trainyard.import_file.translation import (
     Impossible,

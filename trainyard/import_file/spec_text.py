@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from trainer.common.errors import UserError
+from trainer.common.formats import counted, printable
+from trainer.common.inputs import user_path
 from trainer.config import FIELDS, parse_mapping
-from trainer.errors import UserError
-from trainer.formats import counted, printable
-from trainer.inputs import user_path
 from trainer.spec import make_spec
 from trainyard.import_file.axolotl import AXOLOTL
 from trainyard.import_file.config_file import read_names

@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
 from trainer.config import FIELDS, RunSpec
 from trainer.config.alias_table import Alias, as_text, is_off
 from trainer.config.fields import mismatch
-from trainer.errors import UserError
-from trainer.formats import printable, quoted
 
 MAX_SHOWN = 2000  # characters of a value in a comment
 BY_DEFAULT = "the default of"

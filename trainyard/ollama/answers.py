@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainer.errors import DiskError, UserError, disk_failure
-from trainer.files import sync_path
+from trainer.common.errors import DiskError, UserError, disk_failure
+from trainer.common.files import sync_path
 from trainyard.ollama.pool import Prompt
 from trainyard.remote.ollama_client import Answer
 

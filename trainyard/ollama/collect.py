@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.files import write_atomic
-from trainer.formats import clock, printable, quoted, thousands
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomic
+from trainer.common.formats import clock, printable, quoted, thousands
 from trainyard.ollama.answers import AnswerFile, answer_keys
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
+from trainer.common.errors import UserError
 from trainer.config.fields import MAX_SECONDS, declare
-from trainer.errors import UserError
 from trainyard import front_end
 from trainyard.playbook_options import PlaybookOptions
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.errors import UserError
-from trainer.formats import printable
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
 from trainyard.ollama.teachers import Candidate, ask_servers, find_model
 from trainyard.remote.ollama_client import OllamaClient, OllamaError, full_name
 from trainyard.wire.connection import HostConnection

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trainer.errors import UserError
-from trainer.formats import clock, printable, thousands
+from trainer.common.errors import UserError
+from trainer.common.formats import clock, printable, thousands
 from trainyard.ollama.teacher_logprobs import LogprobReader
 from trainyard.remote.ollama_client import Answer, Cancel, OllamaClient, OllamaError
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
+from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.dataset_files import is_hub_id
 from trainer.data.record_keys import ABOUT_ANSWERS
 from trainer.data.samples import read_records, source_of
 from trainer.data.shapes import to_sample
-from trainer.errors import UserError
-from trainer.formats import printable
-from trainer.inputs import path_kind, user_path
 from trainyard.ollama.distill_options import AnswerOptions
 from trainyard.ollama.filters import prompt_text
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.formats import printable
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
 from trainyard import front_end
 from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.servers import server_urls

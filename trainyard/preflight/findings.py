@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.formats import counted, table
+from trainer.common.formats import counted, table
 from trainyard.preflight.hardware_table import hardware_table
 from trainyard.preflight.host_state import HostState
 

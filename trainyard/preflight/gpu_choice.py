@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.formats import quoted
+from trainer.common.formats import quoted
 from trainyard.preflight.findings import Finding
 from trainyard.preflight.host_state import HostState
 

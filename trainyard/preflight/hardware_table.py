@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.formats import printable, table
+from trainer.common.formats import printable, table
 from trainyard.ollama.servers import host_urls
 from trainyard.wire.connection import FanOut, Host, HostConnection
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.formats import printable, quoted
+from trainer.common.formats import printable, quoted
 
 MTU = range(576, 9217)
 IPV6_MTU = 1280  # bytes, the minimum

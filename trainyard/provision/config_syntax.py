@@ -9,7 +9,7 @@ import re
 import string
 from typing import Any
 
-from trainer.formats import quoted
+from trainer.common.formats import quoted
 
 _UNSAFE_IN_WORD = re.compile(r"[^\w.:/@%+=,~!\\\[\]-]")
 

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from trainer.files import write_atomic
+from trainer.common.files import write_atomic
 from trainyard.python_env.resolve import EnvironmentBuildError
 
 PIP_WHEEL = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")

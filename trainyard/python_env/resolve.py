@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.inputs import read_regular, user_path
+from trainer.common.errors import UserError
+from trainer.common.inputs import read_regular, user_path
 
 _MAX_LOCK = 64 * 1024 * 1024  # bytes of a file of pinned versions
 # Builds of torch, the preferred one first: oldest driver, first and last compute capability. CUDA 13 needs driver 580 and

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_json, write_json
 from trainyard.queue.carry import CheckpointCopy, CopyThread
 from trainyard.queue.never_starts import loses_hosts, never_starts

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from pydantic.fields import FieldInfo
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import counted, quoted
 from trainer.config.fields import Words, declare
-from trainer.errors import UserError, nearest
-from trainer.formats import counted, quoted
 from trainyard import front_end
 from trainyard.inventory import Cluster
 from trainyard.playbook_options import PlaybookOptions

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainer.formats import printable
+from trainer.common.formats import printable
 from trainer.supervise.run_files import read_json
 from trainyard.queue.slurm_lease import AGAIN, ASKED_FOR, FAILED, Job
 from trainyard.remote.queue_phases import LIVE, UNSATISFIED

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import printable
+from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, is_known
-from trainer.errors import UserError, nearest
-from trainer.formats import printable
-from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.extra_vars import check_pairs, read_run_spec
 from trainyard.queue.request import MAX_RUNS, OPTIONS, QueueOptions, Request

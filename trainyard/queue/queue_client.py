@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.errors import UserError
-from trainer.formats import printable
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
 from trainyard.inventory import service_host
 from trainyard.queue.request import Request, is_run_name
 from trainyard.wire.connection import Host, HostConnection, RemoteError

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.formats import clock, printable, table
+from trainer.common.formats import clock, printable, table
 from trainyard import front_end
 from trainyard.queue.queue_client import MAX_TIME, QueueState, clock_time
 from trainyard.queue.reasons import RUNNING, why_waiting

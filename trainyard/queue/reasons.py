@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from trainer.formats import counted
+from trainer.common.formats import counted
 from trainyard import front_end
 from trainyard.queue.queue_client import Job, Node, QueueState, clock_time
 from trainyard.queue.request import Request, host_cores, host_gpus

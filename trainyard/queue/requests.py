@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import counted, printable
 from trainer.config import FIELDS, RunSpec, parse_mapping
 from trainer.data.data_report import DataReport
 from trainer.data.samples import read_records
-from trainer.errors import UserError, nearest
-from trainer.formats import counted, printable
 from trainer.planner.recommend import estimate_seconds
 from trainer.spec import changed_fields, make_spec
 from trainer.strategy import AUTO

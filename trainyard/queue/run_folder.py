@@ -18,7 +18,7 @@ from typing import Any
 
 import trainer
 import trainyard
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.types import PreparedRun, plain, read
 from trainyard.wire.connection import Host, Login

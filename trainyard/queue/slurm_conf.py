@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.formats import quoted
+from trainer.common.formats import quoted
 
 PRIORITIES = ("low", "normal", "high", "critical")
 # Slurm counts releases, not numbers: the controller is the newest, and at most two releases newer than any host.

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.errors import UserError
-from trainer.files import write_atomic
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomic
 from trainyard.deploy.deploy_options import DeployOptions
 from trainyard.deploy.deployment import Deployment
 from trainyard.deploy.trained_run import find_run

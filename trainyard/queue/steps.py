@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from trainer.common.errors import UserError
+from trainer.common.files import sha256_file, write_atomic
+from trainer.common.inputs import user_path
 from trainer.config import TINY, RunSpec
 from trainer.config.fields import declare
-from trainer.errors import UserError
-from trainer.files import sha256_file, write_atomic
-from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.deploy.converter import converter_archive
 from trainyard.deploy.deploy_options import MODEL_NAME_RULES, DeployOptions

@@ -22,10 +22,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
 from trainer.config import read_yaml
 from trainer.config.aliases import field_of
-from trainer.errors import UserError
-from trainer.formats import printable, quoted
 from trainyard.queue.request import MAX_RUNS, is_run_name
 
 GRID, RUNS = "grid", "runs"

@@ -1,6 +1,6 @@
 """Programs of the trainer that read what ranks wrote: merge, evaluate and export. They run in a unit like that of a run, where one is possible.
 
-The program replaces this process, so its streams are those of the connection; it ends with the connection, see trainer/lost_connection.py.
+The program replaces this process, so its streams are those of the connection; it ends with the connection, see trainer/common/lost_connection.py.
 Standard library only.
 """
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainer import nvidia_smi
+from trainer.supervise import nvidia_smi
 from trainyard.remote.host_facts import nearest_folder
 from trainyard.remote.ollama_client import OllamaClient, OllamaError
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer import nvidia_smi
+from trainer.supervise import nvidia_smi
 from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote import hardware
 from trainyard.remote.digests import sha256_file

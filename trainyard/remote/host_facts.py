@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from trainer import nvidia_smi
+from trainer.supervise import nvidia_smi
 from trainer.supervise.environment import LAYERS, starts_system_unit
 from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder

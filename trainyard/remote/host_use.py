@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer import nvidia_smi
+from trainer.supervise import nvidia_smi
 from trainer.supervise.interface import interface_of
 from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote.host_facts import nearest_folder

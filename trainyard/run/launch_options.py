@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from trainer.common.errors import UserError, nearest
+from trainer.common.formats import quoted
+from trainer.common.inputs import user_path
 from trainer.config.fields import (
     MAX_SECONDS,
     Words,
@@ -21,10 +24,7 @@ from trainer.config.fields import (
     mismatch,
     names_in,
 )
-from trainer.errors import UserError, nearest
-from trainer.formats import quoted
-from trainer.inputs import user_path
-from trainer.slurm_script import ACCOUNT, GRES, MEMORY, PARTITION, TIME
+from trainer.tools.slurm_script import ACCOUNT, GRES, MEMORY, PARTITION, TIME
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.answer_times import LONGEST
 

@@ -18,9 +18,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.distributed import COPY_STAGES, TEACHER_TOKEN
-from trainer.formats import printable
 from trainer.supervise.start import STOPPED
 from trainyard.run.follow.absent_hosts import end_standby, stop_absent, watch_absent
 from trainyard.run.follow.artifacts import collect_artifacts

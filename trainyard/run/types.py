@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SkipValidation, TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
+from trainer.common.errors import UserError
 from trainer.config import EMBEDDED_DATASET, FIELDS, RunSpec
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import is_hub_id
-from trainer.errors import UserError
 from trainyard.remote.digests import Digests
 from trainyard.remote.local_files import tree_digest
 from trainyard.wire.reply_fields import Digest

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from trainer.errors import MAX_MESSAGE, TrainyardError
-from trainer.formats import printable, quoted
+from trainer.common.errors import MAX_MESSAGE, TrainyardError
+from trainer.common.formats import printable, quoted
 from trainyard.wire.remote_archive import remote_command, remote_input
 from trainyard.wire.replies import ReplyError, checked_reply, last_object
 

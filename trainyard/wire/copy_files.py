@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.files import sha256_file
-from trainer.formats import mib, quoted
+from trainer.common.files import sha256_file
+from trainer.common.formats import mib, quoted
 from trainyard.remote.exchange import FOLDER
 from trainyard.wire.connection import FanOut, HostConnection, RemoteError
 

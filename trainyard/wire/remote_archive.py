@@ -69,10 +69,9 @@ def _compressed(verb: str) -> bytes:
 
 @functools.cache
 def _sources() -> dict[str, bytes]:
-    """Return {path in the archive: content} of `trainyard/remote`, `trainer/supervise`, and the queries of nvidia-smi."""
+    """Return {path in the archive: content} of `trainyard/remote` and `trainer/supervise`."""
     controller, node = (Path(package.__path__[0]) for package in (trainyard, trainer))
     files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b""}
-    files["trainer/nvidia_smi.py"] = (node / "nvidia_smi.py").read_bytes()
     for package, folder in ((controller, "remote"), (node, "supervise")):
         for path in (package / folder).glob("*.py"):
             # The packages have only a docstring, which a host does not need.

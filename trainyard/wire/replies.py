@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.formats import printable
+from trainer.common.formats import printable
 from trainyard.wire.reply_types import REPLY_TYPES
 
 REPLY_LIMIT = 8 << 20  # bytes of one reply

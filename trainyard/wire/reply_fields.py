@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
-from trainer.formats import printable
+from trainer.common.formats import printable
 
 RANKS_LIMIT = 4096  # ranks of one host, and hosts of one run
 FILES_LIMIT = 20_000  # files of one reply

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.errors import MAX_MESSAGE, TrainyardError
-from trainer.formats import counted, printable
+from trainer.common.errors import MAX_MESSAGE, TrainyardError
+from trainer.common.formats import counted, printable
 
 
 class RunError(TrainyardError):

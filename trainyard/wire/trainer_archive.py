@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import trainer
-from trainer.files import write_atomic
+from trainer.common.files import write_atomic
 
 
 def trainer_archive(work: Path) -> Path:

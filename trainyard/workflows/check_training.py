@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, table
 from trainer.config import TINY, RunSpec
-from trainer.errors import UserError
-from trainer.formats import printable, table
 from trainer.spec import make_spec
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession

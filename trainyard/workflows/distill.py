@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import counted, printable
+from trainer.common.inputs import user_path
 from trainer.config import TINY, RunSpec
 from trainer.config.fields import split_words
-from trainer.errors import UserError
-from trainer.formats import counted, printable
-from trainer.inputs import user_path
 from trainyard.extra_vars import read_run_spec
 from trainyard.inventory import Cluster
 from trainyard.ollama.answers import AnswerFile, answers_path

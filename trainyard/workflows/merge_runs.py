@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted, table
+from trainer.common.inputs import user_path
 from trainer.config.fields import Words, declare, split_words
-from trainer.errors import UserError
-from trainer.formats import printable, quoted, table
-from trainer.inputs import user_path
 from trainyard import front_end
 from trainyard.ollama.prompts import read_prompts
 from trainyard.playbook_options import PlaybookOptions

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.errors import UserError
 from trainyard import front_end
 from trainyard.inventory import Cluster
 from trainyard.queue.manage import open_queue

@@ -14,10 +14,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import counted, printable, table
 from trainer.config import RunSpec
 from trainer.distributed.worker_process import die_with_launcher
-from trainer.errors import UserError
-from trainer.formats import counted, printable, table
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.nodes import PORTS
 from trainyard.run.session import KeepRecord, RunSession

@@ -76,7 +76,7 @@ def test_an_architecture_trains_merges_and_reloads(kind: str, here: Here, tmp_pa
 
 
 def test_a_model_that_mixes_samples_is_not_packed(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.packing_check.isolates_packed_samples", lambda *_: False)
+    monkeypatch.setattr("trainer.models.packing_check.isolates_packed_samples", lambda *_: False)
     assert here(max_steps=1) == 0, here.err
     assert "packing: off" in here.out
     rows = [row for line in lines(here.run_dir() / "samples/rank0.jsonl") for row in line["rows"]]

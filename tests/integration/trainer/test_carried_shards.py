@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trainer_runs import Cluster, lines, losses
 
-from trainer.checkpoint import HostCheckpoint
+from trainer.records.checkpoint import HostCheckpoint
 from trainyard.queue.carry import CheckpointCopy
 from trainyard.wire.connection import Host, HostConnection
 from trainyard.wire.openssh import LocalTransport

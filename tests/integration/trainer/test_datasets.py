@@ -17,7 +17,7 @@ from trainer.__main__ import main as trainer_main
 from trainer.data.corpus import select
 from trainer.data.encode import encoded_dataset
 from trainer.data.order import Order, held_out, training_samples
-from trainer.model import load_tokenizer
+from trainer.models.model import load_tokenizer
 from trainer.spec import make_spec
 from trainyard.cli.__main__ import main as program
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trainer_runs import Cluster, Here, free_port
 
-from trainer.files import sha256_file
+from trainer.common.files import sha256_file
 
 # 26 hours apart: never the same day.
 EARLY, LATE = "Etc/GMT+12", "Etc/GMT-14"

@@ -20,9 +20,9 @@ from test_replicas import LONG, PAIR, newest, result
 from test_torchrun import assert_every_sample_once, sample_order, weights
 from trainer_runs import TOP, Cluster, Here, lines, losses, until
 
+from trainer.common.errors import UserError
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
-from trainer.errors import UserError
-from trainer.run_state import RunHistory
+from trainer.records.run_state import RunHistory
 from trainer.supervise.link_free import link_free
 from trainer.supervise.processes import run_processes
 

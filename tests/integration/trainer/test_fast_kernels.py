@@ -16,11 +16,11 @@ from run_hosts import free_port
 from small_models import assert_equal_work, batch, loss_and_gradient, small_model
 from trainer_runs import TOP, WIDE, Here, llama
 
+from trainer.common.errors import UserError
 from trainer.costs.cost import Layout
-from trainer.costs.model_shape import shape_of
 from trainer.data.packing import best_fit
-from trainer.errors import UserError
-from trainer.model import ModelWithLoss, fast_kernels, load_model
+from trainer.model_files.model_shape import shape_of
+from trainer.models.model import ModelWithLoss, fast_kernels, load_model
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer_runs import Cluster, Here, lines, records, write_jsonl
 
-from trainer.checkpoint import MANIFEST, complete_checkpoints, find_defect
-from trainer.errors import UserError
-from trainer.files import sha256_file
-from trainer.final_export import merge_adapter
+from trainer.common.errors import UserError
+from trainer.common.files import sha256_file
+from trainer.loop.final_export import merge_adapter
+from trainer.records.checkpoint import MANIFEST, complete_checkpoints, find_defect
 from trainer.spec import make_spec
 from trainer.strategy.ddp import DDP
 

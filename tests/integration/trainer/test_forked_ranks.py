@@ -34,7 +34,7 @@ def test_ranks_are_forked_from_torchrun_and_end_with_it(cluster: Cluster) -> Non
             assert int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == launcher.pid
             assert os.getsid(pid) == pid, "a signal to torchrun's group must not reach the ranks"
             words = Path(f"/proc/{pid}/cmdline").read_text()
-            assert "trainer.distributed.torchrun" in words, "not a program of its own"
+            assert "trainer.launch.torchrun" in words, "not a program of its own"
         (port,) = listeners(launcher.pid)
         assert not any(port in listeners(pid) for pid in pids), "the port must be free once torchrun has ended"
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from trainer_runs import Cluster, Here, losses
 
-from trainer import final_export as export
-from trainer.errors import UserError
+from trainer.common.errors import UserError
+from trainer.loop import final_export as export
 from trainer.spec import make_spec
 
 # Five rows in micro-batches of two: three micro-batches of different sizes.

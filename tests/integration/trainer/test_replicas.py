@@ -23,18 +23,18 @@ from test_torchrun import assert_every_sample_once, weights
 from trainer_runs import TOP, WIDE, Cluster, Here, llama
 from transformers import AutoModelForCausalLM
 
-from trainer import merge
-from trainer.checkpoint import complete_checkpoints
+from trainer.common.errors import UserError
 from trainer.costs.cost import Layout
-from trainer.costs.model_shape import shape_of
 from trainer.distributed.world import World
-from trainer.errors import UserError
-from trainer.model import ModelWithLoss, load_model
+from trainer.loop.train import is_due
+from trainer.model_files.model_shape import shape_of
+from trainer.models.model import ModelWithLoss, load_model
+from trainer.offline import merge
+from trainer.records.checkpoint import complete_checkpoints
 from trainer.spec import make_spec, read_spec
 from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.four_bits import BYTES_PER_VALUE, RESIDUAL_FILE
 from trainer.strategy.replicas import apportion, by_speed
-from trainer.train import is_due
 
 # Equal shares: with shares by speed, the samples of a replica differ between runs.
 LONG = {"epochs": 200, "max_steps": 40, "checkpoint_interval": 10, "lora_r": 8, "balance": "even"}

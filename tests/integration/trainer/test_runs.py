@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import TOP, Here, lines, records, until, write_jsonl
 
-from trainer.checkpoint import complete_checkpoints
 from trainer.data.order import held_out
-from trainer.run_dir import StopRequest
+from trainer.loop.run_dir import StopRequest
+from trainer.records.checkpoint import complete_checkpoints
 from trainer.spec import make_spec
 
 FEW = {"max_steps": 6}

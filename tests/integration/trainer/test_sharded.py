@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from trainer_runs import Cluster, Here, losses
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainer.checkpoint import HostCheckpoint, _in_place, _owners, complete_checkpoints
+from trainer.common.files import sha256_file
 from trainer.distributed.world import World
-from trainer.files import sha256_file
+from trainer.records.checkpoint import HostCheckpoint, _in_place, _owners, complete_checkpoints
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 from trainer.strategy.base import Batch
@@ -187,7 +187,7 @@ def test_a_sharded_model_is_written_in_parts(here: Here, monkeypatch: pytest.Mon
     """Only one part's weights are in memory at a time. transformers reads the parts as the model of ddp."""
     few = {"max_steps": 2, "lora_r": 0, "lr": 1e-3}
     assert here("ddp", **few) == 0, here.err
-    monkeypatch.setattr("trainer.final_export.EXPORT_PART", 20_000)
+    monkeypatch.setattr("trainer.loop.final_export.EXPORT_PART", 20_000)
     held: list[int] = []
     monkeypatch.setattr(
         "transformers.PreTrainedModel.save_pretrained",

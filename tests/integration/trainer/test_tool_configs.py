@@ -15,7 +15,7 @@ import pytest
 from trainer_runs import ACCELERATED_LOOP, TOP, free_port
 
 from trainer.__main__ import main
-from trainer.costs.model_shape import layer_class
+from trainer.model_files.model_shape import layer_class
 from trainer.strategy.pipeline_split import PIPELINE_KINDS
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from trainer_runs import Cluster, Here, lines, losses, records, until, write_jsonl
 
-from trainer.checkpoint import complete_checkpoints
+from trainer.common.files import sha256_file
 from trainer.data.corpus import load_corpus, select
 from trainer.data.order import Order, held_out, training_samples
-from trainer.files import sha256_file
+from trainer.records.checkpoint import complete_checkpoints
 from trainer.spec import read_spec
 
 pytestmark = pytest.mark.slow

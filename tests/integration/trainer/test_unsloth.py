@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from trainer_runs import losses
 
-from trainer import unsloth_backend
+from trainer.loop import unsloth_backend
 from trainer.spec import make_spec
 
 STAND_IN = """
@@ -42,7 +42,8 @@ class FastLanguageModel:
 """
 PROGRAM = """
 import sys
-from trainer import __main__ as program, unsloth_backend
+from trainer import __main__ as program
+from trainer.loop import unsloth_backend
 unsloth_backend.has_cuda = lambda: %r
 sys.exit(program.main(sys.argv[1:]))
 """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.deploy import converter
 from trainyard.deploy.adapter_gguf import ARCHITECTURES, AdapterError, write_adapter
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.ollama import pool
 from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
 from trainyard.remote.ollama_client import Answer, Cancel, OllamaError

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from fake_queue import HOSTS, FakeQueue
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.errors import UserError
 from trainyard.inventory import Cluster
 from trainyard.ollama.distill_options import make_distill_options
 from trainyard.queue import requests

@@ -15,8 +15,8 @@ from fake_target import serve_target
 from fake_teacher import Teacher, serve
 from run_hosts import TOP, free_port
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.errors import UserError
 from trainyard.ollama import collect
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, make_dataset

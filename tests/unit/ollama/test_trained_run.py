@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainyard.deploy.trained_run import TrainedRun, find_run
 from trainyard.wire.connection import Host, HostConnection
 from trainyard.wire.openssh import LocalTransport

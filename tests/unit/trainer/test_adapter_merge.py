@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer import adapter_merge, final_export
-from trainer.errors import UserError
-from trainer.model import load_model
+from trainer.common.errors import UserError
+from trainer.loop import final_export
+from trainer.models import adapter_merge
+from trainer.models.model import load_model
 from trainer.spec import make_spec
 
 KINDS = (
@@ -37,8 +38,8 @@ IDS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(3))
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer of a merged model has tests of its own."""
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: None)
-    monkeypatch.setattr("trainer.tokenizer_output.save_tokenizer", lambda *_: None)
-    monkeypatch.setattr("trainer.tokenizer_output.add_end_token", lambda *_: False)
+    monkeypatch.setattr("trainer.models.tokenizer_output.save_tokenizer", lambda *_: None)
+    monkeypatch.setattr("trainer.models.tokenizer_output.add_end_token", lambda *_: False)
 
 
 def adapted(folder: Path, kind: str, tied: bool, targets: str = "layers,embed,head", **adapter: Any) -> Any:

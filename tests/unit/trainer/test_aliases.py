@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from ansible.vars.reserved import get_reserved_names
 
+from trainer.common.errors import UserError
 from trainer.config import ALIASES, DEPRECATED, FIELDS, SUGGESTED, is_known, parse_flags, parse_mapping
 from trainer.config.alias_table import ACCUMULATION, REFUSED
 from trainer.config.aliases import resolve_aliases, takes_no_value
-from trainer.errors import UserError
 from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import known_variables, read_run_spec
 from trainyard.run.launch_options import OPTIONS, make_options

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MllamaConfig, MllamaForConditionalGeneration
 
-from trainer.adapter_folder import refuse_adapter
-from trainer.base_weights import load_causal_model
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.costs.model_shape import shape_of
-from trainer.distributed.pipeline_stage import Division, load_stage
 from trainer.distributed.world import World
-from trainer.errors import UserError
-from trainer.model import load_model
+from trainer.model_files.adapter_folder import refuse_adapter
+from trainer.model_files.base_weights import load_causal_model
+from trainer.model_files.model_shape import shape_of
+from trainer.models.model import load_model
 from trainer.spec import make_spec
+from trainer.strategy.pipeline_stage import Division, load_stage
 from trainyard.run.prepare.model_files import check_names, model_folder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

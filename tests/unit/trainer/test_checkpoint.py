@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from trainer_runs import names
 
-from trainer.checkpoint import MANIFEST, complete_checkpoints, find_checkpoint, find_defect, write_checkpoint
+from trainer.common.errors import UserError
+from trainer.common.finite import all_finite, checkpoint_finite
 from trainer.distributed.world import World
-from trainer.errors import UserError
-from trainer.finite import all_finite, checkpoint_finite
+from trainer.records.checkpoint import MANIFEST, complete_checkpoints, find_checkpoint, find_defect, write_checkpoint
 
 ALONE = World(0, 1, 0, 0, torch.device("cpu"))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.__main__ import COMMANDS, main, take_path, take_positional, take_switch, take_value
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 
 
 @pytest.mark.parametrize("argv", [["--a", "1", "--hosts", "2"], ["--a", "1", "--hosts=2"]])

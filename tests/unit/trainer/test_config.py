@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
 from trainer.config import (
     ALIASES,
     FIELDS,
@@ -27,7 +28,6 @@ from trainer.config import (
 )
 from trainer.config.alias_table import REFUSED
 from trainer.config.fields import metadata, mismatch
-from trainer.errors import UserError
 from trainer.spec import changed_fields, make_spec, read_spec
 
 

@@ -12,7 +12,7 @@ import pytest
 # Descriptor 1 is another one before the thread starts, as with the export to Ollama.
 REPLACED = """
 import os, sys, threading
-from trainer.lost_connection import end_with_connection
+from trainer.common.lost_connection import end_with_connection
 start = threading.Thread.start
 threading.Thread.start = lambda thread: (os.dup2(2, 1), start(thread))
 end_with_connection()

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_runs import TOP, write_jsonl
 
+from trainer.common.errors import UserError
 from trainer.data.samples import Sample, is_hub_id, read_samples, to_sample
-from trainer.errors import UserError
 from trainer.spec import make_spec
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.json_files import json_records
 from trainer.data.samples import check_source, source_of
-from trainer.errors import UserError
 
 ROWS, VALUE = 100_000, "x" * 13_700
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.data.data_report import BEYOND, DataReport, Dropped
-from trainer.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from dataset_folder import CASES, Case, write_cases
 
+from trainer.common.errors import UserError
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.samples import check_source, read_source
-from trainer.errors import UserError
 from trainer.spec import make_spec
 from trainyard.run.plan.gather_facts import check_requirements
 from trainyard.wire.run_errors import PlanError
@@ -221,7 +221,7 @@ def test_a_dataset_of_the_hub_from_the_cache_of_the_library(tmp_path: Path, fold
         import sys, json, pathlib, datasets
         from trainer.spec import make_spec
         from trainer.data.samples import samples_of
-        from trainer.errors import UserError
+        from trainer.common.errors import UserError
         datasets.disable_progress_bars()
         datasets.load_dataset("parquet", data_files=sys.argv[1])
         cache = pathlib.Path(datasets.config.HF_DATASETS_CACHE)

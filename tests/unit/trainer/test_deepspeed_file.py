@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import UserError
+from trainer.common.errors import UserError
 from trainer.spec import make_spec, read_spec
 from trainer.strategy.deepspeed_config import engine_config, file_config
 from trainyard.extra_vars import read_run_spec

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.common.errors import NonFiniteError, UserError
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout, RowStats
-from trainer.costs.model_shape import shape_of
 from trainer.distributed.world import World
-from trainer.errors import NonFiniteError, UserError
-from trainer.model import ModelWithLoss, load_model
+from trainer.model_files.model_shape import shape_of
+from trainer.models.model import ModelWithLoss, load_model
 from trainer.spec import make_spec
 from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.diloco_fragments import DiLoCoFragments, divide

@@ -18,12 +18,13 @@ from tokenizer_kinds import with_logprobs
 from torch import nn
 from trainer_runs import records, write_jsonl
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, select
 from trainer.data.encode import Encoder, encode_all, encoded_dataset
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
 from trainer.data.samples import read_source, source_of
 from trainer.data.shapes import to_sample
-from trainer.distillation.loss import (
+from trainer.models.loss import (
     Divergence,
     TeacherLogits,
     TopProbabilities,
@@ -33,8 +34,7 @@ from trainer.distillation.loss import (
     top_kl,
     top_tokens,
 )
-from trainer.errors import UserError
-from trainer.model import ModelWithLoss
+from trainer.models.model import ModelWithLoss
 from trainer.spec import make_spec
 
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -280,7 +280,7 @@ def test_packed_rows_and_micro_batches_give_the_loss_and_gradient_of_single_samp
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("trainer.distillation.loss.LOSS_CHUNK", 2**14)  # several chunks
+    monkeypatch.setattr("trainer.models.loss.LOSS_CHUNK", 2**14)  # several chunks
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     divergence = Divergence(alpha, temperature)
     wanted = direct_loss(model, taught, divergence)
@@ -324,7 +324,7 @@ def test_all_tokens_as_the_most_probable_ones_give_the_loss_of_the_logits(
     written: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for answers that the student wrote, and with a teacher whose vocabulary is padded."""
-    monkeypatch.setattr("trainer.distillation.loss.LOSS_CHUNK", chunk)
+    monkeypatch.setattr("trainer.models.loss.LOSS_CHUNK", chunk)
     torch.manual_seed(2)
     shape, places = torch.Size((2, 6)), torch.tensor([0, 3, 6, 9])
     teacher, targets = torch.randn(4, 12), torch.tensor([1, 5, 2, 9])
@@ -380,7 +380,7 @@ def test_loss_and_gradient_are_those_of_trl(chunk: int, monkeypatch: pytest.Monk
         names = ("student_logits", "teacher_logits", "labels", "beta", "temperature")
         return GKDTrainer.generalized_jsd_loss(**dict(zip(names, given, strict=True)), reduction="sum")
 
-    monkeypatch.setattr("trainer.distillation.loss.LOSS_CHUNK", chunk)
+    monkeypatch.setattr("trainer.models.loss.LOSS_CHUNK", chunk)
     torch.manual_seed(2)
     labels = torch.randint(0, 97, (3, 11))
     labels[torch.rand(3, 11) < 0.3] = -100

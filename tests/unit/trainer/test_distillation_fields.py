@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.config.run_name import spec_digest
-from trainer.errors import UserError
 from trainer.spec import changed_fields, make_spec
 
 TAUGHT = {"teacher": "t", "distill_alpha": 1}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from trainer_runs import chat, records, write_jsonl
 
+from trainer.common.errors import UserError
 from trainer.data import encode
 from trainer.data.corpus import Corpus, load_corpus, save_corpus, select
 from trainer.data.data_report import BEYOND, NO_ANSWER
@@ -28,7 +29,6 @@ from trainer.data.samples import Sample, to_sample
 from trainer.data.special_tokens import DEFAULTS
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.data.tiny import TEMPLATE
-from trainer.errors import UserError
 from trainer.spec import make_spec
 
 # Like those of Qwen and Llama: no generation tags, and text after every answer.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from trainer_runs import Here, records
 
-from trainer import evaluate
+from trainer.offline import evaluate
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **request: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trainer_runs import names
 
-from trainer.files import sha256_file, sha256_tree, to_json, write_atomic
+from trainer.common.files import sha256_file, sha256_tree, to_json, write_atomic
 
 
 def test_text_and_bytes_and_mode(tmp_path: Path) -> None:

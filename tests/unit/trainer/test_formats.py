@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from hostile import HOSTILE_STRINGS, LINE_BREAKS, UNENCODABLE_STRINGS
 
-from trainer.formats import clock, printable, quoted, table, thousands
+from trainer.common.formats import clock, printable, quoted, table, thousands
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

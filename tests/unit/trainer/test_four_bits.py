@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
 from trainer.costs.cost import Layout
-from trainer.costs.model_shape import shape_of
-from trainer.errors import UserError
+from trainer.model_files.model_shape import shape_of
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 from trainer.strategy.four_bits import (

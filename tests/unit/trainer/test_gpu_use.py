@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_nvidia_smi import write_nvidia_smi
 
-from trainer import gpu_use, telemetry
+from trainer.records import gpu_use, telemetry
 
 UUID = "GPU-00000001"
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from trainer_runs import Here, records, write_jsonl
 
-from trainer import greedy_answers
 from trainer.config import read_yaml
 from trainer.data.samples import read_samples
+from trainer.models import greedy_answers
 from trainer.spec import make_spec
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 from torch.distributed.elastic.multiprocessing import api
 
-from trainer.distributed import forked_ranks
+from trainer.launch import forked_ranks
 from trainer.spec import make_spec
 
 
@@ -77,8 +77,8 @@ def test_nothing_is_forked_once_cuda_is_initialized(tmp_path: Path, monkeypatch:
 
 def test_the_standby_process_uses_what_forked_ranks_use() -> None:
     """Its modules can be imported: a standby process that cannot is replaced silently by a torchrun that imports itself."""
-    from trainer.distributed import standby_process as standby
     from trainer.distributed import worker_process
+    from trainer.launch import standby_process as standby
 
     assert standby.may_fork is forked_ranks.may_fork and standby.die_with_launcher is worker_process.die_with_launcher
 

@@ -17,13 +17,13 @@ from fuzz import LIMIT, alarm
 from hostile import TERMINAL_STRINGS
 
 from trainer.__main__ import main
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
 from trainer.config.yaml_text import MAX_YAML
 from trainer.costs.host_memory import read_hosts
 from trainer.data.corpus import save_corpus
 from trainer.data.samples import read_samples
 from trainer.data.tiny import ensure_tiny_model
-from trainer.errors import UserError
-from trainer.formats import quoted
 from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import plain_data, read_run_spec
 from trainyard.run.launch_options import make_options

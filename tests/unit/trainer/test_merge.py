@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from trainer_runs import records, write_jsonl
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trainer import merge
-from trainer.errors import UserError
-from trainer.model import lora_config
+from trainer.common.errors import UserError
+from trainer.models.model import lora_config
+from trainer.offline import merge
 from trainer.spec import make_spec
 
 CHAT = [{"role": "user", "content": "What follows 3?"}]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.costs.model_shape import shape_of
-from trainer.errors import UserError
-from trainer.model import load_tokenizer
-from trainer.model_name import check_model_name
+from trainer.common.errors import UserError
+from trainer.model_files.model_name import check_model_name
+from trainer.model_files.model_shape import shape_of
+from trainer.models.model import load_tokenizer
 from trainer.spec import make_spec
 
 

@@ -14,8 +14,8 @@ from trainer.data.corpus import Corpus
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World
-from trainer.model import ModelWithLoss, isolates_packed_samples, load_model
-from trainer.optim import make_optimizer
+from trainer.models.model import ModelWithLoss, isolates_packed_samples, load_model
+from trainer.models.optim import make_optimizer
 from trainer.spec import make_spec
 from trainer.strategy import make_strategy
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.optim import learning_rate, make_optimizer
+from trainer.models.optim import learning_rate, make_optimizer
 from trainer.spec import make_spec
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
 from trainer.data.mixture import Mixture, describe_mixture, permutation
 from trainer.data.order import Order, held_out, training_samples
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
-from trainer.errors import UserError
 from trainer.spec import make_spec
 
 lengths_lists = st.lists(st.integers(1, 24), min_size=1, max_size=60)

@@ -12,15 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.common.errors import UserError
 from trainer.costs.cost import Layout, RowStats, autocast_bytes, full_state
-from trainer.costs.model_shape import Shape, read_shape
-from trainer.distributed import pipeline_measure
-from trainer.distributed.pipeline_measure import divide_model
-from trainer.distributed.pipeline_schedule import Operation, operations
-from trainer.errors import UserError
+from trainer.model_files.model_shape import Shape, read_shape
 from trainer.spec import make_spec
-from trainer.strategy import plan_named
+from trainer.strategy import pipeline_measure, plan_named
 from trainer.strategy.pipeline import layer_costs, stage_state
+from trainer.strategy.pipeline_measure import divide_model
+from trainer.strategy.pipeline_schedule import Operation, operations
 from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, given_layers, in_flight
 
 FREE = LayerCosts(head=0, layer=0, saved=0, received=0, first=0, last=0)

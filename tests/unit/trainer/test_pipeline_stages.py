@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.distributed.pipeline_measure import layer_seconds
-from trainer.distributed.pipeline_stage import PARTS, Division, StageLoss, load_stage
-from trainer.distributed.pipeline_weights import WeightFiles
 from trainer.distributed.world import World
-from trainer.errors import UserError
-from trainer.model import ModelWithLoss, isolates_packed_samples, load_model
+from trainer.models.model import ModelWithLoss, isolates_packed_samples, load_model
 from trainer.spec import make_spec
 from trainer.strategy.base import Batch, autocast
+from trainer.strategy.pipeline_measure import layer_seconds
+from trainer.strategy.pipeline_stage import PARTS, Division, StageLoss, load_stage
+from trainer.strategy.pipeline_weights import WeightFiles
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 60, "head_dim": 8, "pad_token_id": 0, "sliding_window": 6}

@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from trainer.distributed import pipeline_schedule
-from trainer.distributed.pipeline_schedule import Neighbours
+from trainer.strategy import pipeline_schedule
+from trainer.strategy.pipeline_schedule import Neighbours
 
 HIDDEN = (1, 2, 3)  # shape of the hidden states
 

@@ -19,15 +19,15 @@ from trainer_runs import TOP, Here, llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.__main__ import main
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout, Memory, RowStats
 from trainer.costs.host_memory import BASE, available_bytes, own_memory_mib, read_hosts
-from trainer.costs.model_shape import Shape, read_shape, shape_of
 from trainer.costs.teacher_cost import teacher_step_bytes, teacher_weights
-from trainer.distillation.loss import Divergence, TeacherLogits
 from trainer.distributed.world import World
-from trainer.errors import UserError
-from trainer.model import ModelWithLoss, add_lora, lora_config, loss_positions
+from trainer.model_files.model_shape import Shape, read_shape, shape_of
+from trainer.models.loss import Divergence, TeacherLogits
+from trainer.models.model import ModelWithLoss, add_lora, lora_config, loss_positions
 from trainer.planner import plan_report as report
 from trainer.planner.plan_report import plan
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend

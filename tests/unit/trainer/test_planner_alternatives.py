@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from trainer_runs import TOP
 
 from trainer.__main__ import main
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.costs.cost import RowStats
 from trainer.costs.host_memory import layout_of
-from trainer.costs.model_shape import Shape, read_shape
-from trainer.errors import UserError
+from trainer.model_files.model_shape import Shape, read_shape
 from trainer.planner.recommend import ERROR, Advice, Option, Setting, Speed, options, plans, recommend, variants
 from trainer.spec import make_spec
 from trainer.strategy import STRATEGIES, plan_named

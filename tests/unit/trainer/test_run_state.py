@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from trainer import base_digest as digests
-from trainer.base_digest import base_digest
-from trainer.errors import UserError
-from trainer.run_state import RunHistory, RunState
+from trainer.common.errors import UserError
+from trainer.model_files import base_digest as digests
+from trainer.model_files.base_digest import base_digest
+from trainer.records.run_state import RunHistory, RunState
+from trainer.records.step_metrics import StepMetrics
 from trainer.spec import changed_fields, make_spec
-from trainer.step_metrics import StepMetrics
 
 SPEC = make_spec({"run": "r", "dataset": "d.jsonl"}, "")
 

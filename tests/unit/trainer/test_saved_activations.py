@@ -13,9 +13,9 @@ import torch
 
 from trainer.config import RunSpec
 from trainer.costs.cost import RowStats, activation_bytes, autocast_bytes
-from trainer.costs.model_shape import shape_of
 from trainer.data.tiny import CONFIG, make_tiny
-from trainer.model import ModelWithLoss, load_model
+from trainer.model_files.model_shape import shape_of
+from trainer.models.model import ModelWithLoss, load_model
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 from trainer.strategy.base import Batch

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from trainer_runs import chat, write_jsonl
 
+from trainer.common.errors import UserError
 from trainer.data import check
 from trainer.data.check import check_samples
 from trainer.data.encode import Encoder, encode_all
 from trainer.data.samples import read_samples
 from trainer.data.shapes import Sample
 from trainer.data.show import View, check_shown, show
-from trainer.errors import UserError
 from trainer.spec import make_spec
 
 ROWS = [

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer.distributed import torchrun
+from trainer.common.errors import UserError
 from trainer.distributed.store import RunStore
-from trainer.errors import UserError
+from trainer.launch import torchrun
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.common.errors import UserError
 from trainer.data.packing import IGNORED
 from trainer.distillation import teacher_client
 from trainer.distillation.teacher_client import RemoteTeacher, TeacherLostError
 from trainer.distillation.teacher_protocol import Answer, Properties, Question, vocabulary_digest
-from trainer.distillation.teacher_server import TeacherServer
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
-from trainer.errors import UserError
+from trainer.launch.teacher_server import TeacherServer
 from trainer.spec import make_spec
 from trainer.strategy import Batch
 
@@ -131,7 +131,7 @@ def test_a_batch_without_loss_asks_nothing(answering: Answering) -> None:
 
 
 def test_a_rank_waits_while_the_teacher_loads(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.distillation.teacher_server.KEEPALIVE", 0.02)
+    monkeypatch.setattr("trainer.launch.teacher_server.KEEPALIVE", 0.02)
     notes: list[str] = []
 
     def waiting(note: str) -> None:

@@ -28,7 +28,7 @@ from trainer.distillation.teacher_protocol import (
     receive,
     send,
 )
-from trainer.distillation.teacher_server import TeacherServer
+from trainer.launch.teacher_server import TeacherServer
 from trainer.spec import make_spec
 
 LIMITS = {"tokens": 64, "length": 16, "vocabulary": 100}

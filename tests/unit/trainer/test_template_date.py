@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.config import parse_mapping
 from trainer.distributed.world import World
-from trainer.errors import UserError
+from trainer.loop.template_date import prints_date, recorded_date, run_date
 from trainer.spec import changed_fields, make_spec
-from trainer.template_date import prints_date, recorded_date, run_date
 
 DATED = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")
 PLAIN = SimpleNamespace(chat_template="{{ messages }}")

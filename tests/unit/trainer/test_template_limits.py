@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from trainer.common.errors import UserError
 from trainer.data import template_process
 from trainer.data.encode import Encoder
 from trainer.data.hf_template import TemplateError
@@ -17,8 +18,7 @@ from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.shapes import Sample
 from trainer.data.template_process import LimitedTemplate, limited_template
 from trainer.data.text_tokenizer import TextTokenizer
-from trainer.errors import UserError
-from trainer.greedy import prompt_rows
+from trainer.models.greedy import prompt_rows
 
 TODAY = datetime.datetime(2026, 1, 2)
 CHAT = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from template_loss import Bed, spelled, tokenizer_of
 from tokenizer_kinds import KINDS, byte_level
 
+from trainer.common.errors import UserError
 from trainer.data.encode import Encoder
 from trainer.data.hf_template import ChatTemplate
 from trainer.data.shapes import to_sample
 from trainer.data.template_text import end_of_turn, without_generation
-from trainer.errors import UserError
 
 TRL = trl_templates()
 # One of each family: the others take a second for every five.

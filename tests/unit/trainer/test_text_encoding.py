@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from trainer.common.errors import UserError
+from trainer.common.text_encoding import not_utf8
 from trainer.config import read_yaml
 from trainer.data.json_files import json_records
 from trainer.data.table_files import csv_records
-from trainer.errors import UserError
-from trainer.text_encoding import not_utf8
 
 ROWS = [{"text": "plain"}, {"text": "Grüße, señor, voilà"}, {"text": "more"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)

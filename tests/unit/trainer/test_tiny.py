@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from trainer_runs import TOP, records, write_jsonl
 
+from trainer.common.files import sha256_file, sha256_tree
 from trainer.data import tiny
 from trainer.data.samples import Sample, to_sample
 from trainer.data.tiny import VOCABULARY, ensure_tiny_model, make_tiny, make_tokenizer
-from trainer.files import sha256_file, sha256_tree
 
 MADE = {
     "config.json": "83b1b9c7314f347f",

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.logprobs import Targets
 from trainer.data.token_ids import check_teacher_tokens, set_padding, usable_tokens
-from trainer.errors import UserError
-from trainer.model import load_tokenizer
+from trainer.models.model import load_tokenizer
 
 
 def with_rows(model: Path, folder: Path, rows: int) -> Path:

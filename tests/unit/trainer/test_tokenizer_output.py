@@ -23,13 +23,13 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trainer import greedy_answers
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.template_text import end_of_turn, without_generation
-from trainer.final_export import merge_adapter, save_in_parts
 from trainer.gguf.special import complete
-from trainer.model import load_tokenizer
-from trainer.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer
+from trainer.loop.final_export import merge_adapter, save_in_parts
+from trainer.models import greedy_answers
+from trainer.models.model import load_tokenizer
+from trainer.models.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -183,7 +183,7 @@ def test_answers_of_an_earlier_version_are_computed_again(tmp_path: Path) -> Non
 
 def test_a_merged_model_of_an_earlier_version_is_checked(here: Here, other_end_model: Path) -> None:
     from trainer.config import read_yaml
-    from trainer.final_export import merged_rightly
+    from trainer.loop.final_export import merged_rightly
     from trainer.spec import make_spec
 
     here.model = other_end_model

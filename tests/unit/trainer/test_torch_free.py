@@ -13,13 +13,13 @@ TORCH_FREE = (
     "trainer.strategy.diloco",
     "trainer.planner.recommend",
     "trainer.planner.plan_report",
-    "trainer.costs.model_shape",
+    "trainer.model_files.model_shape",
     "trainer.data.samples",
     "trainer.data.encode",
     "trainer.data.order",
     "trainer.data.tiny",
     "trainer.supervise",
-    "trainer.tool_configs",
+    "trainer.tools.tool_configs",
     "trainer.__main__",
 )
 CHECK = """

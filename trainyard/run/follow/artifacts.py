@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from trainer.common.formats import counted
 from trainer.config import RunSpec
 from trainer.data.data_report import DataReport
-from trainer.formats import counted
 from trainyard import front_end
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, StepResult

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Iterable
 
-from trainer.formats import counted, printable
+from trainer.common.formats import counted, printable
 from trainyard import front_end
 from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
 from trainyard.run.follow.monitor import ENDED, Cause, Progress, Watch, absent_replicas, causes, is_behind

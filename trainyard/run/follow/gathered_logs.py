@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainer.formats import mib
+from trainer.common.formats import mib
 from trainyard import front_end
 from trainyard.run.follow.run_status import no_such_run
 from trainyard.run.plan.gather_facts import Connect

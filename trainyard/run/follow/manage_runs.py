@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from trainer.formats import counted
+from trainer.common.formats import counted
 from trainyard import front_end
 from trainyard.preflight.hardware_table import gather_hardware, hardware_table
 from trainyard.run.follow.follower import follow_parts

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.formats import clock, printable, thousands
+from trainer.common.formats import clock, printable, thousands
 from trainyard.run.host_run import ENDED_WELL, HostRun
 from trainyard.wire.reply_types.run_replies import GpuUse, Heartbeat
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from trainer.formats import clock, counted, table, thousands
+from trainer.common.formats import clock, counted, table, thousands
 from trainyard import front_end
 from trainyard.run.follow.monitor import gpu_cell
 from trainyard.run.host_run import HostRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from trainer import slurm_script
+from trainer.tools import slurm_script
 from trainyard.run.types import PlanEntry, StepResult
 from trainyard.wire.run_errors import RunError
 

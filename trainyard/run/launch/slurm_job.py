@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from trainer import slurm_script
+from trainer.tools import slurm_script
 from trainyard.run.launch.launch_scripts import READ_ENVIRONMENT
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PlanEntry
@@ -38,7 +38,7 @@ if [ -z "${{OMP_NUM_THREADS:-}}" ]; then
     threads=$((cores / {processes}))
     export OMP_NUM_THREADS=$((threads > 1 ? threads : 1))
 fi
-(trap "" TERM; exec {python} -P -m trainer.distributed.torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \\
+(trap "" TERM; exec {python} -P -m trainer.launch.torchrun --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" \\
     --nproc-per-node={processes} --master-addr="$HEAD" --master-port="$PORT" --max-restarts=0 --signals-to-handle=SIGINT \\
     --rdzv-id={run_id}"-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\
     -m trainer train {run}/spec.yml --run-dir="$here" --data-dir="$data") &

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.common.formats import counted
 from trainer.config import RunSpec
-from trainer.formats import counted
-from trainer.slurm_script import gpus_of
 from trainer.strategy import AUTO
+from trainer.tools.slurm_script import gpus_of
 from trainyard import front_end
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.commit import start_of

@@ -18,10 +18,10 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
 
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomic
+from trainer.common.inputs import path_kind, user_path
 from trainer.config import EMBEDDED_DATASET, OBSERVATORY, SMOLLM2, TINY, RunSpec
-from trainer.errors import UserError
-from trainer.files import write_atomic
-from trainer.inputs import path_kind, user_path
 from trainyard import front_end
 from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.prepare.spec_files import trainer_file

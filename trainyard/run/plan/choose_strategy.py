@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.common.errors import UserError
 from trainer.config import TINY, RunSpec, parse_mapping
-from trainer.errors import UserError
 from trainer.planner.recommend import choose
 from trainer.spec import make_spec
 from trainyard.preflight.host_state import HostState

@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
+from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.data.dataset_files import needs_library
-from trainer.formats import printable
 from trainer.strategy import AUTO, plan_of, possible_plans
 from trainyard import front_end
 from trainyard.preflight import cluster_checks, host_checks

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
 from trainer.config import FIELDS, RunSpec
-from trainer.costs.model_shape import shape_of
 from trainer.costs.packing_forecast import packing_text
-from trainer.errors import UserError
-from trainer.formats import quoted
+from trainer.model_files.model_shape import shape_of
 from trainer.spec import changed_fields
 from trainer.strategy import AUTO, plan_of
 from trainer.strategy.pipeline_split import check_ranks, given_layers

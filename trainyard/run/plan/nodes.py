@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainer.common.formats import table
 from trainer.config import RunSpec
 from trainer.distributed import SHARED_GPUS, TEACHER_ADDRESS
 from trainer.distributed.listeners import PEERS
-from trainer.formats import table
 from trainer.strategy import plan_named, plan_of
 from trainyard.preflight.gpu_choice import devices, numbers
 from trainyard.preflight.host_state import HostState
@@ -238,7 +238,7 @@ def _teacher_address(hosts: list[HostState], port: int) -> str:
 def _teacher_node(host: HostState, head: PlanEntry, world: int, threads: int, place: int) -> PlanEntry:
     """Return the node of the teacher's host in the run of `head`. `world`: number of ranks."""
     run_dir = f"{host.host.data_dir}/runs/{PurePosixPath(head.run_dir).name}"
-    module = [host.host.python, "-m", "trainer.distillation.teacher_server", f"{run_dir}/spec.yml"]
+    module = [host.host.python, "-m", "trainer.launch.teacher_server", f"{run_dir}/spec.yml"]
     return replace(
         head,
         **_of_host(host, head.teacher.rpartition(":")[0]),
@@ -272,7 +272,7 @@ def _threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
 
 def _command(host: Host, run_dir: str, meeting: _Rendezvous, ranks: int) -> list[str]:
     """Return the command of the launcher, which is in trainer.zip, to which PYTHONPATH points."""
-    launcher = [host.python, "-m", "trainer.distributed.torchrun", *meeting.torchrun, f"--nproc-per-node={ranks}"]
+    launcher = [host.python, "-m", "trainer.launch.torchrun", *meeting.torchrun, f"--nproc-per-node={ranks}"]
     trainer = ["-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}", f"--data-dir={host.data_dir}"]
     return [*launcher, *trainer, *meeting.trainer]
 

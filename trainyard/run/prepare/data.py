@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.common.errors import UserError
+from trainer.common.inputs import host_path, path_kind, user_path
 from trainer.config import RunSpec
 from trainer.data.encode import Encoder
 from trainer.data.samples import samples_of
 from trainer.data.show import View, check_shown, show
 from trainer.data.text_tokenizer import TextTokenizer
-from trainer.errors import UserError
-from trainer.inputs import host_path, path_kind, user_path
 from trainyard.run.prepare.hub import fetch_on_controller, is_offline
 from trainyard.run.prepare.model_files import model_folder
 from trainyard.run.prepare.spec_files import dataset_file

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.common.files import write_atomic
 from trainer.config import RunSpec
 from trainer.data.check import check_samples
 from trainer.data.data_report import DataReport
@@ -16,7 +17,6 @@ from trainer.data.encode import Encoder, no_logprobs
 from trainer.data.samples import needs_missing_library, samples_of
 from trainer.data.shapes import Sample
 from trainer.data.text_tokenizer import TextTokenizer
-from trainer.files import write_atomic
 
 
 def check_data(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError
+from trainer.common.formats import quoted
 from trainer.data.dataset_files import data_suffix
-from trainer.errors import UserError
-from trainer.formats import quoted
 from trainyard.remote.local_files import tree_digest
 from trainyard.run.types import StagedFile
 from trainyard.wire.connection import FanOut, Host, HostConnection

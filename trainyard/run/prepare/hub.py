@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import UserError
-from trainer.formats import printable
-from trainer.model_name import in_hub_cache
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
+from trainer.model_files.model_name import in_hub_cache
 from trainyard import front_end
 from trainyard.run.prepare.host_files import CONFIG, HostAccess, HostFiles
 from trainyard.run.types import Report, StagedFile

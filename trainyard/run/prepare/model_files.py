@@ -11,13 +11,13 @@ from typing import Any
 
 from safetensors import safe_open
 
-from trainer.adapter_folder import ADAPTER_CONFIG, adapter_error, refuse_adapter
+from trainer.common.errors import UserError, first_line
+from trainer.common.inputs import path_kind, read_regular, user_path
 from trainer.config import SMOLLM2, TINY, RunSpec
-from trainer.costs.model_shape import read_shape
 from trainer.data.dataset_files import is_hub_id
-from trainer.errors import UserError, first_line
-from trainer.inputs import path_kind, read_regular, user_path
-from trainer.model_name import check_model_name, in_hub_cache
+from trainer.model_files.adapter_folder import ADAPTER_CONFIG, adapter_error, refuse_adapter
+from trainer.model_files.model_name import check_model_name, in_hub_cache
+from trainer.model_files.model_shape import read_shape
 from trainyard.remote.digests import Digests
 from trainyard.run.prepare.host_files import HostAccess, HostFiles
 from trainyard.run.prepare.hub import fetch_again, fetch_on_controller, fetch_on_host, is_offline

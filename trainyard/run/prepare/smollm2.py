@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.common.errors import UserError, first_line
 from trainer.config import SMOLLM2
-from trainer.errors import UserError, first_line
-from trainer.model_name import in_hub_cache
+from trainer.model_files.model_name import in_hub_cache
 from trainyard.run.prepare.hub import fetch_on_controller, is_offline
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

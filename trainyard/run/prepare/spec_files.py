@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from trainer.common.errors import UserError
+from trainer.common.files import sha256_file
+from trainer.common.inputs import host_path, path_kind, user_path
 from trainer.config import EMBEDDED_DATASET, OBSERVATORY, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.run_name import file_stem
@@ -19,10 +22,7 @@ from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import all_files, data_suffix, is_hub_id
 from trainer.data.samples import check_source
 from trainer.data.shapes import Sample
-from trainer.errors import UserError
-from trainer.files import sha256_file
-from trainer.inputs import host_path, path_kind, user_path
-from trainer.script import check_script
+from trainer.loop.script import check_script
 from trainyard import front_end
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from trainer.common.errors import UserError
+from trainer.common.formats import mib
 from trainer.config import RunSpec
 from trainer.costs.cost import RowStats
 from trainer.costs.host_memory import BASE
 from trainer.costs.teacher_cost import teacher_process_memory, teacher_shape, teacher_step_bytes
-from trainer.errors import UserError
-from trainer.formats import mib
 from trainyard.preflight.host_state import HostState
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.prepare.host_files import HostAccess

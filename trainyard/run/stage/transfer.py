@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.files import sha256_file
+from trainer.common.files import sha256_file
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import HUB_MODE, PlanEntry, Report, StagedFile
 from trainyard.wire.connection import FanOut, HostConnection, RemoteError

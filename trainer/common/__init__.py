@@ -1,0 +1,1 @@
+"""Errors, formats, files and paths that every other package uses. No torch."""

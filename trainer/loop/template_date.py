@@ -1,0 +1,48 @@
+"""The date that the chat template of a model prints: one per run, the same on every host and after every resume."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.common.errors import UserError
+from trainer.config import RunSpec
+from trainer.distributed.world import World
+from trainer.strategy import plan_of
+
+_FUNCTION = "strftime_now"  # with which a template asks for the date
+
+
+def prints_date(tokenizer: Any) -> bool:
+    """Return whether a chat template of the tokenizer prints the date."""
+    return _FUNCTION in str(tokenizer.chat_template)
+
+
+def run_date(spec: RunSpec, tokenizer: Any, checkpoints: Path, world: World) -> datetime.date:
+    """Return the date of the run: that of the spec, else of its newest checkpoint, else today on rank 0. Every rank calls it.
+
+    Raises:
+        UserError: the template prints a date, and replicas that start on their own could have different ones.
+    """
+    if spec.date:
+        return spec.date
+    if prints_date(tokenizer) and plan_of(spec).separate_launchers(spec):
+        raise UserError(
+            "template_date: the chat template of the model prints the date, and replicas with diloco_membership=torchft start "
+            f"on different days: set template_date={datetime.date.today().isoformat()}"
+        )
+    # Another host may have the newest checkpoint, and another time zone.
+    step, date = recorded_date(checkpoints) or (-1, datetime.date.today())
+    found: list[Any] = world.gather([step, date.isoformat()])
+    return datetime.date.fromisoformat(max(found, key=lambda entry: int(entry[0]))[1])
+
+
+def recorded_date(checkpoints: Path) -> tuple[int, datetime.date] | None:
+    """Return the step and the date of the newest checkpoint on this host that has a date, or None."""
+    for file in sorted(checkpoints.glob("step-*/state.json"), reverse=True):
+        try:
+            state = json.loads(file.read_text(encoding="utf-8"))
+            return int(state["step"]), datetime.date.fromisoformat(state["template_date"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, or of a template without a date
+    return None

@@ -1,0 +1,374 @@
+"""The training loop: from a spec to trained weights."""
+
+import math
+import shutil
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.common.errors import NonFiniteError
+from trainer.config import RunSpec
+from trainer.data.corpus import Corpus
+from trainer.data.order import Order
+from trainer.data.packing import collate
+from trainer.data.shares import micro_batches
+from trainer.distillation.on_policy import Writer, is_on_policy
+from trainer.distributed.world import World
+from trainer.loop.final_export import finalize
+from trainer.loop.run_dir import StopRequest
+from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
+from trainer.models.loss import TopProbabilities
+from trainer.models.optim import learning_rate
+from trainer.records.checkpoint import Saver, find_checkpoint
+from trainer.records.run_state import RunState
+from trainer.records.step_metrics import Reduced, StepMetrics
+from trainer.records.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
+from trainer.strategy import Batch, Stopped, Strategy, make_strategy
+from trainer.supervise.environment import LAYERS
+
+
+class Batches:
+    """Arranges rows of a corpus as micro-batches on the device of this rank."""
+
+    def __init__(self, inputs: TrainingInputs, world: World, strategy: Strategy, heartbeat: Heartbeat) -> None:
+        self._inputs, self._world, self._pad = inputs, world, inputs.tokenizer.pad_token_id or 0
+        self._strategy, self._heartbeat = strategy, heartbeat
+        self._writer: Writer | None = None
+        # A compiled model would be recompiled for every new length.
+        self._length = inputs.spec.seq_length if inputs.spec.torch_compile else None
+
+    def __call__(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> Batch:
+        """Return the micro-batch of these rows (lists of sample indices): int64 [rows, T] each."""
+        arrays = collate(corpus, rows, pad=self._pad, length=self._length)
+        return Batch(*map(self._on_device, arrays))
+
+    def with_teacher_targets(self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int) -> Batch:
+        """Return the micro-batch of these rows at `step` (from 0), with the probabilities of the run's teacher if it has one."""
+        teacher, weights = self._inputs.teacher, None
+        if is_on_policy(self._inputs.spec, step):
+            corpus, rows, weights = self._write(corpus, rows, step)
+        batch = self(corpus, rows)
+        if teacher:
+            with self._strategy.autocast():
+                return batch._replace(teacher=teacher.judge(batch, weights))
+        if corpus.targets is None:
+            return batch
+        arrays = corpus.targets.lay_out(rows, corpus.starts, batch.ids.shape[1])
+        return batch._replace(teacher=TopProbabilities(*map(self._on_device, arrays)))
+
+    def all_with_teacher_targets(
+        self, corpus: Corpus, parts: Sequence[Sequence[Sequence[int]]], step: int
+    ) -> Iterator[Batch]:
+        """Yield what `with_teacher_targets` returns for the rows of each micro-batch of an update.
+
+        A teacher on another host receives the next micro-batch before the caller trains on this one.
+        """
+        ready: deque[Batch] = deque()
+        for rows in parts:
+            ready.append(self.with_teacher_targets(corpus, rows, step))
+            if len(ready) > (self._inputs.teacher.ahead if self._inputs.teacher else 0):
+                yield ready.popleft()
+        yield from ready
+
+    def _write(
+        self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int
+    ) -> tuple[Corpus, list[list[int]], torch.Tensor]:
+        """Let the student write the answers of these rows; see `Writer`."""
+        module = self._strategy.plain
+        if self._writer is None:
+            self._writer = Writer(self._inputs.spec, self._inputs.tokenizer, module.model, self._world.device)
+        module.eval()
+        try:
+            with self._strategy.autocast():
+                return self._writer(corpus, rows, step, lambda: self._heartbeat("training", note="writing answers"))
+        finally:
+            module.train()
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._world.device, non_blocking=True)
+
+
+class Evaluation:
+    """Computes the loss on the held-out samples. `loss`: the newest result; `step`: the step it belongs to, or -1."""
+
+    def __init__(
+        self, inputs: TrainingInputs, world: World, strategy: Strategy, batches: Batches, heartbeat: Heartbeat
+    ) -> None:
+        self._inputs, self._world, self._strategy = inputs, world, strategy
+        self._batches, self._heartbeat = batches, heartbeat
+        self.loss: float | None = None
+        self.step = -1
+
+    def __call__(self) -> float | None:
+        """Return the mean loss per token, the same on every rank; None without samples. Every rank calls it."""
+        corpus, spec, strategy, world = self._inputs.eval_set, self._inputs.spec, self._strategy, self._world
+        if not len(corpus):
+            return None
+        order = Order(
+            corpus.lengths, seed=spec.seed, capacity=spec.seq_length, packing=bool(spec.packing), epochs=1, rows=1
+        )
+        rows = order.epoch(0)
+        division = strategy.divide(rows)
+        tokens = float(corpus.trained_counts()[[sample for row in division.mine for sample in row]].sum())
+        module = strategy.plain
+        module.eval()
+        loss = 0.0
+        with strategy.synchronized():
+            for part in micro_batches(division.computed, spec.batch_size, strategy.rounds(len(rows))):
+                self._heartbeat("evaluating")
+                loss += float(strategy.loss(self._batches(corpus, part)))
+        module.train()
+        loss, tokens = world.sum([loss, tokens])
+        return loss / max(1.0, tokens)
+
+    def update(self, step: int) -> float | None:
+        """Evaluate the model after `step` unless that was done; return and keep the loss. Every rank calls it.
+
+        Raises:
+            NonFiniteError: the loss is not finite, so the model is unusable.
+        """
+        if self.step != step:
+            self.loss, self.step = self(), step
+        if self.loss is not None and not math.isfinite(self.loss):
+            raise NonFiniteError("evaluation loss is not a number", step, self._inputs.spec.lr)
+        return self.loss
+
+
+def train_step(
+    inputs: TrainingInputs, strategy: Strategy, batches: Batches, global_rank: int, step: int, metrics: StepMetrics
+) -> list[list[int]]:
+    """Train this rank's share of `step` (from 0) and add its metrics; return its rows (lists of sample indices).
+
+    Raises:
+        NonFiniteError: the gradient is not finite; the weights are unchanged.
+    """
+    spec = inputs.spec
+    started = time.perf_counter()
+    rows = strategy.local_rows(inputs.order.step(step))
+    lr = learning_rate(spec, step, inputs.steps)
+    loss, position, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
+    local: list[list[int]] = []
+    for update in strategy.updates(step, rows):
+        # Every rank knows all rows, so the token count of an update needs no communication.
+        tokens = inputs.count_tokens(update.rows)
+        parts = micro_batches(update.computed, spec.batch_size, strategy.rounds(len(update.rows)))
+        remaining = len(parts)
+        for batch in batches.all_with_teacher_targets(inputs.train_set, parts, step):
+            # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
+            # run draws the same numbers as an uninterrupted one.
+            torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
+            position, remaining = position + 1, remaining - 1
+            loss += strategy.backward(batch, tokens, last=not remaining).double().cpu()
+        try:
+            norm = strategy.step(lr)
+        except FloatingPointError:
+            # The loss of another rank can be the cause.
+            what = "gradient norm is not finite" if math.isfinite(loss) else "loss is not a number"
+            raise NonFiniteError(what, step + 1, spec.lr) from None
+        local += update.mine
+    samples = [sample for row in local for sample in row]
+    metrics.add(
+        step + 1,
+        inputs.steps,
+        loss=float(loss),
+        lr=lr,
+        grad_norm=norm,
+        counts={
+            "tokens": int(inputs.lengths[samples].sum()),
+            "trained_tokens": inputs.count_tokens(local),
+            "samples": len(samples),
+        },
+        scheduled=sum(map(len, rows)),
+        rows=strategy.rows,
+        seconds=time.perf_counter() - started,
+    )
+    return local
+
+
+def report(
+    reduced: Reduced, state: RunState, recorder: Recorder, heartbeat: Heartbeat, usage: dict[str, float]
+) -> None:
+    """Add the steps up to a synchronization to the totals and the records, and report the newest one in the heartbeat.
+
+    Args:
+        usage: see gpu_usage.
+    """
+    comm: dict[str, Any] = (
+        {"comm_share": [round(value, 4) for value in reduced.comm_share]} if reduced.comm_share else {}
+    )
+    for record in reduced.records:
+        eta = state.add(record, reduced.seconds)
+        record |= {"step_seconds": reduced.step_seconds} | comm | ({"gpu": usage} if usage else {})
+        recorder.step(record, eta=eta, last=record["step"] == state.steps)
+    newest = reduced.records[-1]
+    heartbeat(
+        "training",
+        step=state.step,
+        steps=state.steps,
+        loss=newest["loss"],
+        tokens_per_second=newest["tokens_per_second"],
+        eta=eta,
+        note="",
+        step_seconds=[round(value, 4) for value in reduced.step_seconds],
+        **comm,
+        gpu=usage,
+    )
+
+
+def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpec, heartbeat: Heartbeat) -> None:
+    """Load the newest checkpoint of the hosts, if there is one. Every rank calls it.
+
+    Raises:
+        UserError: no checkpoint is usable, or it is that of other data or another base model.
+    """
+    if newest := find_checkpoint(checkpoints, strategy.world, print, strategy.per_host_files):
+        strategy.load(newest)
+        state.restore(newest, spec)
+        print(f"resuming from step {state.step} of {state.steps}")
+        heartbeat("starting", force=True, resumed=state.step)
+
+
+def begin(
+    strategy: Strategy,
+    state: RunState,
+    spec: RunSpec,
+    run_dir: Path,
+    heartbeat: Heartbeat,
+    waiting: Callable[[], bool],
+) -> None:
+    """Restore the newest checkpoint, find the other replicas, and record the start in `state`. Every rank calls it.
+
+    Raises:
+        Stopped: the run was stopped while it waited for other replicas.
+    """
+    checkpoints = run_dir / "checkpoints"
+    restore(checkpoints, strategy, state, spec, heartbeat)
+    # Microseconds, because the strategy exchanges the name of the start as a float.
+    here = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
+    start = strategy.world.gather(here)[0]
+    if strategy.join(start["start"], state.steps, run_dir, state.checkpoint_state, waiting):
+        restore(checkpoints, strategy, state, spec, heartbeat)
+    state.begin(start)
+
+
+def is_due(interval: int, previous: int, step: int) -> bool:
+    """Return whether a multiple of `interval` (0: never) lies after step `previous` and not after `step`."""
+    return bool(interval) and step // interval > previous // interval
+
+
+def open_records(inputs: TrainingInputs, run_dir: Path, world: World, state: RunState) -> Recorder:
+    """Remove invalid records, replicate the metrics to all hosts, and open the records. Every rank calls it."""
+    if world.is_host_leader:
+        drop_invalid_records(run_dir, state.history)
+    world.barrier()
+    replicate_metrics(run_dir, world, state.step)
+    recorder = Recorder(inputs.spec, run_dir, world, state.history)
+    if world.rank == 0:
+        for line in inputs.mixture(run_dir):
+            print(line)
+        print(
+            f"{len(inputs.train_set)} samples, {inputs.order.rows_per_epoch} rows per epoch, {inputs.steps} steps of "
+            f"{inputs.spec.rows_per_step} rows on {world.size} ranks; {len(inputs.eval_set)} samples held out"
+        )
+        for line in inputs.corpus.report.lines("data: "):
+            print(line)
+        if inputs.teacher:
+            print(
+                f"teacher: {inputs.spec.teacher}; {inputs.spec.gkd_lambda:.0%} of the steps use answers of the student"
+            )
+        if targets := inputs.corpus.targets:
+            print(
+                f"{targets.matched} samples have log-probabilities of a teacher; {targets.unmatched} train on the text alone, "
+                "because the teacher splits their answers into other tokens"
+            )
+    return recorder
+
+
+def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat: Heartbeat) -> dict[str, Any]:
+    """Run the spec in `run_dir` to its end, from its newest checkpoint if there is one. Every rank calls it.
+
+    Returns:
+        The result as in result.json; its `status` is finished, or stopped after a request to stop.
+
+    Raises:
+        UserError: an error that a user can fix.
+    """
+    stop_request = StopRequest(run_dir)
+    heartbeat("starting", note="loading the model")
+    checkpoints = run_dir / "checkpoints"
+    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir)
+    strategy = make_strategy(inputs.spec, world, inputs.module)
+    inputs = with_packing(inputs, strategy, world)
+    spec, steps = inputs.spec, inputs.steps
+    strategy.count_tokens = inputs.count_tokens
+    all_ranks, world = world, strategy.world
+    batches = Batches(inputs, world, strategy, heartbeat)
+    state = RunState(
+        steps, world.size, inputs.data, bool(spec.packing), spec.backend, inputs.template_date, inputs.base
+    )
+
+    def waiting() -> bool:
+        status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")
+        heartbeat(status, note=f"waiting for {awaited}")
+        return bool(stop_request)
+
+    try:
+        begin(strategy, state, spec, run_dir, heartbeat, waiting)
+    except Stopped:
+        if world.is_host_leader:
+            stop_request.clear()
+        return {"run": spec.run, "status": "stopped", "step": state.step, "steps": steps}
+    recorder = open_records(inputs, run_dir, world, state)
+    saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
+    evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
+    if spec.eval_start and not state.step:
+        state.totals["eval_loss_first"] = evaluation.update(0)
+    metrics, stopping = StepMetrics(), False
+    while state.step < steps and not stopping:
+        try:
+            rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)
+        except NonFiniteError:
+            saver.finish()  # a pending checkpoint is finite, and all ranks that write it raise this error
+            raise
+        state.step += 1
+        recorder.samples(state.step, rows)
+        if not strategy.is_sync_step(state.step) and state.step < steps:
+            heartbeat("training", step=state.step, steps=steps, note="", **metrics.local_loss())
+            continue
+
+        reduced = metrics.reduce(strategy, lambda: (bool(stop_request), saver.written()), waiting)
+        previous, step, stopping = state.synced_step, state.step, reduced.stop
+        state.history.add_sync(strategy.present, previous, step)
+        report(reduced, state, recorder, heartbeat, gpu_usage(world.device))
+        if not all(math.isfinite(record["loss"]) for record in reduced.records):
+            raise NonFiniteError("loss is not a number", step, spec.lr)
+
+        if len(inputs.eval_set) and is_due(spec.eval_interval, previous, step) and step < steps:
+            recorder.evaluation(evaluation.update(step), step)
+        if reduced.written:
+            saver.finish()
+        state.synced_step = step
+        if is_due(spec.checkpoint_interval, previous, step) or stopping or step == steps:
+            heartbeat("saving")
+            recorder.flush()
+            saver.save(state.checkpoint_state())
+    saver.finish()
+
+    finished = strategy.all_finished(state.step == steps, waiting)
+    result = finalize(inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, finished=finished)
+    if not finished and world.is_host_leader:
+        stop_request.clear()
+    recorder.close()
+    # No rank exits before all have written their files: a launcher that exits early would end the store of its peers.
+    all_ranks.barrier()
+    if finished and world.is_host_leader:
+        shutil.rmtree(run_dir / LAYERS, ignore_errors=True)  # no start needs them any more
+    if inputs.teacher:
+        inputs.teacher.close()
+    return result

@@ -1,0 +1,156 @@
+"""What a run trains and on which data, as this rank loads it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.common.errors import UserError
+from trainer.common.inputs import user_path
+from trainer.config import RunSpec
+from trainer.data.corpus import Corpus, select
+from trainer.data.encode import encoded_dataset
+from trainer.data.mixture import describe_mixture
+from trainer.data.order import Order, held_out, training_samples
+from trainer.data.tiny import with_tiny_model
+from trainer.data.token_ids import check_teacher_tokens, usable_tokens
+from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
+from trainer.distillation.teacher_client import RemoteTeacher
+from trainer.distributed.world import World
+from trainer.loop import unsloth_backend
+from trainer.loop.final_export import read_origin
+from trainer.loop.template_date import prints_date, run_date
+from trainer.model_files.adapter_folder import refuse_adapter
+from trainer.model_files.base_digest import base_digest
+from trainer.model_files.base_weights import embedding_rows
+from trainer.models.model import ModelWithLoss, load_tokenizer, require_compiler
+from trainer.models.packing_check import resolve_packing
+from trainer.records.telemetry import Heartbeat
+from trainer.strategy import Strategy, plan_of
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """What a run trains and on which data, loaded on this rank.
+
+    `data`: the digest of the encoded dataset; `train_samples`: the number of different training samples; `teacher`: the model that teaches, if the spec names one; `template_date`: the
+    date that the chat template prints, empty if it prints none; `base`: the digest of the base model's files, empty if no host
+    has all of them.
+    """
+
+    spec: RunSpec
+    tokenizer: Any
+    module: ModelWithLoss
+    corpus: Corpus
+    train_set: Corpus
+    eval_set: Corpus
+    data: str
+    train_samples: int
+    teacher: TeacherModel | RemoteTeacher | None = None
+    template_date: str = ""
+    base: str = ""
+
+    @cached_property
+    def order(self) -> Order:
+        """The samples of every step. It depends on the resolved `packing`."""
+        return Order.of(self.spec, self.train_set.lengths, self.train_set.sources)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The tokens of every training sample, int64 [samples]."""
+        return self.train_set.lengths
+
+    @cached_property
+    def trained_counts(self) -> np.ndarray:
+        """The tokens with loss of every training sample, int64 [samples]."""
+        return self.train_set.trained_counts()
+
+    def mixture(self, run_dir: Path) -> list[str]:
+        """Return one line for each of several datasets: its part of an epoch."""
+        sources = self.train_set.sources
+        numbers = np.zeros(len(self.train_set), int) if sources is None else sources
+        return describe_mixture(self.spec, numbers, read_origin(run_dir).get("dataset", ""))
+
+    def count_tokens(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return the tokens with loss of `rows` (lists of sample indices)."""
+        return int(self.trained_counts[[sample for row in rows for sample in row]].sum())
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the run."""
+        return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
+
+
+def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, run_dir: Path) -> TrainingInputs:
+    """Load tokenizer, data and model. Every rank calls it.
+
+    Args:
+        run_dir: the run folder, with the checkpoints whose date the chat template prints again.
+
+    Raises:
+        UserError: one of them is unavailable or invalid, or the ranks have different data.
+    """
+    paths = [source.path for source in spec.sources]
+    spec = spec.with_dataset_paths([str(user_path(p, "dataset")) if p.startswith("~") else p for p in paths])
+    spec = unsloth_backend.resolve_backend(spec, world)
+    requested = spec
+    spec = world.once_per_host(lambda: with_tiny_model(requested, store))
+    if spec.torch_compile:
+        require_compiler(world.device)
+    refuse_adapter(spec.model)
+    tokenizer = load_tokenizer(spec.model)
+    date = run_date(spec, tokenizer, run_dir / "checkpoints", world)
+    rows = embedding_rows(spec.model)
+    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
+    if spec.fake_data:
+        corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
+    corpus.report.loss.check(spec.allow_dropped)
+    data = common_digest(corpus, world)
+    check_teacher_tokens(spec.model, tokenizer, corpus, rows)
+    out = held_out(spec, len(corpus), corpus.sources)
+    chosen = training_samples(spec, len(corpus), out)
+    train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
+    teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
+    module = plan_of(spec).load_module(spec, world, run_dir, lambda: heartbeat("starting", note="loading the model"))
+    shown_date = date.isoformat() if prints_date(tokenizer) else ""
+    # A host of a pipeline may lack files: the first host that has all of them decides.
+    base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
+    return TrainingInputs(
+        spec, tokenizer, module, corpus, train_set, eval_set, data, len(set(chosen)), teacher, shown_date, base
+    )
+
+
+def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> TrainingInputs:
+    """Replace `packing: auto` by what suits the model. Every rank calls it.
+
+    Raises:
+        UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
+    """
+    name = "this model"
+    with strategy.autocast():
+        vocabulary = usable_tokens(inputs.tokenizer, embedding_rows(inputs.spec.model))
+        packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world)
+        if packing and inputs.teacher:
+            name, packing = "the teacher", isolates_samples(inputs.spec, inputs.teacher, world)
+    if inputs.spec.packing and not packing and world.rank == 0:
+        print(f"packing: off, because {name} mixes the samples of a packed row")
+    return replace(inputs, spec=inputs.spec.model_copy(update={"packing": packing}))
+
+
+def common_digest(corpus: Corpus, world: World) -> str:
+    """Return the digest of the data after checking that it is the same on every rank. Every rank calls it.
+
+    Raises:
+        UserError: the digests differ, so the ranks would disagree about the samples of a step.
+    """
+    digests = world.gather(corpus.digest())
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise UserError(
+            f"dataset: the samples or the tokenizer of rank {other} differ from those of rank 0: "
+            "use the same dataset and model on all hosts"
+        )
+    return digests[0]

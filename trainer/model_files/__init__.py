@@ -1,0 +1,1 @@
+"""Model folders on disk: their configuration, weights, adapters and digests. No torch."""

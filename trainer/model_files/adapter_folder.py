@@ -1,0 +1,62 @@
+"""Folders of adapters that a user names as a model: every way to load a model refuses them in the same words. No torch.
+
+transformers would load the base model that the adapter names, and a run would train a new adapter of it from the start.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
+from trainer.common.inputs import path_kind, read_regular, user_path
+
+ADAPTER_CONFIG = "adapter_config.json"
+_MAX_CONFIG = 1024 * 1024  # bytes of an adapter_config.json
+
+
+def adapter_error(setting: str, shown: object, base: str = "") -> UserError:
+    """Return the error for an adapter that is named as a model.
+
+    Args:
+        setting: the field of the run spec that names it.
+        shown: what the user named.
+        base: its base model, if that is known.
+    """
+    of_base, other = (f" of {base}", f"{setting}={base}") if base else ("", f"{setting} to its base model")
+    return UserError(
+        f"{setting}: {shown} holds an adapter{of_base} ({ADAPTER_CONFIG}), and a run needs a complete model: merge the adapter "
+        f"into its base model first (a run with merge=true writes the folder merged), or set {other}"
+    )
+
+
+def refuse_adapter(name: str, setting: str = "model") -> None:
+    """Check that a model, a folder or a name on the hub, is no adapter and holds none. Raises UserError."""
+    folder = user_path(name, setting)
+    if path_kind(folder) == "folder":
+        found = folder / ADAPTER_CONFIG
+        config = found if path_kind(found) else None
+    else:
+        config = _in_hub_cache(name)
+    if config:
+        raise adapter_error(setting, name, _base_of(config))
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, ADAPTER_CONFIG)
+    except ValueError:  # not a name of the hub
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _base_of(config: Path) -> str:
+    """Return the base model that an adapter_config.json names; empty if it names none."""
+    try:
+        base = json.loads(read_regular(config, _MAX_CONFIG))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ""
+    return printable(base, 200) if isinstance(base, str) else ""

@@ -1,0 +1,39 @@
+"""What may be the name of a model: a folder, or a name on the hub. No torch; nothing is asked."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+
+from trainer.common.errors import UserError
+from trainer.common.inputs import path_kind, user_path
+from trainer.config import SMOLLM2, TINY
+from trainer.data.dataset_files import is_hub_id
+
+
+def check_model_name(name: str, setting: str = "model") -> None:
+    """Check that a model is a folder, or that the hub may have it. Raises UserError.
+
+    A name without an owner, such as gpt2, is one of the hub only if its cache has the model: a mistyped folder would
+    otherwise be asked for on the hub, repeatedly.
+
+    Args:
+        setting: the field of the run spec that names the model.
+    """
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if path_kind(user_path(name, setting)) == "folder" or (not is_path and (is_hub_id(name) or in_hub_cache(name))):
+        return
+    known = ([TINY] if setting == "model" else []) + [SMOLLM2]
+    near = "".join(f" (did you mean {match!r}?)" for match in get_close_matches(name, known, n=1))
+    what = "folder" if is_path else "model"
+    raise UserError(
+        f"{setting}: no such {what}: {name}{near}: set {', '.join(map(repr, known))}, a local model folder, or a hub id (org/name)"
+    )
+
+
+def in_hub_cache(name: str) -> bool:
+    """Return whether this machine's hub cache holds a model."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))

@@ -1,0 +1,1 @@
+"""Models in memory: loading, adapters, quantization, the loss, greedy answers."""

@@ -1,0 +1,324 @@
+"""Load the model, its adapters and its tokenizer; compute the loss of a micro-batch."""
+
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+
+from trainer.common.errors import UserError, first_line
+from trainer.config import RunSpec
+from trainer.data.packing import IGNORED
+from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.token_ids import set_padding
+from trainer.model_files.base_weights import embedding_rows, load_causal_model
+from trainer.model_files.model_name import check_model_name
+from trainer.model_files.model_shape import target_error, unknown_targets
+from trainer.models.loss import Divergence, Teacher, distillation_loss
+from trainer.models.quantized import nf4_config, prepare_quantized
+
+# Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
+_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+_MAMBA_UNUSED = {"conv1d", "out_proj"}
+
+
+def load_tokenizer(name: str, setting: str = "model") -> Any:
+    """Load the tokenizer of a model; the end token is the default padding token, the plain template the default one.
+
+    Args:
+        setting: the field of the run spec that names the model.
+
+    Raises:
+        UserError: the model does not exist or has no tokenizer.
+    """
+    check_model_name(name, setting)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+        raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
+    set_padding(tokenizer, embedding_rows(name))
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    return tokenizer
+
+
+def base_dtype(spec: RunSpec, *, uniform: bool = False) -> torch.dtype:
+    """Return the dtype of the base model's weights; trained weights are always float32.
+
+    With bf16-mixed a frozen base is stored in bfloat16: autocast would convert it anyway. `uniform`: all weights must have
+    the same dtype.
+    """
+    half = spec.lora_r > 0 and spec.precision == "bf16-mixed" and not uniform
+    return torch.bfloat16 if half else torch.float32
+
+
+def load_model(
+    spec: RunSpec,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    sharded: bool = False,
+    own_shard: bool = False,
+    kernels: Sequence[str] = (),
+) -> nn.Module:
+    """Load the model on `device`, with LoRA unless lora_r is 0. It is equal on every rank: the seed defines new weights.
+
+    Args:
+        dtype: of the base model's weights; None: `base_dtype`.
+        sharded: leave the model in host memory, because the strategy shards it first.
+        own_shard: keep the data type of the files: the strategy reads its shard only, and converts it.
+        kernels: the fast kernels to use (see `fast_kernels`).
+
+    Raises:
+        UserError: the model or its LoRA targets are unavailable.
+    """
+    torch.manual_seed(spec.seed)
+    # With dtype "auto" weights stay memory-mapped until they are read: FSDP reads only its shard.
+    options: dict[str, Any] = {"dtype": "auto" if own_shard else dtype or base_dtype(spec)}
+    if "flash attention" in kernels:
+        options["attn_implementation"] = "flash_attention_2"
+    if spec.quantize == "nf4":
+        options |= {"quantization_config": nf4_config(spec), "device_map": {"": device}}
+    model = read_causal_model(spec, "model", spec.model, **options)
+    if "liger" in kernels:
+        apply_liger(model)
+    if spec.quantize == "nf4":
+        model = prepare_quantized(model)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if spec.lora_r:
+        model = add_lora(spec, model)
+    if spec.quantize == "none" and not sharded:  # the full model of a sharded one need not fit on the device
+        model.to(device)
+    model.train()
+    return model
+
+
+def read_causal_model(spec: RunSpec, setting: str, name: str, **options: Any) -> Any:
+    """Return a model with positions for the rows of the spec.
+
+    Args:
+        setting: the field of the run spec that names the model.
+        name: its folder or its name on the hub.
+        options: options of `from_pretrained`.
+
+    Raises:
+        UserError: it cannot be loaded, its files do not match its config.json, or it has too few positions.
+    """
+    model = load_causal_model(name, setting, getattr(spec, setting), **options)
+    check_positions(spec, setting, model.config)
+    return model
+
+
+def check_positions(spec: RunSpec, setting: str, config: Any) -> None:
+    """Check that a model has positions for the rows of the spec. Raises UserError.
+
+    Args:
+        setting: the field of the run spec that names the model.
+        config: its configuration.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and spec.seq_length > positions:
+        raise UserError(
+            f"seq_length: {getattr(spec, setting)} has {positions} positions, got {spec.seq_length}: "
+            f"set seq_length={positions}"
+        )
+
+
+def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
+    """Return the faster kernels that a strategy with support for them uses here: the installed ones, on CUDA only."""
+    if device.type != "cuda" or spec.kernels == "torch" or spec.backend == "unsloth":
+        return []
+    wanted = {"liger": "liger_kernel"}
+    if spec.precision == "bf16-mixed":  # flash attention supports only 16-bit numbers
+        wanted["flash attention"] = "flash_attn"
+    return [name for name, package in wanted.items() if importlib.util.find_spec(package)]
+
+
+def apply_liger(model: Any) -> None:
+    """Replace modules of the model by Liger kernels."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    # ModelWithLoss sums over the tokens with loss; liger's own loss would average.
+    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+
+
+def require_compiler(device: torch.device) -> None:
+    """Check that torch.compile has a C++ compiler if `device` is a CPU. Raises UserError."""
+    if device.type == "cuda":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:
+        raise UserError("torch_compile: no C++ compiler found: install g++, or set torch_compile=false") from None
+
+
+def lora_config(spec: RunSpec) -> LoraConfig:
+    """Return the LoRA fields of the spec as a configuration of peft."""
+    targets: Any = "all-linear" if spec.lora_targets == ("all-linear",) else list(spec.lora_targets)
+    return LoraConfig(
+        r=spec.lora_r,
+        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=spec.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_lora(spec: RunSpec, model: Any, *, partial: bool = False) -> nn.Module:
+    """Return the model with the adapters of the spec.
+
+    Args:
+        partial: the model lacks layers of the spec's model, so that a target may match none of its layers.
+
+    Raises:
+        UserError: a target is not a layer of the model, or of a kind that cannot have an adapter.
+    """
+    config = lora_config(spec)
+    unused = _MAMBA_UNUSED if getattr(model.config, "model_type", "") in _MAMBA else set()
+    if config.target_modules == "all-linear" and unused:
+        config.exclude_modules = unused
+    layers = sorted(target_names(model) - unused)
+    try:
+        adapted: Any = get_peft_model(model, config)
+    except ValueError as error:
+        raise target_error(first_line(error), layers) from None
+    if not partial:
+        require_targets(spec, adapted.base_model.targeted_module_names, config.target_modules, layers)
+    return adapted
+
+
+def target_names(model: Any) -> set[str]:
+    """Return the names of the layers that can have an adapter, without their places."""
+    kinds = (nn.Linear, nn.Embedding, Conv1D)
+    return {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, kinds)}
+
+
+def require_targets(spec: RunSpec, adapted: Iterable[str], targets: Any, layers: Sequence[str]) -> None:
+    """Check that every one of `lora_targets` gave an adapter to some layer: peft only requires that one of them does.
+
+    Args:
+        adapted: names of the layers with an adapter.
+        targets: those of the spec as peft reads them, which replaces names of experts that transformers has fused.
+        layers: what a target can be, for the message.
+
+    Raises:
+        UserError: a target gave none.
+    """
+    if spec.lora_targets == ("all-linear",):
+        return
+    ends = {name[place:] for name in adapted for place in _starts(name)}
+    if lost := [target for target in spec.lora_targets if target in targets and target not in ends]:
+        raise unknown_targets(spec, lost, layers)
+
+
+def _starts(name: str) -> list[int]:
+    """Return where the parts of a module's name start: those of ``a.b.c`` end in ``a.b.c``, ``b.c`` and ``c``."""
+    return [0, *(place + 1 for place, char in enumerate(name) if char == ".")]
+
+
+class ModelWithLoss(nn.Module):
+    """A causal language model whose forward returns the *sum* of the token losses, so that ranks can be weighted exactly."""
+
+    def __init__(self, model: nn.Module, *, compiled: bool = False, divergence: Divergence | None = None) -> None:
+        """`divergence`: how the loss compares the model with a teacher."""
+        super().__init__()
+        self.model, self.divergence = model, divergence or Divergence()
+        self._run = torch.compile(model) if compiled else model
+        self._loss_positions: torch.Tensor | None = None
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # Flash attention separates packed samples by their positions only within a single row.
+        self._single_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
+        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+        if head is not None and not compiled:
+            head.register_forward_pre_hook(self._select_loss_positions)
+
+    def _select_loss_positions(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Pass only positions with a loss to the output head: the logits are the largest tensor of a step."""
+        if self._loss_positions is None:
+            return hidden
+        return (hidden[0].flatten(0, -2)[self._loss_positions][None],)
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, teacher: Teacher | None = None
+    ) -> torch.Tensor:
+        """Return the summed loss of the next tokens, a float32 scalar: the cross entropy, or also the divergence from a teacher.
+
+        Args:
+            ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
+                every packed sample, by which transformers separates them (this requires ``use_cache=False``).
+            teacher: its probabilities for this micro-batch.
+        """
+        targets = _next_labels(labels)
+        selected = _with_label(targets)
+        if teacher is not None:
+            taught = self.selected_logits(ids, positions, selected)
+            return distillation_loss(taught, targets[selected], selected + 1, teacher, self.divergence)
+        logits = self.logits(ids, positions, selected)
+        if len(logits) == len(targets):  # the model is compiled, or does not call its head as a module
+            selected = torch.arange(len(targets), device=selected.device)
+        return F.cross_entropy(logits.float(), targets[selected], ignore_index=IGNORED, reduction="sum")
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.
+
+        Args:
+            ids, positions: see `forward`.
+            selected: int64 [n].
+        """
+        if self._single_row:
+            ids, positions = ids.view(1, -1), positions.view(1, -1)
+        self._loss_positions = selected
+        try:
+            found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
+        finally:
+            self._loss_positions = None
+        return found.flatten(0, 1)
+
+    def selected_logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as for `logits`."""
+        found = self.logits(ids, positions, selected)
+        return found[selected] if len(found) == ids.numel() else found
+
+
+def loss_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Return the places of a flattened micro-batch whose next token has a label, int64 [n]; the first place if there is none."""
+    return _with_label(_next_labels(labels))
+
+
+def _next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label of the token after each place of the flattened micro-batch, -100 at the end of a row."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+
+
+def _with_label(targets: torch.Tensor) -> torch.Tensor:
+    selected = (targets != IGNORED).nonzero().squeeze(1)
+    return selected if len(selected) else selected.new_zeros(1)
+
+
+@torch.no_grad()
+def isolates_packed_samples(model: nn.Module, vocabulary: int) -> bool:
+    """Return whether the model isolates packed samples: the logits of a second sample must not depend on the first."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    flash = getattr(getattr(model, "config", None), "_attn_implementation", "") == "flash_attention_2"
+    step = max(1, vocabulary // 16)
+    second = torch.arange(8, device=device) * step % vocabulary
+    outputs = []
+    for shift in (1, 5):
+        ids = torch.cat([(second + shift) % vocabulary, second])[None]
+        positions = torch.arange(8, device=device).repeat(2)[None]
+        with torch.autocast(device.type, torch.bfloat16, enabled=flash or torch.is_autocast_enabled(device.type)):
+            outputs.append(model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 8:].float())
+    model.train(was_training)
+    return torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,1 @@
+"""Work on the results of runs without training: merging and evaluation."""

@@ -1,0 +1,119 @@
+"""What models answer to questions, and how likely the reference answers are to them.
+
+``python -m trainer evaluate`` reads a request as JSON from standard input and prints the result as one JSON line. The controller
+judges the answers: those of a server are judged in the same way.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.common.errors import UserError
+from trainer.common.files import to_json
+from trainer.common.lost_connection import end_with_connection
+from trainer.config import RunSpec
+from trainer.data.shapes import with_system_in_first_question
+from trainer.model_files.base_weights import load_causal_model
+from trainer.models.adapter_merge import adapted_model
+from trainer.models.greedy import answer_loss, greedy, prompt_rows
+from trainer.models.model import load_tokenizer, read_causal_model
+from trainer.models.tokenizer_output import end_ids
+from trainer.spec import read_spec
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate: the result of the run in `folder`, or the base model of that run."""
+
+    folder: Path
+    base: bool
+
+    def load(self) -> tuple[Any, Any, RunSpec]:
+        """Return the model, its tokenizer and the spec of the run. Raises UserError.
+
+        On the CPU the weights are float32; on a GPU they are as in their files.
+        """
+        spec = read_spec(self.folder / "spec.yml", {}, str(self.folder))
+        weights = self.folder / ("adapter" if spec.lora_r else "model")
+        if not self.base and not weights.is_dir():
+            raise UserError(f"evaluate: run {self.folder.name} has no {weights.name}: wait until it is finished")
+        gpu = torch.cuda.is_available()
+        dtype = "auto" if gpu else torch.float32
+        if self.base:
+            model = read_causal_model(spec, "model", spec.model, dtype=dtype)
+        elif spec.lora_r:
+            model = adapted_model(spec, weights, dtype).get_base_model()
+        else:
+            model = load_causal_model(str(weights), dtype=dtype)
+        tokenizer = load_tokenizer(spec.model if self.base else str(weights))
+        return model.to("cuda" if gpu else "cpu").eval(), tokenizer, spec
+
+
+def evaluate(
+    subject: Subject, questions: Sequence[Mapping[str, Any]], max_tokens: int, batch_size: int
+) -> dict[str, Any]:
+    """Return the greedy answers of a model, and the losses of the reference answers.
+
+    Args:
+        questions: each with its `messages` and a `reference`, which may be empty.
+        max_tokens: maximum length of an answer.
+        batch_size: questions that are answered together.
+
+    Returns:
+        `seconds` of the generation; `answers`, for each question its `text`, number of `tokens`, whether it is `cut`, and the
+        `loss` of the reference, a mean per token in nats, with its `loss_tokens`; None and 0 without a reference.
+
+    Raises:
+        UserError: the model cannot be loaded, or its chat template cannot be rendered.
+    """
+    model, tokenizer, spec = subject.load()
+    prepend = spec.system == "prepend"
+    chats = [with_system_in_first_question(q["messages"]) if prepend else q["messages"] for q in questions]
+    rows = prompt_rows(tokenizer, chats)
+    end = end_ids(tokenizer, model.generation_config)[-1:]  # that of the template
+    losses = [
+        reference_loss(model, tokenizer, row, question["reference"], end)
+        for row, question in zip(rows, questions, strict=True)
+    ]
+    started = time.monotonic()
+    found = greedy(model, tokenizer, rows, max_tokens, batch_size=batch_size)
+    seconds = time.monotonic() - started
+    answers = [
+        {
+            "text": str(tokenizer.decode(answer.tokens, skip_special_tokens=True)),
+            "tokens": len(answer.tokens),
+            "cut": not answer.ended,
+            "loss": loss,
+            "loss_tokens": tokens,
+        }
+        for answer, (loss, tokens) in zip(found, losses, strict=True)
+    ]
+    return {"seconds": seconds, "answers": answers}
+
+
+def reference_loss(
+    model: Any, tokenizer: Any, prompt: Sequence[int], reference: str, end: Sequence[int]
+) -> tuple[float | None, int]:
+    """Return the mean loss per token of an answer and of the token that ends it, and their number; (None, 0) for no answer."""
+    answer = [*tokenizer(reference, add_special_tokens=False)["input_ids"], *end] if reference else []
+    return (answer_loss(model, prompt, answer), len(answer)) if answer else (None, 0)
+
+
+def main() -> int:
+    """Carry out the request on standard input; print the result, or `{"error": ...}`."""
+    end_with_connection()
+    try:
+        request = json.load(sys.stdin)
+        subject = Subject(Path(request["folder"]), bool(request["base"]))
+        found = evaluate(subject, request["questions"], int(request["max_tokens"]), int(request["batch_size"]))
+    except UserError as error:
+        print(json.dumps({"error": str(error)}))
+        return 1
+    print(to_json(found))
+    return 0

@@ -1,0 +1,1 @@
+"""What a rank writes to its run folder: heartbeats, metrics, checkpoints."""
