@@ -68,6 +68,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (BASE, {"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"batch_size": 2, "gradient_accumulation": 4}),
     (BASE, {"micro_batch_size": 2, "batch_size": 8}, {"batch_size": 2, "gradient_accumulation": 4}),
     (BASE, {"gradient_checkpointing": "offload", "optimizer": "adamw_bnb_8bit"}, {"gradient_checkpointing": True, "optimizer": "adamw8bit"}),
+    (BASE, {"saves_per_epoch": 1, "evals_per_epoch": 0}, {"checkpoint_interval": "epoch", "eval_interval": None}),
     (BASE, {"train_on_inputs": True, "val_set_size": 0.1}, {"train_on": "all", "eval_split": 0.1}),
     (BASE, {"fsdp": ["full_shard", "auto_wrap", "offload"]}, {"strategy": "fsdp", "fsdp_shard": "all", "fsdp_offload": True}),
     (BASE, {"fsdp_version": 2, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}, {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),
@@ -118,7 +119,7 @@ def test_names_become_fields(
     ("base", "names", "comment"),
     [
         (BASE, {"tf32": True}, "#   tf32: true: kernels=auto"),
-        (BASE, {"saves_per_epoch": 2}, "Cannot be done:\n#   saves_per_epoch: 2: checkpoint_interval is a number of steps"),
+        (BASE, {"saves_per_epoch": 2}, "Cannot be done:\n#   saves_per_epoch: 2: checkpoint_interval is a number of steps, or epoch"),
         (BASE, {"lora_modules_to_save": ["lm_head"]}, "Cannot be done:\n#   lora_modules_to_save: [lm_head]: adapters are"),
         (BASE, {"optimizer": "muon"}, "optimizer: muon: expected one of adamw"),
         (BASE, {"lora_target_modules": "layers.[0-9]+.q", "adapter": "lora"}, "no regular expressions"),

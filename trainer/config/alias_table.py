@@ -149,8 +149,8 @@ _DTYPE = Alias(
 )
 _EVAL_STRATEGY = Alias(
     "eval_interval",
-    {"no": {"eval_split": 0}, "steps": {}, "epoch": {}},
-    note="evaluation runs every eval_interval steps and at the end",
+    {"no": {"eval_split": 0}, "steps": {}, "epoch": {"eval_interval": "epoch"}},
+    note="evaluation also runs at the end",
 )
 _COMPRESSION = Alias(
     "diloco_comm_dtype",
@@ -220,9 +220,9 @@ _CONVERTED: dict[str, Alias] = {
     "evaluation_strategy": _EVAL_STRATEGY,
     "save_strategy": Alias(
         "checkpoint_interval",
-        {"no": {"checkpoint_interval": 0}, "steps": {}, "epoch": {}},
+        {"no": {"checkpoint_interval": 0}, "steps": {}, "epoch": {"checkpoint_interval": "epoch"}},
         weak=("no",),
-        note="checkpoints are written every checkpoint_interval steps and at the end",
+        note="a checkpoint is also written at the end",
     ),
     "save_total_limit": Alias(
         "checkpoint_keep",

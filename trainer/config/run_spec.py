@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 else:
     StrategyName = Literal[(*STRATEGIES, AUTO)]
 Logger = Literal["tensorboard", "wandb", "none"]
+Interval = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["epoch"]
+_INTERVAL = f"a number of steps from 0 to {MAX_COUNT}, or epoch"
 _WORD = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
 CommDtype = Annotated[Literal["32", "bf16"], _WORD]
 DilocoCommDtype = Annotated[Literal["32", "bf16", "int4"], _WORD]
@@ -337,14 +339,14 @@ class RunSpec(BaseModel):
         expected="shard:2/4, bootstrap, or nothing",
     )
     eval_split: float = declare(0.05, "fraction of the samples held out for evaluation; 0: none", ge=0, le=0.5)
-    eval_interval: int = declare(
-        100, "steps between evaluations; 0: only at the end", ge=0, le=MAX_COUNT, unit="steps", mutable=True
+    eval_interval: Interval = declare(
+        100, "steps between evaluations; epoch: after each epoch; 0: only at the end", expected=_INTERVAL, mutable=True
     )
     eval_start: bool = declare(
         False, "also evaluate before the first step: the loss of the untrained model", mutable=True
     )
-    checkpoint_interval: int = declare(
-        25, "steps between checkpoints; 0: only at the end", ge=0, le=MAX_COUNT, unit="steps", mutable=True
+    checkpoint_interval: Interval = declare(
+        25, "steps between checkpoints; epoch: after each epoch; 0: only at the end", expected=_INTERVAL, mutable=True
     )
     checkpoint_keep: int = declare(
         2, "number of checkpoints to keep; -1: all", ge=1, minus_one=MAX_COUNT, le=MAX_COUNT, mutable=True

@@ -156,6 +156,13 @@ class Order:
         indices = range(first, min(first + self.rows_per_step, self.total_rows))
         return [self._row(index) for index in indices]
 
+    def epochs(self, steps: int) -> int:
+        """Return the number of epochs that end within the first `steps` steps."""
+        rows = min(steps * self.rows_per_step, self.total_rows)
+        if not len(self._ends):
+            return rows // self.rows_per_epoch
+        return int(np.searchsorted(self._ends, rows, side="right"))
+
     def _row(self, index: int) -> list[int]:
         if not len(self._ends):
             return self.epoch(index // self.rows_per_epoch)[index % self.rows_per_epoch]

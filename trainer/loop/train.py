@@ -14,6 +14,7 @@ import torch
 
 from trainer.common.errors import NonFiniteError
 from trainer.config import RunSpec
+from trainer.config.run_spec import Interval
 from trainer.data.corpus import Corpus
 from trainer.data.order import Order
 from trainer.data.packing import collate
@@ -257,8 +258,10 @@ def begin(
     state.begin(start)
 
 
-def is_due(interval: int, previous: int, step: int) -> bool:
-    """Return whether a multiple of `interval` (0: never) lies after step `previous` and not after `step`."""
+def is_due(interval: Interval, previous: int, step: int, order: Order) -> bool:
+    """Return whether a multiple of `interval` (0: never), or the end of an epoch, lies after step `previous` and not after `step`."""
+    if interval == "epoch":
+        return order.epochs(step) > order.epochs(previous)
     return bool(interval) and step // interval > previous // interval
 
 
@@ -349,12 +352,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         if not all(math.isfinite(record["loss"]) for record in reduced.records):
             raise NonFiniteError("loss is not a number", step, spec.lr)
 
-        if len(inputs.eval_set) and is_due(spec.eval_interval, previous, step) and step < steps:
+        if len(inputs.eval_set) and is_due(spec.eval_interval, previous, step, inputs.order) and step < steps:
             recorder.evaluation(evaluation.update(step), step)
         if reduced.written:
             saver.finish()
         state.synced_step = step
-        if is_due(spec.checkpoint_interval, previous, step) or stopping or step == steps:
+        if is_due(spec.checkpoint_interval, previous, step, inputs.order) or stopping or step == steps:
             heartbeat("saving")
             recorder.flush()
             saver.save(state.checkpoint_state())

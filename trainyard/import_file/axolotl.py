@@ -23,6 +23,7 @@ from trainyard.import_file.hugging_face import (
     TRANSFORMERS_ROWS,
     WANDB,
     drop_adapter,
+    every_epochs,
     loggers_of_project,
     usual,
 )
@@ -42,7 +43,6 @@ from trainyard.import_file.translation import (
 
 _MEDIA = Missing("training on images, video or sound")
 _LAYERS = Missing("training of some layers")
-_EVERY_EPOCH = "{} is a number of steps: set it"
 
 
 def _adapter(found: Translation, key: str, value: Any) -> None:
@@ -109,10 +109,6 @@ def _evaluation(found: Translation, key: str, value: Any) -> None:
         found.set("eval_split", value, key, value)
 
 
-def _per_epoch(field: str) -> Impossible:
-    return Impossible(_EVERY_EPOCH.format(field))
-
-
 def _finish(found: Translation) -> None:
     loggers_of_project(found)
     if is_empty(found.seen.get("adapter")):
@@ -177,8 +173,8 @@ ROWS: Rows = {
         """,
     ),
     "use_wandb": Unused("wandb_project selects wandb"),
-    "saves_per_epoch": _per_epoch("checkpoint_interval"),
-    "evals_per_epoch": _per_epoch("eval_interval"),
+    "saves_per_epoch": every_epochs("checkpoint_interval"),
+    "evals_per_epoch": every_epochs("eval_interval"),
     "auto_resume_from_checkpoints": Unused("a run resumes from its newest checkpoint"),
     **rows_of(CHECKPOINTS, "save_first_step"),
     **rows_of(

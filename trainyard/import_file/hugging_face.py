@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from trainer.config.alias_table import ALIASES, REFUSED, Alias, as_text
+from trainer.config.alias_table import ALIASES, REFUSED, Alias, as_text, is_off
 from trainyard.import_file.parallelism import FSDP_NAMES, HOSTS
 from trainyard.import_file.record_shapes import entries
 from trainyard.import_file.translation import (
@@ -19,6 +20,7 @@ from trainyard.import_file.translation import (
     Unused,
     accumulation,
     rows_of,
+    whole_number,
 )
 
 LOGS = Unused("metrics.jsonl has every step, and the run folder the logs")
@@ -107,6 +109,32 @@ def loggers_of_project(found: Translation) -> None:
         found.origins["loggers"] = list(found.origins["wandb_project"])
 
 
+def every_epochs(field: str) -> Callable[[Translation, str, Any], None]:
+    """Return the row of a number of times in an epoch, or of epochs: a run counts steps, or does it after each epoch."""
+
+    def row(found: Translation, key: str, value: Any) -> None:
+        if is_off(value):
+            found.ignore(key, value, "it asks for nothing")
+        elif whole_number(value) == 1:
+            found.set(field, "epoch", key, value)
+        else:
+            found.refuse(key, value, f"{field} is a number of steps, or epoch: set it")
+
+    return row
+
+
+def _unless_each_epoch(strategy: str, name: str) -> Callable[[Translation, str, Any], None]:
+    """Return the row of a number of steps, which transformers ignores where `strategy` says epoch."""
+
+    def row(found: Translation, key: str, value: Any) -> None:
+        if as_text(found.seen.get(strategy)) == "epoch":
+            found.ignore(key, value, f"{strategy}: epoch")
+        else:
+            found.convert(ALIASES[name], key, value)
+
+    return row
+
+
 TRANSFORMERS_ROWS: Rows = {
     **rows_of(
         Unused("it has no effect on a run"),
@@ -124,6 +152,8 @@ TRANSFORMERS_ROWS: Rows = {
     "warmup_ratio": warmup,
     "warmup_steps": warmup,
     "eval_on_start": "eval_start",
+    "save_steps": _unless_each_epoch("save_strategy", "save_steps"),
+    "eval_steps": _unless_each_epoch("eval_strategy", "eval_steps"),
     "attn_implementation": attention,
     "adam_beta1": usual(0.9),
     "adam_beta2": usual(0.999),

@@ -20,6 +20,7 @@ from trainyard.import_file.hugging_face import (
     TRANSFORMERS_ROWS,
     attention,
     drop_adapter,
+    every_epochs,
     loggers_of_project,
     run_name,
 )
@@ -250,7 +251,7 @@ _V1: Rows = {
     "custom_chat_template": TEMPLATE,
     "batching_strategy": Unused("packing=auto packs samples"),
     "batching_workers": LOADER,
-    "save_epochs": Impossible("checkpoint_interval is a number of steps: set it"),
+    "save_epochs": every_epochs("checkpoint_interval"),
     "save_ckpt_as_hf": Unused("the result is in the format of Hugging Face"),
     "dist_timeout": ROWS["ddp_timeout"],
     **rows_of(

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.common.errors import UserError
 from trainer.costs.cost import Layout
+from trainer.data.order import Order
 from trainer.distributed.world import World
 from trainer.loop.train import is_due
 from trainer.model_files.model_shape import shape_of
@@ -61,7 +63,8 @@ def test_a_slow_replica_has_fewer_portions() -> None:
 @pytest.mark.parametrize("interval", [0, 1, 3, 10, 25])
 @pytest.mark.parametrize("stride", [1, 4, 10, 30])
 def test_a_due_action_runs_at_the_next_sync(interval: int, stride: int) -> None:
-    actual = [now for now in range(stride, 121, stride) if is_due(interval, now - stride, now)]
+    order = Order(np.ones(90, np.int64), seed=0, capacity=8, packing=False, epochs=4, rows=3)
+    actual = [now for now in range(stride, 121, stride) if is_due(interval, now - stride, now, order)]
     wanted = {-(-step // stride) * stride for step in range(interval, 121, interval)} if interval else set()
     assert actual == sorted(step for step in wanted if step <= 120)
 

@@ -97,6 +97,10 @@ def test_every_epoch_has_every_sample_once_and_steps_cover_all_rows_once(
     steps = [order.step(step) for step in range(order.steps)]
     assert [row for step in steps for row in step] == straight
     assert all(len(step) == rows for step in steps[:-1]) and 1 <= len(steps[-1]) <= rows
+    ends = [order.rows_per_epoch * (epoch + 1) for epoch in range(epochs)]
+    assert [order.epochs(step) for step in range(order.steps + 1)] == [
+        sum(end <= step * rows or step == order.steps for end in ends) for step in range(order.steps + 1)
+    ]
     # Deterministic: a new instance returns the same rows for any step.
     last = Order(given_lengths, seed=seed, capacity=capacity, packing=packing, epochs=epochs, rows=rows)
     assert last.step(order.steps - 1) == steps[-1]
@@ -184,6 +188,11 @@ def test_the_order_of_a_mixture_is_complete_and_the_same_after_a_resume(
     assert used == Counter(sample for epoch in range(epochs) for sample in mixture.samples(epoch).tolist())
     assert all(len(step) == rows for step in steps[:-1]) and 1 <= len(steps[-1]) <= rows
     assert straight.step(straight.steps) == []
+    ends = np.cumsum([len(straight.epoch(epoch)) for epoch in range(epochs)])
+    assert [straight.epochs(step) for step in range(straight.steps)] == [
+        int((ends <= step * rows).sum()) for step in range(straight.steps)
+    ]
+    assert straight.epochs(straight.steps) == epochs
     resumed = data.draw(st.integers(0, straight.steps - 1))
     assert order().step(resumed) == steps[resumed], "a new instance begins in the middle"
     limited = order(max_steps=resumed + 1)
