@@ -129,7 +129,7 @@ class Bench:
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the losses, the median speed without the first steps, and the peak memory of CUDA tensors of a run."""
     counted = records[WARM:] or records[-1:]
-    peaks = [record["gpu"]["memory_peak_gb"] * 1e9 / 2**20 for record in records if record.get("gpu")]
+    peaks = [gpu["memory_peak_gb"] * 1e9 / 2**20 for record in records for gpu in record.get("gpus", []) if gpu]
     return {
         "losses": [record["loss"] for record in records],
         "tokens_per_second": statistics.median(record["tokens_per_second"] for record in counted),

@@ -86,7 +86,8 @@ def test_a_plan_that_failed_fails_its_check(bench: Bench) -> None:
 
 def test_figures_of_records() -> None:
     records = [
-        {"loss": 2.0, "tokens_per_second": speed, "gpu": {"memory_peak_gb": 1.048576}} for speed in (1, 1, 1, 8, 9)
+        {"loss": 2.0, "tokens_per_second": speed, "gpus": [{"memory_peak_gb": 1.048576}, {}]}
+        for speed in (1, 1, 1, 8, 9)
     ]
     assert figures(records) == {"losses": [2.0] * 5, "tokens_per_second": 8.5, "cuda_mib": pytest.approx(1000)}
     assert figures([{"loss": 2.0, "tokens_per_second": 5.0}])["cuda_mib"] is None

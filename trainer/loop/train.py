@@ -205,7 +205,7 @@ def report(
     )
     for record in reduced.records:
         eta = state.add(record, reduced.seconds)
-        record |= {"step_seconds": reduced.step_seconds} | comm | ({"gpu": usage} if usage else {})
+        record |= {"step_seconds": reduced.step_seconds} | comm | ({"gpus": reduced.gpus} if any(reduced.gpus) else {})
         recorder.step(record, eta=eta, last=record["step"] == state.steps)
     newest = reduced.records[-1]
     heartbeat(
@@ -345,10 +345,11 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
             heartbeat("training", step=state.step, steps=steps, note="", **metrics.local_loss())
             continue
 
-        reduced = metrics.reduce(strategy, lambda: (bool(stop_request), saver.written()), waiting)
+        usage = gpu_usage(world.device)
+        reduced = metrics.reduce(strategy, lambda: (bool(stop_request), saver.written()), waiting, usage)
         previous, step, stopping = state.synced_step, state.step, reduced.stop
         state.history.add_sync(strategy.present, previous, step)
-        report(reduced, state, recorder, heartbeat, gpu_usage(world.device))
+        report(reduced, state, recorder, heartbeat, usage)
         if not all(math.isfinite(record["loss"]) for record in reduced.records):
             raise NonFiniteError("loss is not a number", step, spec.lr)
 

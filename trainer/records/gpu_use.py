@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 NVML_INTERVAL = 2.0  # s between two readings
 SMI_INTERVAL = 10.0  # s between two readings by nvidia-smi, which takes up to a second of a core
+READINGS = ("memory_peak_gb", "utilisation_percent", "memory_gb", "temperature_c", "power_w")  # the first is of torch
 _SMI_FIELDS = ("uuid", "utilization.gpu", "memory.used", "temperature.gpu", "power.draw")
 
 Read = Callable[[], dict[str, float]]
@@ -77,9 +78,8 @@ def smi_use(uuid: str) -> dict[str, float]:
     """Return the use of a GPU by nvidia-smi; empty without it."""
     for name, *values in nvidia_smi.query(*_SMI_FIELDS):
         if name == uuid:
-            names = ("utilisation_percent", "memory_gb", "temperature_c", "power_w")
             found = {}
-            for key, value in zip(names, values, strict=True):
+            for key, value in zip(READINGS[1:], values, strict=True):
                 with contextlib.suppress(ValueError):  # "[N/A]"
                     if math.isfinite(number := float(value)):
                         found[key] = number * 2**20 / 1e9 if key == "memory_gb" else number

@@ -2,9 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from trainer.records.gpu_use import READINGS
 
 if TYPE_CHECKING:
     from trainer.strategy.base import Strategy
@@ -20,7 +22,7 @@ class Reduced:
     written its shard of the pending checkpoint. `seconds`: mean duration of a step on the slowest rank, which is the same
     number on every host. `step_seconds`: mean seconds of a step on every rank, without the synchronization after it.
     `comm_share`: share of the time, from 0 to 1, in which every rank waited for communication that its computation does
-    not hide; None if the strategy does not measure it.
+    not hide; None if the strategy does not measure it. `gpus`: the readings of every rank's GPU, see gpu_use; empty on a CPU.
     """
 
     records: list[dict[str, Any]]
@@ -29,6 +31,7 @@ class Reduced:
     seconds: float
     step_seconds: list[float]
     comm_share: list[float] | None
+    gpus: list[dict[str, float]]
 
 
 class StepMetrics:
@@ -81,13 +84,18 @@ class StepMetrics:
         return {"loss": newest["loss"] / newest["trained_tokens"]} if newest["trained_tokens"] else {}
 
     def reduce(
-        self, strategy: "Strategy", flags: Callable[[], tuple[bool, bool]], waiting: Callable[[], bool]
+        self,
+        strategy: "Strategy",
+        flags: Callable[[], tuple[bool, bool]],
+        waiting: Callable[[], bool],
+        gpu: Mapping[str, float],
     ) -> Reduced:
         """Synchronize the model and sum the metrics over all ranks of `strategy.world`. Every rank calls it.
 
         Args:
             flags: returns whether this rank has a request to stop, and whether it has written its shard of the checkpoint.
             waiting: see Strategy.sync.
+            gpu: the readings of this rank's GPU.
         """
         world, records = strategy.world, self._records
         self._records = []
@@ -101,14 +109,20 @@ class StepMetrics:
         shared[world.rank] = strategy.rank_seconds()
         within = strategy.comm_seconds()
         waited[world.rank] = -1.0 if within is None else within / len(records) + total[world.rank] - compute[world.rank]
-        sums = strategy.sum([*map(float, flags()), *counts, *compute, *total, *shared, *waited])
+        readings = [0.0] * (world.size * len(READINGS))  # -1: unknown
+        first = world.rank * len(READINGS)
+        readings[first : first + len(READINGS)] = [gpu.get(name, -1.0) for name in READINGS]
+        sums = strategy.sum([*map(float, flags()), *counts, *readings, *compute, *total, *shared, *waited])
 
         stop, written, *rest = sums
-        counts, times = rest[: len(counts)], rest[len(counts) :]
+        counts, rest = rest[: len(counts)], rest[len(counts) :]
+        readings, times = rest[: len(readings)], rest[len(readings) :]
         compute, total, shared, waited = (times[part * world.size :][: world.size] for part in range(4))
         strategy.update_shares(shared)
         for index, record in enumerate(records):
             record |= dict(zip(_COUNTS, counts[index * len(_COUNTS) :], strict=False))
             record |= {name: int(record[name]) for name in _COUNTS if name != "loss"}
         share = [min(1.0, seconds / max(total)) for seconds in waited] if min(waited) >= 0 else None
-        return Reduced(records, stop > 0, written == world.size, max(total), compute, share)
+        ranks = (readings[first:][: len(READINGS)] for first in range(0, len(readings), len(READINGS)))
+        gpus = [{name: value for name, value in zip(READINGS, rank, strict=True) if value >= 0} for rank in ranks]
+        return Reduced(records, stop > 0, written == world.size, max(total), compute, share, gpus)

@@ -259,7 +259,8 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     scalars = {name: value for name, value in scalars.items() if value is not None}
     scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
     scalars |= {f"rows/rank{rank}": value for rank, value in enumerate(record.get("rows", []))}
-    return scalars | {f"gpu/{name}": value for name, value in record.get("gpu", {}).items()}
+    gpus = enumerate(record.get("gpus", []))
+    return scalars | {f"gpu_{name}/rank{rank}": value for rank, gpu in gpus for name, value in gpu.items()}
 
 
 def _start_wandb(spec: RunSpec, run_dir: Path) -> Any:

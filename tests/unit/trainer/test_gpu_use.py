@@ -14,7 +14,9 @@ import pytest
 import torch
 from fake_nvidia_smi import write_nvidia_smi
 
+from trainer.config import RunSpec
 from trainer.records import gpu_use, telemetry
+from trainer.records.run_state import RunHistory
 
 UUID = "GPU-00000001"
 
@@ -94,3 +96,29 @@ def test_the_heartbeat_of_a_rank_has_the_use_of_its_own_gpu(monkeypatch: pytest.
     for monitor in gpu_use._monitors.values():
         monitor.close()
     assert telemetry.gpu_usage(torch.device("cpu")) == {}
+
+
+def test_tensorboard_has_a_curve_for_the_gpu_of_every_rank(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spec = RunSpec(run="r", model="tiny", dataset="d.jsonl", loggers=("tensorboard",))
+    world = types.SimpleNamespace(rank=0, global_rank=0, is_host_leader=True)
+    recorder = telemetry.Recorder(spec, tmp_path, world, RunHistory([{"start": "a", "step": 0, "head": "h"}]))  # type: ignore[arg-type]
+    figures: dict[str, Any] = {
+        "loss": 1.0,
+        "lr": 0.1,
+        "grad_norm": None,
+        "tokens_per_second": 5.0,
+        "step_seconds": [1.0, 2.0],
+    }
+    for step, power in ((1, 200.0), (2, 210.0)):
+        gpus = [{"utilisation_percent": 90.0, "power_w": power}, {}, {"power_w": 75.0}]
+        recorder.step(figures | {"step": step, "steps": 2, "gpus": gpus}, eta=0.0, last=True)
+    recorder.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    curves = {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"] if "gpu" in tag}
+    assert curves == {
+        "gpu_utilisation_percent/rank0": [90.0, 90.0],
+        "gpu_power_w/rank0": [200.0, 210.0],
+        "gpu_power_w/rank2": [75.0, 75.0],
+    }

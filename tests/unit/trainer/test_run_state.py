@@ -84,8 +84,8 @@ class OtherRank:
         self.calls.append(("sync", flags))
 
     def sum(self, values: list[float]) -> list[float]:
-        head, times = values[:-8], values[-8:]
-        doubled = [2 * value for value in head]
+        head, readings, times = values[:-18], values[-18:-8], values[-8:]
+        doubled = [2 * value for value in head] + [*readings[:5], 7.0, -1.0, -1.0, -1.0, 9.0]
         for first in range(0, 8, 2):
             doubled += [times[first], 2 * times[first]]
         return doubled
@@ -112,7 +112,7 @@ def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
     add(metrics, 1, 2.0, norm=float("inf"))
     add(metrics, 2, 4.0)
     assert metrics.local_loss() == {"loss": 1.0}
-    reduced = metrics.reduce(strategy, lambda: (False, True), lambda: False)  # type: ignore[arg-type]
+    reduced = metrics.reduce(strategy, lambda: (False, True), lambda: False, {"power_w": 5.0})  # type: ignore[arg-type]
     assert strategy.calls == [
         ("sync", [0.0, 1.0, 2.0, 8.0, 4.0, 2.0, 4.0, 8.0, 4.0, 2.0]),
         ("shares", [0.5, 1.0]),
@@ -122,10 +122,11 @@ def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
     assert all((one["tokens"], one["trained_tokens"], one["samples"]) == (16, 8, 4) for one in reduced.records)
     assert not reduced.stop and reduced.written
     assert reduced.step_seconds == [1.5, 3.0] and reduced.seconds >= 3.0
+    assert reduced.gpus == [{"power_w": 5.0}, {"memory_peak_gb": 7.0, "power_w": 9.0}]
     assert reduced.comm_share == pytest.approx([0.1, 0.2], abs=0.01)
     add(metrics, 3, 1.0)
     strategy.waited = None
-    again = metrics.reduce(strategy, lambda: (True, False), lambda: False)  # type: ignore[arg-type]
+    again = metrics.reduce(strategy, lambda: (True, False), lambda: False, {})  # type: ignore[arg-type]
     assert [one["step"] for one in again.records] == [3], "reduced records are not repeated"
     assert again.stop and not again.written and again.comm_share is None
 
