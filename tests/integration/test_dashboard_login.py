@@ -112,6 +112,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_the_password_logs_in_over_tls_and_only_until_the_session_ends(served: Served) -> None:
     for path in ("/", "/runs", "/metrics", "/live/nodes", "/logout"):
         assert served.ask("GET", path)[0] in (401, 405), path
+    assert served.ask("GET", "/health")[::2] == (200, "ok\n")
     status, headers, _ = served.ask("GET", "/", Accept="text/html")
     assert (status, headers["location"]) == (303, "/login")
     status, _, form = served.ask("GET", "/login")

@@ -84,6 +84,7 @@ class Dashboard:
             Route("/runs/{run}/deploy", self.deploy, methods=["POST"]),
             Route("/live/{page}", self.live),
             Route("/metrics", self.metrics),
+            Route("/health", self.health),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
 
@@ -237,6 +238,10 @@ class Dashboard:
     async def metrics(self, request: Request) -> Response:
         """Return the state of the cluster for Prometheus."""
         return Response(prometheus.exposition(self.cluster), media_type=prometheus.CONTENT_TYPE)
+
+    async def health(self, request: Request) -> Response:
+        """Say that the dashboard answers, to anybody, and nothing else."""
+        return PlainTextResponse("ok\n")
 
     async def live(self, request: Request) -> Response:
         """Send the regions of a page that change, and a run's new metrics, as server-sent events.

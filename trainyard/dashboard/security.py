@@ -87,7 +87,7 @@ class SessionAuth:
         """
         self.site, self.password, self._report = site, password, report
         self.token = "" if password else secrets.token_urlsafe(32)
-        self.public = ("/login", "/static/") if password else ("/login",)  # the form to log in has styles
+        self.public = ("/health", "/login", *(("/static/",) if password else ()))  # the form to log in has styles
         # Cookies do not distinguish ports. With the prefix __Host-, a browser takes the cookie only over TLS.
         self.cookie = f"{'__Host-' if site.tls else ''}trainyard_{site.port}"
         self.csrf = secrets.token_hex(32)
