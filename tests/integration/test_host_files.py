@@ -264,6 +264,8 @@ def test_one_host_fetches_from_the_hub_and_passes_it_on(here: Here, stand_in: Fa
     assert len(read_samples(Path(specs[2].dataset))) == 31, "the split train only"
     again = cluster.staged(HUB)
     assert sorted(stand_in.downloads) == names and again.run_name == session.run_name
+    without_owner = cluster.staged(HUB | {"dataset": "qa"})
+    assert len(read_samples(Path(without_owner.spec_on(without_owner.state.plan[1]).dataset))) == 31
     stand_in.close()
     assert cluster.staged(HUB).run_name == session.run_name, "the hub is down: what was fetched before is used"
     assert any("cannot reach the hub" in line and "fetched before" in line for line in cluster.lines)

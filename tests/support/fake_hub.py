@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 _API = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)(?:/revision/[^/?]+)?(?:\?.*)?")
 _TREE = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)/tree/[^/?]+.*")
+_WITHOUT_OWNER = re.compile(r"((?:/api)?/datasets/)([^/?]+)((?:/(?:revision|tree|resolve)/.*|\?.*)?)")
 _FILE = re.compile(r"/(datasets/)?([^/?]+/[^/?]+)/resolve/[^/]+/(.+?)(?:\?.*)?")
 
 
@@ -47,7 +48,11 @@ class FakeHub:
     def answer(self, handler: BaseHTTPRequestHandler, body: bool) -> None:
         """Answer one request."""
         path = unquote(handler.path)
-        if found := _API.fullmatch(path) or _TREE.fullmatch(path):
+        if found := _WITHOUT_OWNER.fullmatch(path):
+            if owned := next(self.folder.glob(f"datasets/*/{found[2]}"), None):
+                place = f"{found[1]}{owned.parent.name}/{owned.name}{found[3]}"
+                return self.send(handler, 307, b"", {"Location": place}, body)
+        elif found := _API.fullmatch(path) or _TREE.fullmatch(path):
             repository = self.folder / found[1] / found[2]
             if repository.is_dir():
                 answer = self.tree(repository) if _TREE.fullmatch(path) else self.about(repository, found[2])

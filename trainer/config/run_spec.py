@@ -64,7 +64,7 @@ class RunSpec(BaseModel):
     )
     dataset: Datasets = declare(
         EMBEDDED_DATASET,
-        "'ansible-docs' (generated locally), 'observatory' (part of trainyard; default of model=smollm2), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name), "
+        "'ansible-docs' (generated locally), 'observatory' (part of trainyard; default of model=smollm2), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         expected=EXPECTED["dataset"],
     )

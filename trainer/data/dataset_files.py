@@ -10,12 +10,16 @@ from trainer.common.errors import UserError
 from trainer.common.files import sha256_file
 from trainer.common.formats import printable, quoted
 from trainer.common.inputs import path_kind
+from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY
 
 JSON, TABLES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
 COLUMNAR = (".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 FORMATS = "JSONL, JSON, CSV, TSV, Parquet or Arrow"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_WITHOUT_OWNER = re.compile(
+    r"[A-Za-z][\w-]*"
+)  # as wikitext: the hub forwards the names of its first datasets to their owners
 WHOLE = "train"  # the split of a dataset without splits, as in the library `datasets`
 _MAX_FILES = 100_000
 # Files of a folder that are not data: a description of the dataset, or a file of another format with one of these names.
@@ -49,6 +53,12 @@ def is_hub_id(name: str) -> bool:
     return bool(HUB_ID.fullmatch(name)) and not path_kind(Path(name)) and not known
 
 
+def is_hub_dataset(name: str) -> bool:
+    """Return whether `name` can only be a dataset on the hub, with or without its owner, and not an existing path."""
+    plain = _WITHOUT_OWNER.fullmatch(name) and name not in (EMBEDDED_DATASET, OBSERVATORY)
+    return is_hub_id(name) or bool(plain and not path_kind(Path(name)))
+
+
 def is_saved(folder: Path) -> bool:
     """Return whether `datasets.save_to_disk` wrote the folder."""
     return path_kind(folder / "dataset_dict.json") == "file" or (
@@ -73,7 +83,7 @@ def needs_library(name: str) -> bool:
     """Return whether only the library `datasets` reads the dataset of this name. JSON and CSV files need none."""
     path = Path(name)
     if path_kind(path) != "folder":
-        return is_hub_id(name) or format_of(path) in COLUMNAR or path.suffix.lower() == ".zst"
+        return is_hub_dataset(name) or format_of(path) in COLUMNAR or path.suffix.lower() == ".zst"
     return is_saved(path) or has_card(path) or any(needs_library(str(file)) for file in all_files(path))
 
 

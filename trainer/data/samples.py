@@ -17,7 +17,7 @@ from trainer.data.dataset_files import (
     data_files,
     format_of,
     has_card,
-    is_hub_id,
+    is_hub_dataset,
     is_saved,
     needs_library,
 )
@@ -118,7 +118,7 @@ def read_records(source: DatasetSource) -> Iterator[tuple[str, Any]]:
     """Yield (where, record) of a dataset, of any shape. Raises UserError if it is missing or unreadable."""
     path, columns = Path(source.path), source.columns
     _check_choice(source)
-    if is_hub_id(source.path):
+    if is_hub_dataset(source.path):
         for number, record in hub_records(source.path, source.config, source.split, columns):
             yield f"dataset: {source.path} record {number}", record
         return

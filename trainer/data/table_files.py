@@ -345,8 +345,25 @@ def hub_records(name: str, config: str, split: str, columns: Mapping[str, str]) 
     yield from records_apart("read_hub", (name, config, split, dict(columns)), printable(name), None, **limits)
 
 
+def _with_owner(name: str) -> str:
+    """Return the hub's OWNER/NAME for the name of a dataset. Raises UserError."""
+    from huggingface_hub import dataset_info
+
+    try:
+        found = str(dataset_info(name).id)
+    except Exception as error:  # the library's own classes, and those of its HTTP client
+        raise UserError(
+            f"dataset: no file {printable(name)}, and the hub does not say whose dataset it is: {_reason(error)}: "
+            "give a file, or OWNER/NAME"
+        ) from None
+    if "/" not in found:
+        raise UserError(f"dataset: {printable(name)} on the hub has no owner: give a file, or OWNER/NAME")
+    return found
+
+
 def read_hub(name: str, config: str, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield the records of `hub_records`, in the process that calls it."""
     with _library(f"{name} ({split}) from the hub or its cache") as datasets:
-        rows = datasets.load_dataset(name, config or None, split=split)
+        # Without an owner, the library may take a name for one of its own readers, which read any file that is near.
+        rows = datasets.load_dataset(name if "/" in name else _with_owner(name), config or None, split=split)
         yield from enumerate(_selected(rows, columns))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from trainer_runs import TOP, write_jsonl
 
 from trainer.common.errors import UserError
-from trainer.data.samples import Sample, is_hub_id, read_samples, to_sample
+from trainer.data.dataset_files import is_hub_dataset, is_hub_id
+from trainer.data.samples import Sample, read_samples, to_sample
 from trainer.spec import make_spec
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -218,9 +219,11 @@ def test_any_json_is_a_sample_or_a_one_line_error(value: Any) -> None:
 def test_hub_ids(name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_hub_id(name) is hub
+    assert is_hub_dataset(name) is (hub or name == "name")
     if hub:
         (tmp_path / name).mkdir(parents=True)
-        assert not is_hub_id(name), "an existing path takes precedence"
+        assert not is_hub_id(name) and not is_hub_dataset(name), "an existing path takes precedence"
+    assert not is_hub_dataset("ansible-docs") and not is_hub_dataset("observatory")
 
 
 def test_the_examples_of_the_documentation() -> None:

@@ -19,7 +19,7 @@ from trainer.config import EMBEDDED_DATASET, OBSERVATORY, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.run_name import file_stem
 from trainer.data.data_report import DataReport
-from trainer.data.dataset_files import all_files, data_suffix, is_hub_id
+from trainer.data.dataset_files import all_files, data_suffix, is_hub_dataset, is_hub_id
 from trainer.data.samples import check_source
 from trainer.data.shapes import Sample
 from trainer.loop.script import check_script
@@ -247,25 +247,28 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
     if kind == "folder" and not all_files(path):
         raise UserError(f"dataset: {path} is an empty folder: give a folder with data files, or a file")
     if not kind:
-        if is_hub_id(spec.dataset_name):
+        # The model tiny needs a file, so a name without an owner is more likely a mistake than a dataset of the hub.
+        from_hub = is_hub_id if spec.model == TINY else is_hub_dataset
+        if from_hub(spec.dataset_name) and not _suggest(path):
             return None
         listed = ", or several in a list such as '[a.jsonl, b.jsonl]'" if "," in spec.dataset_name else ""
         raise UserError(
-            f"dataset: no file {path}{_suggest_file(path)}: give a file, a folder, '{EMBEDDED_DATASET}', '{OBSERVATORY}', "
+            f"dataset: no file {path}{_suggest(path)}: give a file, a folder, '{EMBEDDED_DATASET}', '{OBSERVATORY}', "
             f"host:/path, or a hub id (org/name){listed}"
         )
     return path.absolute()
 
 
-def _suggest_file(path: Path) -> str:
-    """Return `` (did you mean 'x'?)`` for a file beside `path` with nearly its name, or an empty string."""
+def _suggest(path: Path) -> str:
+    """Return `` (did you mean 'x'?)`` for a dataset of trainyard or a file beside `path` with nearly its name, or an empty string."""
     folder = path.parent
     try:
         names = [entry.name for entry in itertools.islice(folder.iterdir(), _MAX_NAMES)]
     except OSError:
         names = []
-    near = get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f" (did you mean {str(folder / near[0])!r}?)" if near else ""
+    known = {name: name for name in (EMBEDDED_DATASET, OBSERVATORY)} | {name: str(folder / name) for name in names}
+    near = get_close_matches(path.name, known, n=1, cutoff=0.75)
+    return f" (did you mean {known[near[0]]!r}?)" if near else ""
 
 
 def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool) -> list[Sample] | None:
