@@ -11,6 +11,8 @@ case "$1" in
 --query-gpu=uuid,utilization.gpu,memory.used,temperature.gpu,power.draw) row='{uuid}%s, 87, 11264, 65, 240.55' ;;
 --query-gpu=uuid,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,power.limit,name)
     row='{uuid}%s, 87, 11264, 24576, 65, 240.55, 350.00, Stand-in GPU' ;;
+--query-gpu=pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,uuid) row='4, 8, 16, {uuid}%s' ;;
+nvlink) row='GPU 0: Stand-in GPU (UUID: {uuid}%s)\\n\\t Link 0: 25 GB/s\\n\\t Link 1: <inactive>\\n\\t Link 2: 26.562 GB/s' ;;
 *) exit 0 ;;
 esac
 number=0

@@ -145,7 +145,7 @@ def health(host: Host) -> dict[str, Any]:
 
 def hardware() -> dict[str, Any]:
     return {
-        "gpus": [{"name": "A", "memory_mib": 1000}], "cpu": "C", "cores": 4, "memory_mib": 8000, "free_bytes": 10**12,
+        "gpus": [{"name": "A", "memory_mib": 1000, "links": "PCIe 4 x16"}], "cpu": "C", "cores": 4, "memory_mib": 8000, "free_bytes": 10**12,
         "models": ["m:1b"], "model_count": 1,
     }  # fmt: skip
 

@@ -62,11 +62,13 @@ def test_the_hardware_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monkey
         host = make_host("here", variables | {"ollama_url": f"{server.url}/"})
         found = gather_hardware([host], lambda name: HostConnection(host, LocalTransport()), 30)
     here = found["here"]
-    assert here["gpus"] == [{"name": "Stand-in GPU", "memory_mib": 24576}] * 2
+    assert here["gpus"] == [{"name": "Stand-in GPU", "memory_mib": 24576, "links": "PCIe 4 x8 of x16, 2 NVLinks"}] * 2
     assert here["models"] == ["a:1b", "b:1b"] and here["free_bytes"] > 0 and here["memory_mib"] > 0
     table = hardware_table(["here", "away"], found)
-    assert "2 x Stand-in GPU  2 x 24 GiB" in table[1] and table[1].endswith("a:1b, b:1b")
-    assert table[2].split() == ["away", *["-"] * 7]
+    assert "2 x Stand-in GPU  2 x 24 GiB  2 x PCIe 4 x8 of x16, 2 NVLinks" in table[1] and table[1].endswith(
+        "a:1b, b:1b"
+    )
+    assert table[2].split() == ["away", *["-"] * 8]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"version": "1.0.0", "models": 5}', b"[" * 100_000, b"\xff"])

@@ -197,7 +197,7 @@ def test_the_controller_connects_to_ollama_on_other_machines() -> None:
 
 def test_the_hardware_of_all_hosts_is_one_table() -> None:
     states = healthy_hosts()
-    card = {"name": "Stand-in GPU", "memory_mib": 24576}
+    card = {"name": "Stand-in GPU", "memory_mib": 24576, "links": ""}
     states[0].health["hardware"] = {
         "gpus": [card, card], "cpu": "Ten Cores", "cores": 20, "memory_mib": 65536, "free_bytes": 10**12,
         "models": [f"model{n:02d}:1b" for n in range(30)], "model_count": 130,
@@ -208,8 +208,8 @@ def test_the_hardware_of_all_hosts_is_one_table() -> None:
     }  # fmt: skip
     lines = host_table(states, [])
     table = lines[lines.index("") + 1 :]
-    assert table[0].split("  ")[0] == "host" and "2 x Stand-in GPU  2 x 24 GiB  Ten Cores" in table[1]
-    assert table[1].endswith("model05:1b, 124 more") and table[2].endswith("none") and table[3].split()[1:] == ["-"] * 7
+    assert table[0].split("  ")[0] == "host" and "2 x Stand-in GPU  2 x 24 GiB  -          Ten Cores" in table[1]
+    assert table[1].endswith("model05:1b, 124 more") and table[2].endswith("none") and table[3].split()[1:] == ["-"] * 8
     assert all(line.isprintable() and len(line) < 250 for line in lines)
 
 

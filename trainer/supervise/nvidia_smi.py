@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 TIME_LIMIT = 20.0  # s
@@ -16,16 +17,32 @@ def query(*fields: str, subject: str = "gpu") -> list[list[str]]:
         fields: names of fields, one value each; only the last one's may hold a comma.
         subject: "gpu" or "compute-apps".
     """
-    arguments = [f"--query-{subject}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    rows = _lines(f"--query-{subject}={','.join(fields)}", "--format=csv,noheader,nounits")
+    values = [[value.strip() for value in row.split(",", len(fields) - 1)] for row in rows]
+    return [row for row in values if len(row) == len(fields)]
+
+
+def nvlinks() -> dict[str, int]:
+    """Return {UUID of a GPU: number of its active NVLinks}, for the GPUs that have some."""
+    found: dict[str, int] = {}
+    uuid = ""
+    for line in _lines("nvlink", "--status"):
+        if match := re.search(r"\(UUID: ([\w-]+)\)", line):
+            uuid = match[1]
+        elif uuid and re.fullmatch(r"\s*Link \d+: [\d.]+ GB/s", line):
+            found[uuid] = found.get(uuid, 0) + 1
+    return found
+
+
+def _lines(*arguments: str) -> list[str]:
+    """Return the lines that nvidia-smi prints; none if it fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = done.stdout.splitlines() if done.returncode == 0 else []
-    values = [[value.strip() for value in row.split(",", len(fields) - 1)] for row in rows]
-    return [row for row in values if len(row) == len(fields)]
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def mib(value: str) -> int:

@@ -11,7 +11,7 @@ from trainer.common.formats import printable, table
 from trainyard.ollama.servers import host_urls
 from trainyard.wire.connection import FanOut, Host, HostConnection
 
-COLUMNS = ["host", "GPUs", "GPU memory", "CPU", "cores", "RAM", "disk free", "Ollama models"]
+COLUMNS = ["host", "GPUs", "GPU memory", "GPU links", "CPU", "cores", "RAM", "disk free", "Ollama models"]
 NAME_LIMIT = 40  # characters of the name of a device
 MODELS_LIMIT = 80  # characters of the models of a host
 
@@ -44,6 +44,7 @@ def hardware_table(names: Sequence[str], answers: Mapping[str, Mapping[str, Any]
                 name,
                 _counted(printable(gpu["name"], NAME_LIMIT) for gpu in found["gpus"]),
                 _counted(f"{gpu['memory_mib'] / 1024:.0f} GiB" for gpu in found["gpus"]),
+                _counted(printable(gpu["links"], NAME_LIMIT) for gpu in found["gpus"] if gpu["links"]),
                 printable(found["cpu"], NAME_LIMIT),
                 str(found["cores"]),
                 f"{found['memory_mib'] / 1024:.0f} GiB",

@@ -24,13 +24,17 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         request: `data_dir`; `ollama_urls`, where this host may reach its Ollama.
 
     Returns:
-        `gpus` with `name` and `memory_mib`; `cpu`, the model; `cores`; `memory_mib`; `free_bytes` below `data_dir`;
+        `gpus` with `name`, `memory_mib` and `links`, such as "PCIe 4 x16, 12 NVLinks"; `cpu`, the model; `cores`; `memory_mib`; `free_bytes` below `data_dir`;
         `models`, names of Ollama's models, or None if no Ollama answers; `model_count`.
     """
     rows = nvidia_smi.query("name", "memory.total", "uuid")
+    links = gpu_links() if rows else {}
     models = ollama_models(request["ollama_urls"])
     return {
-        "gpus": [{"name": name, "memory_mib": nvidia_smi.mib(memory)} for name, memory, _ in rows],
+        "gpus": [
+            {"name": name, "memory_mib": nvidia_smi.mib(memory), "links": links.get(uuid, "")}
+            for name, memory, uuid in rows
+        ],
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 1,
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
@@ -38,6 +42,21 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "models": None if models is None else models[:MODELS],
         "model_count": len(models or []),
     }
+
+
+def gpu_links() -> dict[str, str]:
+    """Return {UUID: the generation of PCI Express, the width of the slot or of both where they differ, and the NVLinks}."""
+    found, nvlinks = {}, nvidia_smi.nvlinks()
+    for generation, width, most, uuid in nvidia_smi.query(
+        "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "uuid"
+    ):
+        parts = []
+        if generation.isdigit() and width.isdigit() and most.isdigit():
+            parts.append(f"PCIe {generation} x{width}" + (f" of x{most}" if width != most else ""))
+        if count := nvlinks.get(uuid):
+            parts.append(f"{count} NVLink{'s' if count > 1 else ''}")
+        found[uuid] = ", ".join(parts)
+    return found
 
 
 def cpu_model() -> str:

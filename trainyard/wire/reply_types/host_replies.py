@@ -135,6 +135,7 @@ class GpuState(OpenReply):
 class GpuCard(OpenReply):
     name: Line
     memory_mib: Count
+    links: Line
 
 
 class Hardware(OpenReply):
