@@ -38,16 +38,17 @@ def names_table(aliases: dict[str, str], left: str, right: str) -> str:
 
 def other_names() -> str:
     """Return the names of other tools by field, then the values of those that do not have the values of the field."""
+    aliases = {name: alias for name, alias in config.ALIASES.items() if not name.startswith("distributed.")}
     rows = ["| field | other names |", "| --- | --- |"]
     for target in config.FIELDS:
-        names = [name for name, alias in config.ALIASES.items() if alias.field == target and name != ACCUMULATION]
+        names = [name for name, alias in aliases.items() if alias.field == target and name != ACCUMULATION]
         if names:
             rows.append(f"| `{target}` | {', '.join(f'`{name}`' for name in names)} |")
     rows += ["", "Some of these names have values of their own:", ""]
     rows += ["| name | values |", "| --- | --- |"]
-    special = {id(alias): alias for alias in config.ALIASES.values() if alias.words or alias.note}
+    special = {id(alias): alias for alias in aliases.values() if alias.words or alias.note}
     for each in special.values():
-        same = ", ".join(f"`{name}`" for name, alias in config.ALIASES.items() if alias is each)
+        same = ", ".join(f"`{name}`" for name, alias in aliases.items() if alias is each)
         rows.append(f"| {same} | {'; '.join([*meanings(each), *([each.note] if each.note else [])])} |")
     return "\n".join(rows)
 
@@ -157,6 +158,10 @@ def names_of_other_tools() -> str:
 
 Files, flags and `-e` also accept names of Hugging Face (transformers, TRL, peft, accelerate) and of OpenDiLoCo, with dashes or
 underscores. Two names of one field with different values are an error. [`trainyard import`](import.md) converts files of other tools.
+A file may have its fields in sections `training` and `distributed`; what the latter says of hosts and ports has no effect. `fsdp_config` and
+`deepspeed` take options, or the path of a JSON file with them.
+
+A field of a strategy that the run does not use, such as `deepspeed_stage` with `strategy=pipeline`, is refused.
 
 YAML reads 0123 as 83 and 1:30 as 90: such numbers are refused, and so is a fraction where a text is expected (`run: 1.10` would be 1.1):
 write a text in quotes.

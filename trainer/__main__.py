@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import DiskError, UserError, disk_failure, memory_failure
+from trainer.common.files import write_atomic
 from trainer.common.formats import quoted
 from trainer.common.imports import without_collector
 from trainer.common.inputs import path_kind, user_path
 from trainer.common.utf8 import require_utf8
 from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, table
+from trainer.config.alias_table import ACCUMULATION
+from trainer.config.aliases import field_of
 from trainer.config.fields import expected_value
 from trainer.distributed.replica import Replica
 from trainer.loop import unsloth_backend
@@ -35,9 +38,10 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
        python -m trainer plan [SPEC.yml] [--hosts 2] [--link-mbit 1000] [--json] [--no-measure] [--lr 1e-3 ...]
                                                               estimate memory, communication and speed of every
                                                               strategy and recommend one
-       python -m trainer config deepspeed|fsdp|accelerate|slurm|launcher [SPEC.yml] [--hosts 2] [--head ADDRESS] [--no-gpu]
-                                [--env NAME=VALUE ...] [--partition NAME] [--account NAME] [--time 12:00:00]
-                                [--gres gpu:4] [--cpus 16] [--mem 64G]
+       python -m trainer config deepspeed|fsdp|accelerate|slurm|launcher [SPEC.yml] [--output FILE] [--hosts 2]
+                                [--head ADDRESS] [--no-gpu] [--env NAME=VALUE ...] [--partition NAME] [--account NAME]
+                                [--time 12:00:00] [--gres gpu:4] [--cpus 16] [--mem 64G] [--prologue "module load cuda"]
+                                [--num_gpus_per_node 4] [--master_port 29500] [--node_rank 0] [--use_deepspeed]
                                                               print the spec as a configuration file of another tool,
                                                               or as a script for Slurm or torchrun
        python -m trainer merge < REQUEST.json                 merge the results of runs, as playbooks/merge.yml asks
@@ -46,7 +50,7 @@ USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-d
 SPEC.yml contains fields of the run spec; flags override it. `lr=1e-3` is equivalent to `--lr=1e-3`.
 Several ranks: torchrun ... -m trainer --run-name mine --lr 1e-3 (torchrun takes --run for its own --run-path).
 Names of other tools are understood, such as --learning_rate or --per-device-train-batch-size: docs/run-spec.md.
---hosts: their number, or a JSON list with one object per host (host, processes, memory_mib); a run's plan.json works.
+--hosts (--num_nodes): their number, or a JSON list with one object per host (host, processes, memory_mib); a run's plan.json works.
 DIR: the data directory (default: the current one) contains runs/<run>/, and store/ with files that runs share.
 """
 
@@ -65,6 +69,14 @@ def take_value(argv: list[str], flag: str) -> str | None:
         if argument.startswith(f"{flag}="):
             return argv.pop(index).partition("=")[2]
     return None
+
+
+def take_any(argv: list[str], *flags: str) -> str | None:
+    """Remove every one of the flags from argv, also written with hyphens; return the value of the first that is present."""
+    found = [
+        take_value(argv, name) for flag in flags for name in dict.fromkeys((flag, f"--{flag[2:].replace('_', '-')}"))
+    ]
+    return next((value for value in found if value is not None), None)
 
 
 def take_path(argv: list[str], flag: str) -> Path | None:
@@ -92,10 +104,10 @@ def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | N
     return run_dir, data_dir, [take_value(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")]
 
 
-def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False) -> RunSpec:
+def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False, strict: bool = True) -> RunSpec:
     """Return the spec that the remaining arguments define: an optional file, and flags. Raises UserError.
 
-    `ranks`: number of ranks of the run, if it is known. `quiet`: print no notes.
+    `ranks`: number of ranks of the run, if it is known. `quiet`: print no notes. `strict`: see `read_spec`.
     """
     # run=x is also a flag unless it is a file: torchrun interprets --run=x as an abbreviation of its --run-path.
     argv[:] = [f"--{argument}" if _is_assignment(argument) else argument for argument in argv]
@@ -103,7 +115,7 @@ def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False) -> Run
     path = user_path(positional, "run spec") if positional is not None else None
     flags = parse_flags(argv)
     report = _print_note if not quiet and os.environ.get("RANK", "0") == "0" else lambda line: None
-    return read_spec(path, flags, "the flags", ranks=ranks, report=report)
+    return read_spec(path, flags, "the flags", ranks=ranks, report=report, strict=strict)
 
 
 def _print_note(line: str) -> None:
@@ -189,22 +201,47 @@ def _link_speed(value: str | None) -> float | None:
 
 def config(argv: list[str]) -> int:
     """Print the spec as the configuration of another tool."""
-    from trainer.tools.tool_configs import Script, render
+    from trainer.tools.tool_configs import SLURM_OPTIONS, Script, render
 
     kind = take_positional(argv) or ""
-    argument, head = take_value(argv, "--hosts") or "1", take_value(argv, "--head")
+    output = take_path(argv, "--output")
+    argument = take_any(argv, "--hosts", "--num_nodes", "--nnodes") or "1"
+    head = take_any(argv, "--head", "--master_addr")
     gpus = not take_switch(argv, "--no-gpu")
+    places = {name: take_any(argv, f"--{name}") for name in ("num_gpus_per_node", "master_port", "node_rank")}
     env = []
     while (pair := take_value(argv, "--env")) is not None:
         env.append(pair)
     slurm = {}
-    for flag in ("--partition", "--account", "--time", "--gres", "--cpus", "--mem"):
-        if value := take_value(argv, f"--slurm-{flag[2:]}") or take_value(argv, flag):
-            slurm[flag[2:]] = value
-    script = Script.of(env, slurm)
+    for name in SLURM_OPTIONS:
+        if value := take_any(argv, f"--slurm_{name}", f"--{name}", *(["--time_limit"] if name == "time" else [])):
+            slurm[name] = value
+    script = Script.of(env, slurm, places, kind)
+    if take_switch(argv, "--use_deepspeed"):
+        argv.append("--strategy=deepspeed")
+    if take_switch(argv, "--offload_optimizer"):
+        argv.append("--deepspeed_offload=optimizer")
     flags, hosts = list(argv), script.hosts_of(argument)
     ranks = sum(host["processes"] for host in hosts)
-    print(render(kind, take_spec(argv, ranks), hosts, head, flags, gpus, script), end="")
+    strict = kind not in ("deepspeed", "fsdp")  # which name the strategy
+    spec = take_spec(argv, ranks, strict=strict)
+    if kind in ("deepspeed", "accelerate") and flags and flags[0].startswith("--"):
+        rows = -(-spec.rows_per_step // (spec.batch_size * ranks)) * spec.batch_size * ranks
+        names = ("total_batch_size", "gradient_accumulation", ACCUMULATION, "deepspeed_config")
+        chosen = any(field_of(name) in names for name in parse_flags(flags))
+        if rows != spec.rows_per_step and not chosen:
+            _print_note(f"total_batch_size={rows}: other tools require a multiple of batch_size x processes")
+            spec = take_spec([*flags, f"--total_batch_size={rows}"], ranks, quiet=True, strict=strict)
+    text = render(kind, spec, hosts, head, flags, gpus, script)
+    if output is None:
+        print(text, end="")
+        return 0
+    try:
+        write_atomic(output, text)
+        if kind in ("launcher", "slurm"):
+            output.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"--output: cannot write {quoted(str(output))}: {error.strerror}") from None
     return 0
 
 

@@ -1,6 +1,6 @@
 """Build and check a run spec from a YAML file, flags or ``-e`` values, and compare two specs. Importable without torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainer.config.fields import mismatch
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import read_yaml
-from trainer.strategy import plan_of
+from trainer.strategy import AUTO, STRATEGIES, plan_of
 from trainer.strategy.deepspeed_file import derived_fields
 
 MAX_LISTED = 5  # unknown names in an error message
@@ -84,6 +84,21 @@ def _unknown_key(problem: ErrorDetails) -> bool:
     return problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
 
 
+def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
+    """Check that the strategy uses every field that a user gave. Raises UserError.
+
+    Args:
+        given: names of fields.
+    """
+    used = {spec.strategy, spec.replica_strategy} if spec.strategy == "diloco" else {spec.strategy}
+    for name in given:
+        owner = "diloco" if name.startswith("replica_") else name.partition("_")[0]
+        if name in FIELDS and owner in STRATEGIES and AUTO not in used and owner not in used:
+            raise UserError(
+                f"run spec: {name} has no effect with strategy={spec.strategy}: set strategy={owner}, or omit {name} ({source})"
+            )
+
+
 def read_spec(
     path: Path | None,
     overrides: Mapping[str, Any],
@@ -91,6 +106,7 @@ def read_spec(
     *,
     ranks: int | None = None,
     report: Callable[[str], None] = lambda line: None,
+    strict: bool = False,
 ) -> RunSpec:
     """Read a spec from a YAML file (or none) and apply `overrides`.
 
@@ -98,6 +114,7 @@ def read_spec(
         source: source of the overrides, for error messages.
         ranks: number of ranks of the run, if it is known.
         report: receives a line for each name whose meaning differs.
+        strict: see `check_given`. The file of a run, which has all fields, is not checked.
 
     Raises:
         UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
@@ -107,6 +124,8 @@ def read_spec(
         make_spec(values, str(path), ranks)
     resolved, more = resolve_aliases(read_tool_files(overrides), values, source=source, ranks=ranks)
     spec = make_spec({**values, **resolved}, source, ranks)
+    if strict:
+        check_given(spec, resolved.keys() if values.keys() >= FIELDS.keys() else {**values, **resolved}, source)
     for note in notes + more:
         report(note)
     return spec

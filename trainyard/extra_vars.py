@@ -14,7 +14,7 @@ from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, read_yaml, resolve_aliases, suggest
 from trainer.config.tool_files import read_tool_files
-from trainer.spec import MAX_LISTED, and_more, make_spec
+from trainer.spec import MAX_LISTED, and_more, check_given, make_spec
 from trainyard.run import launch_options as options
 
 MAX_VALUES = 1_000_000  # in one variable; the state of a session with a thousand hosts has fewer
@@ -101,7 +101,9 @@ def read_run_spec(
         make_spec(base, f"{file}{hint}")
     for note in notes + further:
         report(note)
-    return make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, source)
+    spec = make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, source)
+    check_given(spec, given.keys() if base.keys() >= FIELDS.keys() else {**base, **given}, source)
+    return spec
 
 
 def plain_data(value: Any) -> Any:

@@ -164,6 +164,7 @@ def test_extra_variables_exist() -> None:
 def test_command_line_flags_of_the_trainer_exist() -> None:
     """``python -m trainer ... --flag`` in a code block names a field of the run spec or a flag of the program."""
     from trainer.config import is_known
+    from trainer.tools.tool_configs import SLURM_OPTIONS
 
     program = (TOP / "trainer" / "__main__.py").read_text()
     flags = set()
@@ -171,6 +172,7 @@ def test_command_line_flags_of_the_trainer_exist() -> None:
         words = line.partition("-m trainer")[2].partition("   #")[0]
         flags |= set(re.findall(r"(--[a-z][a-z-]*)", words.split("`")[0]))
     assert flags
+    flags -= {f"--{name}" for name in SLURM_OPTIONS}
     assert not {flag for flag in flags if not is_known(flag[2:].replace("-", "_")) and f'"{flag}"' not in program}
 
 

@@ -77,7 +77,10 @@ def test_the_script_starts_the_interpreter_with_these_paths(
 
 
 def test_the_header_asks_for_what_was_asked() -> None:
-    text = script_of("/shared/runs/r", "/usr/bin/python3", slurm_gres="gpu:a100:4,nvme:1", slurm_mem="64G")
+    prologue = "module load cuda; source activate x"
+    asked = {"slurm_gres": "gpu:a100:4,nvme:1", "slurm_mem": "64G", "slurm_prologue": prologue}
+    text = script_of("/shared/runs/r", "/usr/bin/python3", **asked)
+    assert text.index(f"\n{prologue}\n") < text.index("\nset -euo pipefail\n")
     header = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert set(header) == {
         "--job-name=trainyard-r", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:a100:4,nvme:1", "--mem=64G",

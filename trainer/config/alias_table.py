@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from trainer.common.formats import printable
 from trainer.config.fields import MAX_COUNT, NO_WORDS, word_for
 
 Fields = Mapping[str, Any]  # values by field
@@ -117,6 +118,34 @@ def _deepspeed(value: Any) -> Fields:
     return {"deepspeed_config": value}
 
 
+def _fsdp_config(value: Any) -> Fields:
+    """Convert the options of FSDP of transformers, accelerate or torch, with or without the prefix ``fsdp_``."""
+    if is_off(value):
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError("options of FSDP, or the path of a JSON file with them")
+    found: dict[str, Any] = {}
+    for name, option in value.items():
+        word = str(name).lower().removeprefix("fsdp_")
+        if word in _FSDP_OPTIONS:
+            fields = _FSDP_OPTIONS[word].fields(_only_value(option))
+        elif word in _FSDP_IMPLIED or is_off(option):
+            fields = {}
+        else:
+            raise ValueError(f"options of FSDP without {printable(name, 40)}, which FSDP2 does not have")
+        for field, each in fields.items():
+            if found.setdefault(field, each) != each:
+                raise ValueError(f"options of FSDP with one value of {field}")
+    return {"strategy": "fsdp"} | found
+
+
+def _only_value(option: Any) -> Any:
+    """Return the value of a mapping whose values are equal, as ``{param_dtype: torch.bfloat16, reduce_dtype: torch.bfloat16}``."""
+    parts = list(option.values()) if isinstance(option, Mapping) else [option]
+    values = [part.removeprefix("torch.") if isinstance(part, str) else part for part in parts]
+    return values[0] if values and all(value == values[0] for value in values) else option
+
+
 def _words(field: str, values: Mapping[Any, Iterable[str]]) -> dict[str, Fields]:
     """Return {word: {field: value}} for {value: words}."""
     return {word: {field: value} for value, words in values.items() for word in words}
@@ -126,6 +155,26 @@ def _switch(field: str, true: Any, false: Any) -> dict[str, Fields]:
     return {"true": {field: true}, "false": {field: false}}
 
 
+HOST_NAMES = [
+    "backend",
+    "world_size",
+    "num_nodes",
+    "nnodes",
+    "num_gpus_per_node",
+    "gpus_per_node",
+    "nproc_per_node",
+    "num_processes",
+    "master_addr",
+    "master_port",
+    "node_rank",
+    "rank",
+    "local_rank",
+    "init_method",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+]
+"""Names that say which hosts take part, and how ranks find each other."""
 _SHARDING: dict[str, Fields] = {
     "no_shard": {"strategy": "ddp"},
     "full_shard": {"strategy": "fsdp", "fsdp_shard": "all"},
@@ -146,6 +195,39 @@ _DTYPE = Alias(
         },
     ),
     note=_FP32,
+)
+_OFFLOAD = Alias("fsdp_offload", _switch("fsdp_offload", True, False))
+_FSDP_OPTIONS = {
+    "fsdp": Alias("strategy", convert=_fsdp),
+    "config": Alias("strategy", convert=_fsdp_config),
+    "sharding_strategy": _SHARDS,
+    "reshard_after_forward": Alias(
+        "fsdp_shard", {"true": _SHARDING["full_shard"], "false": _SHARDING["shard_grad_op"], **_SHARDING}
+    ),
+    **dict.fromkeys(("offload_params", "cpu_offload", "cpu_offload_params"), _OFFLOAD),
+    "activation_checkpointing": Alias("gradient_checkpointing", _switch("gradient_checkpointing", True, False)),
+    **dict.fromkeys(("mixed_precision", "mixed_precision_policy"), _DTYPE),
+}
+_FSDP_IMPLIED = [
+    "version",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "transformer_cls_names_to_wrap",
+    "min_num_params",
+    "state_dict_type",
+    "final_state_dict_type",
+    "cpu_ram_efficient_loading",
+    "sync_module_states",
+    "use_orig_params",
+    "limit_all_gathers",
+    "backward_prefetch",
+    "backward_prefetch_policy",
+    "forward_prefetch",
+]
+_ON_HOSTS = Alias(
+    "strategy",
+    convert=lambda value: {},
+    note="the inventory and the launch options say which hosts and ports take part",
 )
 _EVAL_STRATEGY = Alias(
     "eval_interval",
@@ -212,10 +294,17 @@ _CONVERTED: dict[str, Alias] = {
     "sharding_strategy": _SHARDS,
     "fsdp_sharding_strategy": _SHARDS,
     "fsdp": Alias("strategy", convert=_fsdp),
+    "fsdp_config": Alias(
+        "strategy",
+        convert=_fsdp_config,
+        note="FSDP2 implies the other options: every decoder layer is a unit, and weights are loaded and saved in shards",
+    ),
     "offload_optimizer_device": Alias(
         "deepspeed_offload", _words("deepspeed_offload", {"optimizer": ["cpu"], "none": ["none"]})
     ),
     "ddp_comm_hook": Alias("gradient_comm_dtype", _words("gradient_comm_dtype", {"32": ["no"], "bf16": ["bf16"]})),
+    # Names of the section `distributed` of a YAML file, see trainer.config.tool_files.
+    **{f"distributed.{name}": _ON_HOSTS for name in HOST_NAMES},
     "eval_strategy": _EVAL_STRATEGY,
     "evaluation_strategy": _EVAL_STRATEGY,
     "save_strategy": Alias(
@@ -282,7 +371,6 @@ REFUSED: dict[str, str] = {
     "push_to_hub": "a run does not upload: collect the result with -e collect_to=FOLDER",
     "use_dora": "DoRA is not supported: omit it",
     "use_rslora": "rsLoRA is not supported: multiply lora_alpha by the square root of lora_r",
-    "fsdp_config": "options of FSDP are not read: set strategy=fsdp and fsdp_shard",
     "adam_beta1": _OPTIMIZER,
     "adam_beta2": _OPTIMIZER,
     "adam_epsilon": _OPTIMIZER,

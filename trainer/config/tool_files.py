@@ -13,12 +13,13 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from trainer.common.errors import UserError, first_line
-from trainer.common.formats import printable
+from trainer.common.formats import printable, quoted
 from trainer.common.inputs import read_regular, user_path
-from trainer.config.alias_table import is_off
+from trainer.config.alias_table import HOST_NAMES, is_off
 
 _MAX_FILE = 64 * 1024  # bytes
-_NAMES = ("deepspeed", "deepspeed_config")
+_NAMES = ("deepspeed", "deepspeed_config", "fsdp_config")
+_SECTIONS = ("distributed", "training")
 
 
 def as_options(value: Any) -> Any:
@@ -55,15 +56,17 @@ DeepSpeedOptions = Annotated[dict[str, Any], BeforeValidator(as_options)]
 
 
 def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the path of a DeepSpeed configuration by its options. `deepspeed` also implies `strategy: deepspeed`.
+    """Replace the path of a configuration of DeepSpeed or FSDP by its options, and the sections of a file by their names.
+
+    `deepspeed` also implies `strategy: deepspeed`.
 
     Args:
         values: names and values of one source, such as the flags.
 
     Raises:
-        UserError: the file cannot be read, or is not a JSON object.
+        UserError: the file cannot be read, or is not a JSON object; or a section and another one set a name differently.
     """
-    found = dict(values)
+    found = _without_sections(values)
     for name in _NAMES:
         value = found.get(name)
         if not isinstance(value, str) or value.strip().startswith("{") or is_off(value):
@@ -76,4 +79,17 @@ def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = options
         if name == "deepspeed":
             found.setdefault("strategy", "deepspeed")
+    return found
+
+
+def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of the sections `distributed` and `training` beside the others; those of hosts as `distributed.NAME`."""
+    found = {name: value for name, value in values.items() if name not in _SECTIONS or not isinstance(value, Mapping)}
+    for section in values.keys() - found.keys():
+        for name, value in values[section].items():
+            place = f"distributed.{name}" if section == "distributed" and name in HOST_NAMES else str(name)
+            if found.setdefault(place, value) != value:
+                raise UserError(
+                    f"run spec: {section}.{printable(place, 80)} is {quoted(value)}, and {quoted(found[place])} elsewhere: remove one of them"
+                )
     return found

@@ -36,6 +36,7 @@ FREE: dict[str, type[bool] | type[int]] = {
     "zero_optimization.offload_optimizer.pin_memory": bool,
     "zero_optimization.offload_param.pin_memory": bool,
     "zero_allow_untested_optimizer": bool,
+    "zero_force_ds_cpu_optimizer": bool,
     "wall_clock_breakdown": bool,
     "steps_per_print": int,
 }

@@ -10,6 +10,7 @@ PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,254}")
 ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,254}")
 _RESOURCE = r"[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}"
 GRES = re.compile(f"{_RESOURCE}(,{_RESOURCE}){{0,15}}")
+PROLOGUE = re.compile(r"[^\x00-\x1f\x7f]*")
 MEMORY = re.compile(r"\d{1,9}[KMGT]?")
 # Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
 TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}")

@@ -42,7 +42,16 @@ SLURM_OPTIONS = {
     "gres": (slurm_script.GRES, "NAME:NUMBER or NAME:TYPE:NUMBER, a,b"),
     "cpus": (re.compile(r"[1-9]\d{0,4}"), "a number of cores"),
     "mem": (slurm_script.MEMORY, "megabytes, or a number with K, M, G or T"),
+    "prologue": (slurm_script.PROLOGUE, "one line of commands"),
 }
+
+
+# Flags that say where ranks run: the largest value, and the kinds of files that have a place for it.
+_PLACES = (
+    ("num_gpus_per_node", 1024, KINDS),
+    ("master_port", 65535, ("accelerate", "slurm", "launcher")),
+    ("node_rank", 9999, ("launcher",)),
+)
 
 
 @dataclass(frozen=True)
@@ -52,14 +61,28 @@ class Script:
     Attributes:
         env: variables that the script exports, such as NCCL_DEBUG.
         slurm: options of Slurm by name, of `SLURM_OPTIONS`; Slurm's default for those that are missing.
+        processes: processes of every host; 0: as the hosts or the generic resources say.
+        port: where ranks meet on the first host.
+        place: the place of the host that runs a launcher without an argument.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
     slurm: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 0
+    port: int = slurm_script.PORT
+    place: int = 0
 
     @classmethod
-    def of(cls, env: Sequence[str], slurm: Mapping[str, str]) -> "Script":
-        """Check the values of --env NAME=VALUE and of the options of Slurm. Raises UserError."""
+    def of(cls, env: Sequence[str], slurm: Mapping[str, str], places: Mapping[str, str | None], kind: str) -> "Script":
+        """Check the values of --env NAME=VALUE, of the options of Slurm, and of flags that say where ranks run.
+
+        Args:
+            places: values of `num_gpus_per_node`, `master_port` and `node_rank`.
+            kind: the kind of the file.
+
+        Raises:
+            UserError: a value is not valid, or a file of this kind has no place for it.
+        """
         pairs = {name: value for name, _, value in (each.partition("=") for each in env)}
         for each in env:
             name, equals, value = each.partition("=")
@@ -69,10 +92,30 @@ class Script:
             pattern, expected = SLURM_OPTIONS[name]
             if not pattern.fullmatch(value):
                 raise UserError(f"--{name}: expected {expected}, got {quoted(value)}")
-        return cls(pairs, slurm)
+        numbers = {}
+        for name, most, kinds in _PLACES:
+            text = places.get(name) or ""
+            if text and not (text.isdecimal() and int(text) <= most):
+                raise UserError(f"--{name}: expected an integer from 0 to {most}, got {quoted(text)}")
+            if text and kind not in kinds:
+                raise UserError(
+                    f"--{name}: it is an option of config {' or '.join(kinds)}, got config {kind}: remove it"
+                )
+            numbers[name] = int(text or 0)
+        script = cls(
+            pairs,
+            slurm,
+            numbers["num_gpus_per_node"],
+            numbers["master_port"] or slurm_script.PORT,
+            numbers["node_rank"],
+        )
+        script.check_kind(kind)
+        return script
 
     def check_kind(self, kind: str) -> None:
         """Raise UserError if a file of this kind has no place for the settings."""
+        if kind not in KINDS:
+            raise UserError(f"config: expected one of {', '.join(KINDS)}, got {kind or 'nothing'}")
         if self.env and kind not in ("slurm", "launcher"):
             raise UserError(
                 f"--env: a file of {kind} has no environment variables: export them where the tool starts, or use config "
@@ -103,7 +146,7 @@ class Script:
             UserError: as `read_hosts`.
         """
         hosts = read_hosts(argument)
-        gpus = slurm_script.gpus_of(self.slurm.get("gres", ""))
+        gpus = self.processes or slurm_script.gpus_of(self.slurm.get("gres", ""))
         return [host | {"processes": gpus} for host in hosts] if gpus and argument.isdecimal() else hosts
 
     @property
@@ -164,7 +207,7 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
     """
     spec = spec.named()
     each = _processes("slurm", hosts)
-    start = _torchrun("$SLURM_NNODES", "$SLURM_NODEID", each, words)
+    start = _torchrun("$SLURM_NNODES", "$SLURM_NODEID", each, words, script.port)
     inner = "\n".join([slurm_script.INTERFACE, _FOLDERS.format(run=spec.run), f'{start} --data-dir="$data"'])
     asked = script.resources(len(hosts), each if gpus else 0)
     return "\n".join(
@@ -172,6 +215,7 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
             *slurm_script.header(spec.run, asked),
             f"# trainyard run {spec.run}: submit it from a shared folder that holds the files named in the last line.",
             "# Submit it again to resume from the newest checkpoint.",
+            *filter(None, [script.slurm.get("prologue")]),
             "set -euo pipefail",
             *script.exports,
             slurm_script.HEAD,
@@ -198,7 +242,7 @@ def launcher(spec: RunSpec, hosts: list[dict[str, Any]], head: str, words: list[
             f"export HEAD={shlex.quote(head)}",
             *script.exports,
             slurm_script.INTERFACE,
-            _torchrun(str(len(hosts)), '"${1:-0}"', each, words),
+            _torchrun(str(len(hosts)), f'"${{1:-{script.place}}}"', each, words, script.port),
             "",
         ]
     )
@@ -214,10 +258,10 @@ def _processes(kind: str, hosts: list[dict[str, Any]]) -> int:
     return int(counts.pop())
 
 
-def _torchrun(nodes: str, place: str, processes: int, words: list[str]) -> str:
+def _torchrun(nodes: str, place: str, processes: int, words: list[str], port: int) -> str:
     return (
         f"exec python -m torch.distributed.run --nnodes={nodes} --node-rank={place} --nproc-per-node={processes} "
-        f'--master-addr="$HEAD" --master-port={slurm_script.PORT} -m -- trainer train {shlex.join(words)}'
+        f'--master-addr="$HEAD" --master-port={port} -m -- trainer train {shlex.join(words)}'
     )
 
 
@@ -235,9 +279,6 @@ def render(
     Raises:
         UserError: an unknown kind, or a spec that the tool cannot express.
     """
-    if kind not in KINDS:
-        raise UserError(f"config: expected one of {', '.join(KINDS)}, got {kind or 'nothing'}")
-    script.check_kind(kind)
     if kind == "slurm":
         return slurm(spec, hosts, words, gpus, script)
     if kind in ("accelerate", "launcher") and len(hosts) > 1 and not head:  # on stderr, because stdout is the file
@@ -251,7 +292,7 @@ def render(
     if kind == "accelerate":
         if not gpus and sum(host["processes"] for host in hosts) > 1:
             print("without GPUs, set the environment variable ACCELERATE_USE_CPU=true on all hosts", file=sys.stderr)
-        made = accelerate(spec, hosts, head, gpus)
+        made = accelerate(spec, hosts, head, gpus) | {"main_process_port": script.port}
         if "deepspeed_config" in made:
             print(
                 "the file has DeepSpeed's optimizer and schedule: pass accelerate.utils.DummyOptim and DummyScheduler to prepare()",

@@ -176,6 +176,9 @@ class LaunchOptions(PlaybookOptions):
         expected="megabytes, or a number with K, M, G or T",
         coerce_numbers_to_str=True,
     )
+    slurm_prologue: str = declare(
+        "", "commands of the site that scripts for Slurm run first, such as `module load cuda; source activate py311`"
+    )
     render_only: bool = declare(
         False, "stage the run and write its commands as scripts for each host and for Slurm, without starting it"
     )

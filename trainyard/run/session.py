@@ -403,7 +403,7 @@ class RunSession:
         if not self.check:  # the scripts are started by hand, without this session
             release_claims(self.state.plan, self.connect, self.state.token)
         folder = Path(self.options.render_to or self.home / "runs" / self.run_name / "scripts").expanduser()
-        return write_scripts(self.state.plan, folder, self.check)
+        return write_scripts(self.state.plan, folder, self.options.slurm_prologue, self.check)
 
     def _monitor(self) -> None:
         parts = planned_parts(self.state.plan)

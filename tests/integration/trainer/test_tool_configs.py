@@ -253,6 +253,10 @@ def test_the_launcher_trains(capsys: Any, tmp_path: Path, model_folder: Path, da
         (["fsdp", "--fsdp-shard=host"], "use config accelerate with strategy=fsdp, or set fsdp_shard=all"),
         (["fsdp", "--sharding-strategy=NO_SHARD"], "the run has strategy=ddp: set strategy=fsdp, or omit strategy"),
         (["accelerate", "--env=NCCL_DEBUG=INFO"], "--env: a file of accelerate has no environment variables"),
+        (["fsdp", "--node_rank=1"], "--node_rank: it is an option of config launcher, got config fsdp: remove it"),
+        (["launcher", "--master-port=x"], "--master_port: expected an integer from 0 to 65535"),
+        (["slurm", "--prologue=a\nb"], "--prologue: expected one line of commands"),
+        (["deepspeed", "--output=/none/o.json"], "--output: cannot write '/none/o.json': No such file"),
         (["deepspeed", "--mem=3G"], "--mem: it is an option of config slurm, got config deepspeed: remove it"),
     ],
     ids=" ".join,
@@ -262,6 +266,26 @@ def test_what_a_file_cannot_say_is_refused_in_one_line(words: list[str], why: st
     captured = capsys.readouterr()
     last = captured.err.splitlines()[-1]
     assert last.startswith("error: ") and why in last and not captured.out
+
+
+def test_the_flags_of_other_scripts_write_files(tmp_path: Path, capsys: Any) -> None:
+    def written(kind: str, *flags: str) -> str:
+        path = tmp_path / kind
+        assert config(capsys, kind, f"--output={path}", "--num_nodes", "2", "--num_gpus_per_node=4", *flags) == ""
+        return path.read_text()
+
+    zero = json.loads(written("deepspeed", "--zero_stage", "2", "--offload_optimizer", "--bf16"))
+    assert zero["zero_optimization"]["stage"] == 2 and zero["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert zero["bf16"]["enabled"] and zero["train_batch_size"] == 32, "a multiple of 4 x 8"
+    made = json.loads(written("fsdp", "--sharding_strategy", "SHARD_GRAD_OP", "--mixed_precision", "bf16"))
+    assert made["reshard_after_forward"] is False
+    where = ["--master_addr", "10.0.0.1", "--master_port", "29501"]
+    script = written("launcher", *where, "--node_rank", "1", "--use_deepspeed")
+    assert '--nnodes=2 --node-rank="${1:-1}" --nproc-per-node=4' in script and "--master-port=29501" in script
+    assert "HEAD=10.0.0.1" in script and script.rstrip().endswith("trainer train --strategy=deepspeed")
+    assert os.access(tmp_path / "launcher", os.X_OK)
+    job = written("slurm", "--time_limit", "12:00:00", "--prologue", "module load cuda").splitlines()
+    assert "#SBATCH --time=12:00:00" in job and job.index("module load cuda") < job.index("set -euo pipefail")
 
 
 def test_a_closed_pipe_is_not_a_traceback() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible.vars.reserved import get_reserved_names
 
 from trainer.common.errors import UserError
@@ -134,6 +136,92 @@ def test_a_file_of_a_trainer(tmp_path: Path) -> None:
 
 
 # Extra variables ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_offload_params": False}}, {"strategy": "fsdp"}),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": {"offload_params": True}, "forward_prefetch": True},
+         {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),
+        ({"mixed_precision": {"param_dtype": "torch.bfloat16", "reduce_dtype": "bfloat16"}, "activation_checkpointing": True},
+         {"strategy": "fsdp", "precision": "bf16-mixed", "gradient_checkpointing": True}),
+        ({"reshard_after_forward": False, "xla": False, "auto_wrap_policy": {"min_num_params": 1e8}},
+         {"strategy": "fsdp", "fsdp_shard": "gradients"}),
+        ({"sharding_strategy": "NO_SHARD"}, {}),
+    ],
+)  # fmt: skip
+def test_options_of_fsdp(options: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps(options))
+    changed, (note,) = spec_of(f"--fsdp_config {file}")
+    assert changed == fields and "FSDP2 implies the other options" in note
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"xla": True}, "options of FSDP without xla, which FSDP2 does not have"),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "options of FSDP with one value of fsdp_shard"),
+        ({"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}, "one of no, fp32, float32, bf16"),
+        (["x"], "is not JSON|expected an object|options of FSDP, or the path"),
+    ],
+)  # fmt: skip
+def test_options_of_fsdp_that_cannot_be_honoured(options: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps(options))
+    with pytest.raises(UserError, match=message):
+        spec_of(f"--fsdp_config {file}")
+
+
+def test_sections_of_a_file(tmp_path: Path) -> None:
+    file, zero = tmp_path / "run.yml", tmp_path / "ds.json"
+    zero.write_text('{"zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": false}')
+    file.write_text(
+        f"distributed: {{strategy: deepspeed, backend: nccl, num_nodes: 2, deepspeed_config: {zero}}}\n"
+        "training: {num_train_epochs: 2, learning_rate: 1.0e-4}\n"
+    )
+    notes: list[str] = []
+    spec = read_spec(file, {}, "the flags", report=notes.append)
+    assert (spec.strategy, spec.deepspeed_stage, spec.epochs, spec.lr) == ("deepspeed", 3, 2, 1e-4)
+    assert [note.partition("=")[0] for note in notes] == ["distributed.backend", "distributed.num_nodes"]
+    file.write_text("training: {lr: 1}\nlr: 2\n")
+    with pytest.raises(UserError, match=r"run spec: training\.lr is 1, and 2 elsewhere: remove one of them"):
+        read_spec(file, {}, "the flags")
+
+
+@pytest.mark.parametrize("source", ["flags", "file", "-e"])
+@pytest.mark.parametrize(
+    ("fields", "unused"),
+    [
+        ({"strategy": "pipeline", "deepspeed_stage": 2}, "deepspeed_stage has no effect with strategy=pipeline: set strategy=deepspeed"),
+        ({"pipeline_hosts": 2}, "pipeline_hosts has no effect with strategy=ddp"),
+        ({"strategy": "fsdp", "replica_hosts": 2}, "replica_hosts has no effect with strategy=fsdp: set strategy=diloco"),
+        ({"strategy": "diloco", "replica_strategy": "fsdp", "fsdp_shard": "gradients"}, ""),
+        ({"strategy": "auto", "fsdp_shard": "host"}, ""),
+    ],
+)  # fmt: skip
+def test_a_field_that_the_strategy_does_not_use_is_refused(
+    source: str, fields: dict[str, Any], unused: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "spec.yml"
+    file.write_text(yaml.safe_dump(fields))
+
+    def read() -> None:
+        if source == "-e":
+            read_run_spec("", fields, TOP)
+        elif source == "file":
+            read_spec(file, {}, "x", strict=True)
+        else:
+            read_spec(None, {name: str(value) for name, value in fields.items()}, "the flags", strict=True)
+
+    if unused:
+        with pytest.raises(UserError, match=unused):
+            read()
+        file.write_text(make_spec(fields, "").to_yaml())  # of a run, which has all fields
+        read_spec(file, {}, "x", strict=True)
+    else:
+        read()
 
 
 def test_a_file_of_another_tool_is_for_the_import(tmp_path: Path) -> None:

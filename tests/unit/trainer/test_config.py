@@ -63,6 +63,8 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "template_date": ("2026-01-31", "2026-01-31"),
         "pipeline_layers": ("10,6", "10,6"),
         "data_part": ("shard:2/4", "shard:2/4"),
+        "eval_interval": ("epoch", "epoch"),
+        "checkpoint_interval": ("9", 9),
     }
     words = []
     for name, field in FIELDS.items():

@@ -19,10 +19,11 @@ done < {run_dir}/env
 """
 
 
-def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -> StepResult:
+def write_scripts(entries: list[PlanEntry], folder: Path, prologue: str, check: bool = False) -> StepResult:
     """Write the scripts of a plan into a folder on the controller.
 
     Args:
+        prologue: see slurm_prologue.
         check: write nothing; return what would be written.
 
     Returns:
@@ -33,7 +34,7 @@ def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -
     """
     run = Path(entries[0].run_dir).name
     texts = {folder / f"{entry.host}.sh": script(entry, run) for entry in entries}
-    texts[folder / f"{run}.sbatch"] = sbatch(entries, run)
+    texts[folder / f"{run}.sbatch"] = sbatch(entries, run, prologue)
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if not check:
         try:
@@ -70,7 +71,7 @@ def script(entry: PlanEntry, run: str) -> str:
     )
 
 
-def sbatch(entries: list[PlanEntry], run: str) -> str:
+def sbatch(entries: list[PlanEntry], run: str, prologue: str = "") -> str:
     """Return the script for `sbatch`. Slurm must know the hosts by their names in the inventory.
 
     Every node selects its own command by its Slurm name, because ranks, devices and folders may differ between nodes.
@@ -82,6 +83,7 @@ def sbatch(entries: list[PlanEntry], run: str) -> str:
             run, slurm_script.Resources(len(entries), gpus.pop() if len(gpus) == 1 else 0, names=names)
         ),
         f"# trainyard run {run}. Its files are staged on every host. Submitted again, it resumes from the latest checkpoint.",
+        *filter(None, [prologue]),
         "set -euo pipefail",
     ]
     cases = ["case $SLURMD_NODENAME in"]

@@ -110,6 +110,7 @@ def batch_script(entry: PlanEntry, processes: int, options: LaunchOptions) -> st
         [
             *slurm_script.header(name, resources(options), output=""),
             f"# trainyard run {name}. Its folder is the working directory. Submitted again, it resumes from the latest checkpoint.",
+            *filter(None, [options.slurm_prologue]),
             "set -euo pipefail",
             f"export PYTHONPATH={run}/trainer.zip",
             f"{of_job} begin {run}",
