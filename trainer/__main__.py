@@ -20,6 +20,7 @@ from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, t
 from trainer.config.alias_table import ACCUMULATION
 from trainer.config.aliases import field_of
 from trainer.config.fields import expected_value
+from trainer.distributed.lighthouse import serve_here
 from trainer.distributed.replica import Replica
 from trainer.loop import unsloth_backend
 from trainer.loop.script import run_script
@@ -30,6 +31,7 @@ from trainer.strategy import AUTO, STRATEGIES, plan_of
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
                        [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
+                       [--hv.galaxy-size 2 --hv.world-rank 0 --hv.initial-peers HOST:PORT]       the same, by hand
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     validate the spec and print it with all defaults
        python -m trainer fields                               print the fields of the run spec as a table
        python -m trainer data [SPEC.yml] [--samples 3] [--json] [--model DIR --dataset FILE ...]
@@ -101,7 +103,8 @@ def take_positional(argv: list[str]) -> str | None:
 def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | None]]:
     """Remove the flags of a rank that are not of its spec; return the run folder, the data folder, and Replica's."""
     run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
-    return run_dir, data_dir, [take_value(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")]
+    names = ("--replica", "--first-rank", "--lighthouse", "--hv.galaxy_size", "--hv.world_rank", "--hv.initial_peers")
+    return run_dir, data_dir, [take_any(argv, flag) for flag in names]
 
 
 def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False, strict: bool = True) -> RunSpec:
@@ -288,6 +291,10 @@ def train(argv: list[str]) -> int:
     try:
         replica = Replica.parse(*replica_flags)
         rank += replica.first_rank
+        if replica.waits:
+            argv += [
+                f"--{name}" for name in ("strategy=diloco", "diloco-membership=torchft") if f"--{name}" not in argv
+            ]
         if under_torchrun and run_dir:
             # Redirect before torch is imported, so that import errors are in the log of the rank.
             from trainer.distributed.worker_process import die_with_launcher, redirect_output
@@ -308,6 +315,8 @@ def train(argv: list[str]) -> int:
     heartbeat = Heartbeat(run_dir, rank)
     try:
         _write_first(heartbeat, run_dir, "" if spec.script else "importing torch")
+        if replica.waits and not replica.number and os.environ.get("LOCAL_RANK", "0") == "0":
+            serve_here(replica.lighthouse)
         try:
             if spec.script:
                 result = run_script(spec, run_dir, heartbeat)

@@ -7,8 +7,10 @@ for the next synchronization, receives the checkpoint of the last one, joins the
 trained in it, and applies the outer step with the other replicas.
 """
 
+import contextlib
 import datetime
 import logging
+import math
 import os
 import socket
 import tempfile
@@ -25,6 +27,7 @@ from safetensors.torch import save_file
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
+from trainer.common.formats import counted
 from trainer.config import RunSpec
 from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.store import RunStore
@@ -134,8 +137,10 @@ class DiLoCoTorchFT(DiLoCo):
         count = 4 + _COLUMNS * self.replica.count
         found: list[float] = []
         if self.world.rank == 0:
-            self._connect()
             try:
+                if self.replica.waits:
+                    self._await_lighthouse(waiting)
+                self._connect()
                 found = [0.0, *self._find_peers(waiting)]
             except Stopped:
                 found = [1.0] * count
@@ -152,7 +157,8 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _find_peers(self, waiting: Callable[[], bool]) -> list[float]:
         """Return whether state was received, whether a round is in progress, the last synchronized step, and the membership."""
-        self.membership = seen = self._gather(self.spec.collective_timeout, waiting)
+        patience = math.inf if self.replica.waits else self.spec.collective_timeout
+        self.membership = seen = self._gather(patience, waiting)
         if self.replica.restarted and seen.present == [self.mine] and self.replica.count > 1:
             raise RuntimeError("no other replica is running")
         # At the start of a run the weights are equal without a transfer, unless hosts initialized them differently.
@@ -170,6 +176,19 @@ class DiLoCoTorchFT(DiLoCo):
         observing = not all(seen.joining[number] for number in seen.present)
         step = state["step"] if state else self._synced_step
         return [float(state is not None), float(observing), float(step), *self._flat()]
+
+    def _await_lighthouse(self, waiting: Callable[[], bool]) -> None:
+        """Wait until the lighthouse answers. Raises Stopped."""
+        host, _, port = self.replica.lighthouse.partition(":")
+        said = False
+        while not waiting():
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+                return
+            if not said:
+                print(f"waiting for the lighthouse at {self.replica.lighthouse}, which replica 0 serves")
+            said = True
+            time.sleep(_RETRY_INTERVAL)
+        raise Stopped
 
     def _connect(self) -> None:
         """Connect to the lighthouse and to the other replicas."""
@@ -326,7 +345,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _gather(self, patience: float, waiting: Callable[[], bool]) -> Membership:
         """Form a quorum and return its membership. Wait up to `patience` seconds for missing replicas if all others also wait."""
-        deadline = time.monotonic() + patience
+        deadline, known = time.monotonic() + patience, self.replica.count
         while True:
             quorum = self._executor.submit(self.manager.start_quorum)
             while not quorum.done():
@@ -351,6 +370,12 @@ class DiLoCoTorchFT(DiLoCo):
                 continue
             if len(seen.present) == self.replica.count or not all(seen.patient[number] for number in seen.present):
                 return seen
+            if len(seen.present) != known:
+                known = len(seen.present)
+                missing = sorted({*range(self.replica.count)} - {*seen.present})
+                print(
+                    f"waiting for {counted(len(missing), 'replica')}, of {self.replica.count}: {', '.join(map(str, missing))}"
+                )
             time.sleep(_RETRY_INTERVAL)
 
     def _committed(self) -> bool:
