@@ -11,14 +11,14 @@ from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.scores import Answered, Report
+from trainyard.ollama.openai_node import URL, OpenAINode
 from trainyard.ollama.pool import Node, Prompt, TeacherPool
 from trainyard.ollama.servers import host_urls
 from trainyard.ollama.teachers import Candidate, find_teachers
-from trainyard.remote.ollama_client import Answer, Cancel, OllamaClient, OllamaError, is_server_url
+from trainyard.remote.ollama_client import Answer, is_server_url
 from trainyard.wire.connection import Host
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_OPENAI = re.compile(r"(http://[^/\s]+)(/[A-Za-z0-9._~/-]*)?")
 ANSWER_LIMIT = 1800.0  # s for one answer of a server
 _EXPECTED = (
     "expected the name of a run, base:RUN, ollama:MODEL[@http://ADDRESS:PORT] or openai:MODEL@http://ADDRESS:PORT/v1"
@@ -62,7 +62,7 @@ def parse_subjects(names: Sequence[str]) -> list[Subject]:
             subject = Subject(name, "base", rest)
         elif kind == "ollama" and model and (not url or is_server_url(url)):
             subject = Subject(name, "ollama", model, url)
-        elif kind == "openai" and model and _OPENAI.fullmatch(url):
+        elif kind == "openai" and model and URL.fullmatch(url):
             subject = Subject(name, "openai", model, url)
         if subject is None:
             raise UserError(f"evaluate: subjects: {quoted(name)}: {_EXPECTED}")
@@ -72,47 +72,10 @@ def parse_subjects(names: Sequence[str]) -> list[Subject]:
     return found
 
 
-class OpenAINode:
-    """A model on a server with the API of OpenAI: `/chat/completions`, without a key, over HTTP. It is a Node of a TeacherPool."""
-
-    digest = ""
-
-    def __init__(self, name: str, model: str, url: str) -> None:
-        """`url`: of the API, such as http://10.0.0.5:8000/v1. Raises OllamaError if it is no such address."""
-        match = _OPENAI.fullmatch(url)
-        server, path = (match[1], match[2] or "") if match else (url, "")
-        self.name, self._model, self._path = name, model, path.rstrip("/")
-        self._client = OllamaClient(server, idle_timeout=ANSWER_LIMIT, deadline=ANSWER_LIMIT)
-
-    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
-        """Return the answer to a prompt. Raises OllamaError."""
-        body = {
-            "model": self._model,
-            "messages": list(prompt.messages),
-            "temperature": 0,
-            "max_tokens": prompt.options["num_predict"],
-        }
-        reply = self._client.post(f"{self._path}/chat/completions", body, cancel)
-        try:
-            choice = reply["choices"][0]
-            text, reason = choice["message"]["content"], choice.get("finish_reason")
-        except (LookupError, TypeError, AttributeError):
-            raise OllamaError("the reply of /chat/completions has no answer") from None
-        if not isinstance(text, str):
-            raise OllamaError("the reply of /chat/completions has no text")
-        usage = reply.get("usage")
-        count = usage.get("completion_tokens") if isinstance(usage, dict) else 0
-        tokens = count if isinstance(count, int) and 0 <= count < 1 << 40 else 0
-        return Answer(text, "", "length" if reason == "length" else "stop", tokens, 0.0, 0.0)
-
-    def probe(self) -> None:
-        """Return: only an answer shows whether such a server works."""
-
-
 def server_nodes(subject: Subject, hosts: Sequence[Host], report: Callable[[str], None]) -> Sequence[Node]:
     """Return the servers that answer for a subject. Raises UserError if none has the model."""
     if subject.kind == "openai":
-        return [OpenAINode(subject.name, subject.model, subject.url)]
+        return [OpenAINode(subject.name, subject.model, subject.url, limit=ANSWER_LIMIT)]
     if subject.url:
         machines = [Candidate(subject.url, subject.url, True)]
     else:

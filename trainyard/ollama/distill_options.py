@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 
 from trainer.common.errors import UserError
-from trainer.config.fields import MAX_SECONDS, declare
+from trainer.config.fields import MAX_SECONDS, Words, declare
 from trainyard import front_end
 from trainyard.playbook_options import PlaybookOptions
 
@@ -44,7 +44,11 @@ class AnswerOptions(PlaybookOptions):
 class DistillOptions(AnswerOptions):
     """The questions for the teachers, and the selection of answers. What the students train is in the run spec."""
 
-    teacher: str = declare("", "name of the Ollama model that answers, such as `llama3:8b`", min_length=1)
+    teacher: str = declare("", "name of the model that answers, such as `llama3:8b` of Ollama", min_length=1)
+    teacher_url: Words = declare(
+        (),
+        "servers with the API of OpenAI that have the model, such as `http://10.0.0.5:8000/v1`; none: the Ollama servers of the inventory",
+    )
     teacher_pull: bool = declare(False, "pull the model on hosts that do not have it")
     teacher_copy: bool = declare(
         False, "copy the model to hosts of the play that do not have it, from a host of the cluster that does"

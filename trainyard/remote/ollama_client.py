@@ -313,9 +313,13 @@ class OllamaClient:
 
     # HTTP ---------------------------------------------------------------------------------------------------------------
 
-    def post(self, path: str, body: dict[str, Any], cancel: Cancel | None = None) -> dict[str, Any]:
-        """Return the reply of another API of the server, an object."""
-        return _parse_object(self._read("POST", path, body, cancel=cancel), path)
+    def get(self, path: str, **more: Any) -> dict[str, Any]:
+        """Return the reply of another API of the server, an object. `more`: `deadline` in seconds, `headers`."""
+        return _parse_object(self._read("GET", path, **more), path)
+
+    def events(self, path: str, body: dict[str, Any], **more: Any) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a reply of another API, as server-sent events or lines. `more` as in `generate`, and `headers`."""
+        yield from self._lines("POST", path, body, **more)
 
     def _request_json(
         self, method: str, path: str, body: dict[str, Any] | None = None, deadline: float | None = None
@@ -339,7 +343,8 @@ class OllamaClient:
                 total += len(line)
                 if len(line) > MAX_LINE or (keep and total > keep):
                     raise OllamaError(f"the reply of {path} is too large")
-                if not line.strip():
+                line = line.removeprefix(b"data:").strip()
+                if not line or line == b"[DONE]" or line.startswith(b":"):
                     continue
                 item = _parse_object(line, path)
                 if "error" in item:

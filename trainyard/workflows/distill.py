@@ -16,7 +16,8 @@ from trainyard.inventory import Cluster
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.collect import Questions, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
-from trainyard.ollama.pool import OllamaNode
+from trainyard.ollama.openai_node import openai_teachers
+from trainyard.ollama.pool import Node
 from trainyard.ollama.prompts import read_evaluation, read_prompts
 from trainyard.ollama.teachers import candidates, find_teachers
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
@@ -172,10 +173,10 @@ def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mappin
     return Questions(chats, options, first.common_seed, any(spec.needs_logprobs for spec in specs))
 
 
-def _teachers(
-    options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool
-) -> list[OllamaNode]:
+def _teachers(options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool) -> Sequence[Node]:
     """Return the servers that teach. Raises UserError."""
+    if options.teacher_url:
+        return openai_teachers(options.teacher_url, options.teacher, options.answer_limit)
     return find_teachers(
         candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables),
         options.teacher,

@@ -11,8 +11,10 @@ import real_ollama
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, collect_answers
 from trainyard.ollama.distill_options import DistillOptions
+from trainyard.ollama.openai_node import openai_teachers
+from trainyard.ollama.pool import Prompt
 from trainyard.ollama.teachers import Candidate, find_teachers
-from trainyard.remote.ollama_client import OllamaError
+from trainyard.remote.ollama_client import Cancel, OllamaError
 
 URLS = [f"http://127.0.11.{n}:18435" for n in (2, 3)]
 
@@ -44,4 +46,12 @@ def test_two_real_servers_teach(tmp_path: Path) -> None:
             assert result and not result.failed and sum(result.answers.values()) == len(answers) == 30
             assert all(result.answers.values()) and sum(result.tokens.values()) > 30
             assert collect_answers(questions, teachers, answers, print) is None
+        exact = {"temperature": 0.0, "num_predict": 12, "seed": 1}
+        [node, other] = openai_teachers([f"{url}/v1" for url in URLS], "tiny:latest", 60.0)
+        for chat in chats[:3]:
+            native, openai = (each.ask(Prompt(chat, exact), Cancel()) for each in (teachers[0], node))
+            assert (openai.text, openai.finished, openai.tokens) == (native.text, native.finished, native.tokens)
+        with AnswerFile(tmp_path / "openai.jsonl") as answers:
+            assert collect_answers(questions, [node, other], answers, print) and len(answers) == 30
+            assert collect_answers(questions, [other], answers, print) is None, "one model on two servers"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("teacher")]

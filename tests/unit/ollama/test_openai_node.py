@@ -1,0 +1,125 @@
+"""Teachers with the API of OpenAI: answers that arrive in pieces, log-probabilities, keys, and servers without the model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from trainer.common.errors import UserError
+from trainyard.ollama.distill_options import make_distill_options
+from trainyard.ollama.openai_node import KEY, OpenAINode, openai_teachers
+from trainyard.ollama.pool import Prompt
+from trainyard.ollama.teacher_logprobs import unpack
+from trainyard.remote.ollama_client import Cancel, OllamaError
+
+SETTINGS = {"temperature": 0.7, "num_predict": 9, "seed": 3}
+PROMPT = Prompt([{"role": "user", "content": "hi"}], SETTINGS)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.send(200 if self.path == "/v1/models" else 404, json.dumps({"data": [{"id": "m"}, {"id": "n"}, 7]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body | {"key": self.headers.get("Authorization")})
+        self.send(200, "".join(f"data: {json.dumps(event)}\n\n" for event in self.server.events) + "data: [DONE]\n\n")
+
+    def send(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[dict[str, Any]] = []
+        self.events: list[Any] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as found:
+        thread = threading.Thread(target=found.serve_forever, args=(0.01,))
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def piece(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": {"content": text}, "finish_reason": reason} | more]}
+
+
+def logprobs(token: str, other: str) -> dict[str, Any]:
+    top = [
+        {"token": word, "logprob": value, "bytes": list(word.encode())}
+        for word, value in ((token, -0.25), (other, -2.0))
+    ]
+    return {"logprobs": {"content": [top[0] | {"top_logprobs": top}]}}
+
+
+def test_an_answer_in_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    [node] = openai_teachers([server.url], "m", 30.0)
+    server.events = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"reasoning_content": "I think"}}]},
+        piece("It is", **logprobs("It is", "no")),
+        piece(" ü.", "length", **logprobs(" ü.", "!")),
+        {"choices": [], "usage": {"completion_tokens": 7}},
+    ]
+    answer = node.ask(PROMPT, Cancel())
+    assert (answer.text, answer.thinking, answer.finished, answer.tokens) == ("It is ü.", "I think", "length", 7)
+    assert 0 < answer.queued < answer.seconds and not answer.logprobs
+    asked = server.asked[-1]
+    assert (asked["model"], asked["temperature"], asked["max_tokens"], asked["seed"]) == ("m", 0.7, 9, 3)
+    assert asked["key"] == "Bearer secret" and "logprobs" not in asked
+    with_logprobs = node.ask(Prompt(PROMPT.messages, SETTINGS, logprobs=True), Cancel())
+    assert server.asked[-1]["logprobs"] is True and server.asked[-1]["top_logprobs"] == 20
+    assert unpack(with_logprobs.logprobs) == [
+        (b"It is", {b"It is": -0.25, b"no": -2.0}),
+        (" ü.".encode(), {" ü.".encode(): -0.25, b"!": -2.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([piece("It is")], "no complete answer"),
+        ([{"choices": [{"delta": 7}]}], "no answer"),
+        ([{"choices": [{"delta": {"content": 7}}]}], "no text"),
+        ([7], "JSON"),
+        ([{"error": {"message": "out of memory"}}], "out of memory"),
+    ],
+)
+def test_hostile_and_broken_replies(server: Server, events: list[Any], message: str) -> None:
+    server.events = events
+    with pytest.raises(OllamaError, match=message):
+        OpenAINode("s", "m", server.url).ask(PROMPT, Cancel())
+
+
+def test_servers_that_cannot_teach_are_named(server: Server) -> None:
+    for urls, model, message in (
+        ([server.url], "x", rf"teacher_url: {server.url}: it has no model x, but m, n: set teacher to one of them"),
+        (["http://127.0.0.1:9/v1"], "m", r"127\.0\.0\.1:9/v1: connection refused: start the server, or remove it"),
+        ([server.url, "https://h/v1"], "m", r"got 'https://h/v1', expected the address of an API"),
+        ([server.url.removesuffix("/v1")], "m", "404"),
+    ):
+        with pytest.raises(UserError, match=message):
+            openai_teachers(urls, model, 5.0)
+    options = make_distill_options({"teacher": "m", "prompts": "p", "teacher_url": f"{server.url}, http://b:1/v1"})
+    assert options.teacher_url == (server.url, "http://b:1/v1")

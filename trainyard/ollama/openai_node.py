@@ -1,0 +1,150 @@
+"""Servers with the API of OpenAI, such as vLLM, llama.cpp's server and LM Studio: `/chat/completions` over HTTP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.common.errors import UserError
+from trainer.common.formats import printable, quoted
+from trainyard.ollama.pool import Prompt
+from trainyard.ollama.teacher_logprobs import TOP, LogprobReader
+from trainyard.remote.ollama_client import MAX_ANSWER, Answer, Cancel, OllamaClient, OllamaError
+
+URL = re.compile(r"(http://[^/\s]+)(/[A-Za-z0-9._~/-]*)?")
+KEY = "TRAINYARD_TEACHER_KEY"  # the environment variable with the key that the servers ask for
+_SHOWN = 5  # models in a message
+
+
+@dataclass(frozen=True)
+class OpenAINode:
+    """A model on such a server. It is a Node of a TeacherPool.
+
+    Attributes:
+        name: of the server, for messages.
+        url: of the API, such as http://10.0.0.5:8000/v1.
+        digest: what the answers are kept under; the API has no digest of a model.
+        limit: seconds for one answer.
+    """
+
+    name: str
+    model: str
+    url: str
+    digest: str = ""
+    limit: float = 1800.0
+    _client: OllamaClient = field(init=False, repr=False)
+    _path: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises OllamaError if `url` is no address of an API."""
+        match = URL.fullmatch(self.url)
+        server, path = (match[1], match[2] or "") if match else (self.url, "")
+        object.__setattr__(self, "_client", OllamaClient(server, idle_timeout=self.limit, deadline=self.limit))
+        object.__setattr__(self, "_path", path.rstrip("/"))
+
+    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
+        """Return the answer to a prompt. Raises OllamaError.
+
+        The time until the first token counts as the time in the queue, because the API does not tell it.
+        """
+        options = prompt.options
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(prompt.messages),
+            "temperature": options.get("temperature", 0),
+            "max_tokens": options["num_predict"],
+            "seed": options.get("seed"),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        reader, keep = LogprobReader(), MAX_ANSWER
+        if prompt.logprobs:
+            body |= {"logprobs": True, "top_logprobs": TOP}
+            keep = reader.request(int(options["num_predict"]))["keep"]
+        text: list[str] = []
+        thinking: list[str] = []
+        began, first, reason, tokens = time.monotonic(), 0.0, "", 0
+        more = {"headers": _headers(), "cancel": cancel, "first": self.limit, "keep": keep}
+        for event in self._client.events(f"{self._path}/chat/completions", body, **more):
+            for choice in _choices(event):
+                message = choice.get("delta") or choice.get("message") or {}
+                for name, parts in (("content", text), ("reasoning_content", thinking)):
+                    part = message.get(name)
+                    if part is not None and not isinstance(part, str):
+                        raise OllamaError("the reply of /chat/completions has no text")
+                    parts.append(part or "")
+                first = first or (time.monotonic() if message else 0.0)
+                tokens += bool(message)
+                reason = choice.get("finish_reason") or reason
+                found = choice.get("logprobs")
+                if prompt.logprobs and isinstance(found, dict):
+                    reader.add({"logprobs": found.get("content")})
+            tokens = _count(event.get("usage")) or tokens
+        if not reason:
+            raise OllamaError("the reply of /chat/completions has no complete answer")
+        seconds = time.monotonic() - began
+        finished = "length" if reason == "length" else "stop"
+        queued = first - began if len(text) > 1 else 0.0  # unknown where the answer comes in one piece
+        return Answer("".join(text), "".join(thinking), finished, tokens, queued, seconds, reader.packed())
+
+    def probe(self) -> None:
+        """Return if the server answers at all."""
+        self.models(5.0)
+
+    def models(self, limit: float) -> list[str]:
+        """Return the names of the models that the server lists within `limit` seconds. Raises OllamaError."""
+        found = self._client.get(f"{self._path}/models", deadline=limit, headers=_headers()).get("data")
+        names = [each.get("id") for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+        return [name for name in names if isinstance(name, str)]
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(KEY, "")
+    return {"Authorization": f"Bearer {key}"} if key.isprintable() and key else {}
+
+
+def _choices(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    found = event.get("choices")
+    if not isinstance(found, list) or not all(
+        isinstance(choice, dict) and isinstance(choice.get("delta") or choice.get("message") or {}, dict)
+        for choice in found
+    ):
+        raise OllamaError("the reply of /chat/completions has no answer")
+    yield from found[:1]
+
+
+def _count(usage: Any) -> int:
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else 0
+    return count if isinstance(count, int) and 0 <= count < 1 << 40 else 0
+
+
+def openai_teachers(urls: Sequence[str], model: str, limit: float) -> list[OpenAINode]:
+    """Return the servers at these URLs, which all have the model. Raises UserError."""
+    for url in urls:
+        if not URL.fullmatch(url):
+            raise UserError(f"teacher_url: got {quoted(url)}, expected the address of an API: http://10.0.0.5:8000/v1")
+    nodes = [
+        OpenAINode(url.removeprefix("http://").partition("/")[0], model, url, f"openai {model}", limit) for url in urls
+    ]
+    with concurrent.futures.ThreadPoolExecutor(len(nodes)) as executor:
+        for node, error in zip(nodes, executor.map(_problem, nodes), strict=True):
+            if error:
+                raise UserError(f"teacher_url: {printable(node.url, 80)}: {error}")
+    return nodes
+
+
+def _problem(node: OpenAINode) -> str:
+    """Return why a server does not teach; empty if it does."""
+    try:
+        names = node.models(10.0)
+    except OllamaError as error:
+        return f"{error}: start the server, or remove it (a key belongs in the environment variable {KEY})"
+    if node.model in names:
+        return ""
+    shown = ", ".join(printable(name, 60) for name in names[:_SHOWN]) or "none"
+    return f"it has no model {printable(node.model, 80)}, but {shown}: set teacher to one of them"
