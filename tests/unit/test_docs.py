@@ -170,10 +170,15 @@ def test_command_line_flags_of_the_trainer_exist() -> None:
     flags = set()
     for line in re.findall(r"^.*-m trainer .*$", all_text(), re.MULTILINE):
         words = line.partition("-m trainer")[2].partition("   #")[0]
-        flags |= set(re.findall(r"(--[a-z][a-z-]*)", words.split("`")[0]))
+        flags |= set(re.findall(r"(--[a-z][a-z.-]*)", words.split("`")[0]))
     assert flags
     flags -= {f"--{name}" for name in SLURM_OPTIONS}
-    assert not {flag for flag in flags if not is_known(flag[2:].replace("-", "_")) and f'"{flag}"' not in program}
+    names = {flag: flag[2:].replace("-", "_") for flag in flags}
+    assert not {
+        flag
+        for flag, name in names.items()
+        if not is_known(name) and f'"{flag}"' not in program and f'"--{name}"' not in program
+    }
 
 
 def test_assignments_in_code_spans_exist() -> None:
