@@ -64,17 +64,20 @@ def test_the_code_of_the_page(bed: Path, monkeypatch: pytest.MonkeyPatch, capsys
     ("program", "options", "shown"),
     [
         ("data_parallel", "{bed}/inventory.yml", r"\A(?s:.*)\n  20  .*(?s:.*)on 2 ranks\nbest step: \d+\n\Z"),
-        ("multi_model", "{bed}/inventory.yml", r"(tiny-\w+: held-out loss \d.*\n){2}\Z"),
+        pytest.param(
+            "multi_model", "{bed}/inventory.yml", r"(tiny-\w+: held-out loss \d.*\n){2}\Z", marks=pytest.mark.long
+        ),
         ("custom_worker", "{bed}/inventory.yml", r"\nsum 3.0 over 2 ranks; 3 steps\n\Z"),
         (
             "discover",
             "--host {teacher} --verbose",
             r"\A{name}:latest: 127.0.0.2\n127.0.0.2 \(127.0.0.2\): may join\n  in the inventory: \S+\n1 machine: .*\nno warnings\n\Z",
         ),
-        (
+        pytest.param(
             "teacher_student",
             "--inventory {bed}/inventory.yml --teacher {name} --prompts {bed}/prompts.jsonl --model tiny --max-steps 5",
             r"40 answers of (?s:.*)\n(tiny-\w+: .*, 2\d samples\n){2}tiny-\w+-merged: .*/model\n\Z",
+            marks=pytest.mark.long,
         ),
     ],
 )

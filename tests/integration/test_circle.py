@@ -31,6 +31,7 @@ def test_without_ollama_one_line_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(OLLAMA is None, reason="needs `ollama` on PATH")
 def test_the_circle(tmp_path: Path) -> None:
     try:

@@ -265,6 +265,7 @@ def test_a_program_that_was_edited_does_not_start(cluster: tuple[Lab, Path], sit
     lab.wait(lambda: 1 in hosts_up(lab, PASSWORD).values(), "no host is up", 60)
 
 
+@pytest.mark.long
 def test_a_cluster_of_the_version_before_is_converted(cluster: tuple[Lab, Path], site: Played) -> None:
     """Programs in the data folder, and queued runs without a record of their programs."""
     lab, inventory = cluster

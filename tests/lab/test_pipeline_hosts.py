@@ -27,7 +27,8 @@ def losses(lab: Lab, host: Host, run: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("lora_r", [8, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lora_r", [8, 0])
 def test_a_pipeline_follows_ddp_and_resumes_on_fewer_and_on_more_hosts(
     lora_r: int, provisioned: Lab, hosts: list[Host], tmp_path: Path
 ) -> None:

@@ -247,6 +247,7 @@ def fake_wheel(folder: Path, name: str, version: str) -> None:
             archive.writestr(path, text)
 
 
+@pytest.mark.long
 def test_the_environment_of_unsloth(cluster: PythonCluster) -> None:
     """site.yml installs exactly the wheels of a lock with digests; a wheel with another digest is refused."""
     one, two = cluster.lab.hosts

@@ -148,7 +148,9 @@ def test_fsdp_trains_as_ddp(fields: dict[str, Any], lora: int, cluster: Cluster,
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(FULL | {"gradient_checkpointing": True, "eval_split": 0}, id="full weights"),
+        pytest.param(
+            FULL | {"gradient_checkpointing": True, "eval_split": 0}, marks=pytest.mark.long, id="full weights"
+        ),
         pytest.param({}, marks=pytest.mark.long, id="lora"),
         pytest.param(FULL | {"fsdp_shard": "gradients"}, marks=pytest.mark.long, id="gathered"),
         pytest.param({"fsdp_offload": True}, marks=pytest.mark.long, id="offload"),
