@@ -90,10 +90,13 @@ def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
     Args:
         given: names of fields.
     """
-    used = {spec.strategy, spec.replica_strategy} if spec.strategy == "diloco" else {spec.strategy}
+    if spec.strategy == AUTO:
+        return
+    used = plan_of(spec).field_prefixes(spec)
     for name in given:
-        owner = "diloco" if name.startswith("replica_") else name.partition("_")[0]
-        if name in FIELDS and owner in STRATEGIES and AUTO not in used and owner not in used:
+        prefix = name.partition("_")[0]
+        if name in FIELDS and prefix in (*STRATEGIES, "replica") and prefix not in used:
+            owner = "diloco" if prefix == "replica" else prefix
             raise UserError(
                 f"run spec: {name} has no effect with strategy={spec.strategy}: set strategy={owner}, or omit {name} ({source})"
             )

@@ -193,12 +193,16 @@ def train_step(
 
 
 def report(
-    reduced: Reduced, state: RunState, recorder: Recorder, heartbeat: Heartbeat, usage: dict[str, float]
+    reduced: Reduced, state: RunState, recorder: Recorder, heartbeat: Heartbeat, usage: dict[str, float], lr: float
 ) -> None:
     """Add the steps up to a synchronization to the totals and the records, and report the newest one in the heartbeat.
 
     Args:
         usage: see gpu_usage.
+        lr: the peak learning rate, for the error.
+
+    Raises:
+        NonFiniteError: a loss is not finite.
     """
     comm: dict[str, Any] = (
         {"comm_share": [round(value, 4) for value in reduced.comm_share]} if reduced.comm_share else {}
@@ -220,6 +224,8 @@ def report(
         **comm,
         gpu=usage,
     )
+    if not all(math.isfinite(record["loss"]) for record in reduced.records):
+        raise NonFiniteError("loss is not a number", state.step, lr)
 
 
 def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpec, heartbeat: Heartbeat) -> None:
@@ -304,7 +310,6 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     """
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
-    checkpoints = run_dir / "checkpoints"
     inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir)
     strategy = make_strategy(inputs.spec, world, inputs.module)
     inputs = with_packing(inputs, strategy, world)
@@ -328,7 +333,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
             stop_request.clear()
         return {"run": spec.run, "status": "stopped", "step": state.step, "steps": steps}
     recorder = open_records(inputs, run_dir, world, state)
-    saver = Saver(checkpoints, spec.checkpoint_keep, world, strategy)
+    saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
@@ -349,10 +354,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         reduced = metrics.reduce(strategy, lambda: (bool(stop_request), saver.written()), waiting, usage)
         previous, step, stopping = state.synced_step, state.step, reduced.stop
         state.history.add_sync(strategy.present, previous, step)
-        report(reduced, state, recorder, heartbeat, usage)
-        if not all(math.isfinite(record["loss"]) for record in reduced.records):
-            raise NonFiniteError("loss is not a number", step, spec.lr)
-
+        report(reduced, state, recorder, heartbeat, usage, spec.lr)
         if len(inputs.eval_set) and is_due(spec.eval_interval, previous, step, inputs.order) and step < steps:
             recorder.evaluation(evaluation.update(step), step)
         if reduced.written:

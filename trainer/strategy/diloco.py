@@ -170,6 +170,9 @@ class DiLoCoPlan(StrategyPlan):
     def needs_own_gpus(self, spec: RunSpec) -> bool:
         return _INNER_PLANS[spec.replica_strategy].needs_own_gpus(spec)
 
+    def field_prefixes(self, spec: RunSpec) -> set[str]:
+        return {spec.strategy, spec.replica_strategy, "replica"}
+
     def separate_launchers(self, spec: RunSpec) -> bool:
         return spec.diloco_membership == "torchft"
 

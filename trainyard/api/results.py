@@ -134,7 +134,8 @@ class RunResult:
     Attributes:
         status: finished or stopped.
         step: the last step.
-        loss_first, loss_last: training loss per token of the first and of the last step.
+        loss_first: training loss per token of the first step.
+        loss_last: that of the last step.
         eval_loss_first: loss per token on the held-out samples before the first step; None without `eval_start`.
         eval_loss: the same at the end; None without held-out samples.
         train_samples: number of different samples that the run has trained on.
