@@ -1,9 +1,10 @@
-"""Greedy generation in batches, and the loss of an answer."""
+"""Generation in batches, and the loss of an answer."""
 
 import datetime
 import itertools
 import math
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from trainer.data.hf_template import Message
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.template_process import limited_template
 from trainer.models.tokenizer_output import end_ids
+
+_COMPARED = 8  # tokens with which a batch is compared with a prompt alone
 
 
 class Greedy(NamedTuple):
@@ -32,8 +35,10 @@ def greedy(
     *,
     batch_size: int = 0,
     deadline: float = math.inf,
+    temperature: float = 0.0,
+    seeds: Sequence[int] = (),
 ) -> list[Greedy]:
-    """Return the greedy answer to each prompt.
+    """Return the greedy answer to each prompt, or one that is drawn.
 
     A batch is padded on the left. A model that answers differently in a batch answers one prompt at a time.
 
@@ -41,6 +46,9 @@ def greedy(
         rows: the tokens of the prompts.
         max_tokens: maximum length of an answer.
         batch_size: prompts of a batch; 0: all.
+        temperature: 0: greedy answers. Otherwise the batches are those of consecutive prompts, so that the same batch with the
+            same seeds has the same answers in any call.
+        seeds: with a temperature, a number for each prompt.
 
     Raises:
         TimeoutError: the deadline (of time.monotonic) has passed.
@@ -48,11 +56,11 @@ def greedy(
     model.eval()
     ends = end_ids(tokenizer, model.generation_config)
     pad = tokenizer.pad_token_id or 0
-    model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=max_tokens, eos_token_id=ends or None, pad_token_id=pad
-    )
+    common = {"eos_token_id": ends or None, "pad_token_id": pad}
+    model.generation_config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, **common)
+    drawn = GenerationConfig(do_sample=True, temperature=temperature or 1.0, max_new_tokens=max_tokens, **common)
 
-    def generate(some: Sequence[Sequence[int]]) -> list[Greedy]:
+    def generate(some: Sequence[Sequence[int]], how: GenerationConfig | None = None) -> list[Greedy]:
         if time.monotonic() > deadline:
             raise TimeoutError("time limit")
         width = max(map(len, some))
@@ -61,11 +69,22 @@ def greedy(
         # Generation stops at its time limit, with answers that are cut.
         limit = None if math.isinf(deadline) else max(0.1, deadline - time.monotonic())
         with torch.inference_mode():
-            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), max_time=limit)
+            mask = mask.to(model.device)
+            out = model.generate(ids.to(model.device), attention_mask=mask, max_time=limit, generation_config=how)
         if time.monotonic() > deadline:
             raise TimeoutError("time limit")
         return [_to_end(row, ends) for row in out[:, width:].tolist()]
 
+    def draw(batch: Sequence[int]) -> list[Greedy]:
+        torch.manual_seed(zlib.crc32(repr([seeds[index] for index in batch]).encode()))
+        return generate([rows[index] for index in batch], drawn)
+
+    if temperature:
+        size = batch_size or len(rows)
+        batches = [range(len(rows))[start : start + size] for start in range(0, len(rows), size)]
+        if not _same_in_a_batch(generate, [rows[index] for index in batches[0]] if batches else [], common):
+            batches = [range(index, index + 1) for index in range(len(rows))]
+        return [answer for batch in batches for answer in draw(batch)]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # little padding
     answers: dict[int, Greedy] = {}
     size = batch_size or len(rows)
@@ -76,6 +95,15 @@ def greedy(
         if len(rows[batch[0]]) < len(rows[batch[-1]]) and generate([rows[batch[0]]]) != [answers[batch[0]]]:
             answers |= {index: generate([rows[index]])[0] for index in batch}
     return [answers[index] for index in range(len(rows))]
+
+
+def _same_in_a_batch(generate: Any, rows: Sequence[Sequence[int]], common: dict[str, Any]) -> bool:
+    """Return whether the shortest prompt, which has the most padding, has the same first greedy tokens alone."""
+    if len({len(row) for row in rows}) < 2:
+        return True
+    short = GenerationConfig(do_sample=False, max_new_tokens=_COMPARED, **common)
+    place = min(range(len(rows)), key=lambda index: len(rows[index]))
+    return bool(generate(rows, short)[place] == generate([rows[place]], short)[0])
 
 
 def _to_end(row: Sequence[int], ends: Sequence[int]) -> Greedy:

@@ -24,22 +24,27 @@ from trainer.models.adapter_merge import adapted_model
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
 from trainer.models.model import load_tokenizer, read_causal_model
 from trainer.models.tokenizer_output import end_ids
-from trainer.spec import read_spec
+from trainer.spec import make_spec, read_spec
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate: the result of the run in `folder`, or the base model of that run."""
+    """A model to evaluate: the result of the run in `folder`, or the base model of that run; or `model`, which belongs to no run."""
 
     folder: Path
     base: bool
+    model: str = ""
 
     def load(self) -> tuple[Any, Any, RunSpec]:
         """Return the model, its tokenizer and the spec of the run. Raises UserError.
 
         On the CPU the weights are float32; on a GPU they are as in their files.
         """
-        spec = read_spec(self.folder / "spec.yml", {}, str(self.folder))
+        spec = (
+            make_spec({"model": self.model, "fake_data": True}, "the request")
+            if self.model
+            else read_spec(self.folder / "spec.yml", {}, str(self.folder))
+        )
         weights = self.folder / ("adapter" if spec.lora_r else "model")
         if not self.base and not weights.is_dir():
             raise UserError(f"evaluate: run {self.folder.name} has no {weights.name}: wait until it is finished")
@@ -56,14 +61,21 @@ class Subject:
 
 
 def evaluate(
-    subject: Subject, questions: Sequence[Mapping[str, Any]], max_tokens: int, batch_size: int
+    subject: Subject,
+    questions: Sequence[Mapping[str, Any]],
+    max_tokens: int,
+    batch_size: int,
+    temperature: float = 0.0,
+    seeds: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return the greedy answers of a model, and the losses of the reference answers.
+    """Return the answers of a model, and the losses of the reference answers.
 
     Args:
         questions: each with its `messages` and a `reference`, which may be empty.
         max_tokens: maximum length of an answer.
         batch_size: questions that are answered together.
+        temperature: see `greedy`.
+        seeds: see `greedy`.
 
     Returns:
         `seconds` of the generation; `answers`, for each question its `text`, number of `tokens`, whether it is `cut`, and the
@@ -82,7 +94,7 @@ def evaluate(
         for row, question in zip(rows, questions, strict=True)
     ]
     started = time.monotonic()
-    found = greedy(model, tokenizer, rows, max_tokens, batch_size=batch_size)
+    found = greedy(model, tokenizer, rows, max_tokens, batch_size=batch_size, temperature=temperature, seeds=seeds)
     seconds = time.monotonic() - started
     answers = [
         {
@@ -110,8 +122,10 @@ def main() -> int:
     end_with_connection()
     try:
         request = json.load(sys.stdin)
-        subject = Subject(Path(request["folder"]), bool(request["base"]))
-        found = evaluate(subject, request["questions"], int(request["max_tokens"]), int(request["batch_size"]))
+        subject = Subject(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
+        size, length = int(request["batch_size"]), int(request["max_tokens"])
+        how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}
+        found = evaluate(subject, request["questions"], length, size, **how)
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return 1

@@ -122,26 +122,30 @@ def write_dataset(samples: Sequence[Mapping[str, Any]], folder: Path, stem: str)
 def make_dataset(
     questions: Questions,
     evaluation: Sequence[str],
-    nodes: Sequence[Node],
+    nodes: Sequence[Any],
     answers: AnswerFile,
     folder: Path,
     report: Report,
     *,
     allow_dropped: bool = False,
+    collect: Callable[[Questions, Sequence[Any], AnswerFile, Report], str] | None = None,
 ) -> tuple[Path, Filtered]:
     """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
 
     Args:
         evaluation: texts of the evaluation prompts.
+        nodes: the teachers: servers, or what `collect` asks.
         allow_dropped: whether less than half of the answers may be left.
+        collect: asks teachers of another kind than servers for the missing answers, and returns a line.
 
     Raises:
         UserError: no node answers, or too few answers are left.
         DiskError: the disk is full.
     """
     options = questions.options
-    result = collect_answers(questions, nodes, answers, report)
-    if result:
+    if collect:
+        report(collect(questions, nodes, answers, report))
+    elif result := collect_answers(questions, nodes, answers, report):
         report(pool_summary(result))
         for prompt, reason in result.failed[:3]:
             report(f"no answer to {quoted(prompt_text(prompt.messages))}: {reason}")

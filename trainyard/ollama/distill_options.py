@@ -44,7 +44,15 @@ class AnswerOptions(PlaybookOptions):
 class DistillOptions(AnswerOptions):
     """The questions for the teachers, and the selection of answers. What the students train is in the run spec."""
 
-    teacher: str = declare("", "name of the model that answers, such as `llama3:8b` of Ollama", min_length=1)
+    teacher: str = declare(
+        "",
+        "name of the model that answers, such as `llama3:8b` of Ollama; with teacher_with=transformers a folder or hub id",
+        min_length=1,
+    )
+    teacher_with: Literal["servers", "transformers"] = declare(
+        "servers",
+        "what answers; servers: Ollama, or those of teacher_url; transformers: hosts of the cluster with room for the model",
+    )
     teacher_url: Words = declare(
         (),
         "servers with the API of OpenAI that have the model, such as `http://10.0.0.5:8000/v1`; none: the Ollama servers of the inventory",

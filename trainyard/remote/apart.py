@@ -52,6 +52,7 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
     Raises:
         ValueError: the archive is not the one that the controller has sent.
     """
+    Path(request["run_dir"]).parent.mkdir(exist_ok=True)  # no run has been here yet
     trainer, run_dir = Path(request["trainer"]), run_folder(request["run_dir"]).resolved()
     if sha256_file(trainer) != request["digest"]:
         raise ValueError(f"{trainer} has changed; remove it and run the same command again")

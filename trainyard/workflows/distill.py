@@ -26,6 +26,7 @@ from trainyard.run.session import RunSession
 from trainyard.run.types import Report
 from trainyard.service_records import following, service_records
 from trainyard.wire.run_errors import RunError
+from trainyard.workflows.host_teachers import HostTeachers
 from trainyard.workflows.queued_students import student_queue
 from trainyard.workflows.students import student_table, train_students
 
@@ -105,7 +106,10 @@ def distill(
         if queue:
             queue.check(specs)
         questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
-        nodes = _teachers(options, cluster, questions.logprobs, report, check)
+        on_hosts = None
+        if options.teacher_with == "transformers":
+            on_hosts = _host_teachers(options, cluster, launch, questions.logprobs, top, report)
+        nodes = on_hosts.nodes if on_hosts else _teachers(options, cluster, questions.logprobs, report, check)
         names = ", ".join(printable(node.name, 40) for node in nodes)
         report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
         if check:
@@ -115,7 +119,8 @@ def distill(
         with AnswerFile(answers_path(work, options.teacher)) as answers:
             allowed = all(spec.allow_dropped for spec in specs)
             how = (questions, evaluation, nodes, answers, work / "distill", report)
-            dataset, filtered = make_dataset(*how, allow_dropped=allowed)
+            collect = on_hosts.collect if on_hosts else None
+            dataset, filtered = make_dataset(*how, allow_dropped=allowed, collect=collect)
         report(f"dataset: {dataset}")
         made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
         lines = [*filtered.lines(), f"dataset: {dataset}"]
@@ -171,6 +176,20 @@ def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mappin
         if spec.model != TINY:
             check_prompts(spec, models[spec.model], chats, printable(options.prompts))
     return Questions(chats, options, first.common_seed, any(spec.needs_logprobs for spec in specs))
+
+
+def _host_teachers(
+    options: DistillOptions, cluster: Cluster, launch: LaunchOptions, logprobs: bool, top: Path, report: Report
+) -> HostTeachers:
+    """Return the hosts that teach with transformers. Raises UserError."""
+    if options.teacher_url:
+        raise UserError("distill: teacher_url names servers: omit it, or teacher_with=transformers")
+    if logprobs:
+        raise UserError(
+            "distill: teacher_with=transformers writes text only: to learn the probabilities of a model folder, set the run spec's "
+            "teacher for the training, or distill_alpha=0"
+        )
+    return HostTeachers(cluster, launch, options.teacher, top, report)
 
 
 def _teachers(options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool) -> Sequence[Node]:

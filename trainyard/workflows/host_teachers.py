@@ -1,0 +1,187 @@
+"""Teachers that are model folders: hosts of the cluster with room for the model write the answers with transformers.
+
+Each host takes the next chunk of prompts when it has answered the last one. The batches within the chunks depend on the prompts
+alone, so that any number of like hosts writes the same answers. They are kept as those of servers are.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.common.errors import UserError
+from trainer.common.formats import clock, counted, printable
+from trainer.spec import make_spec
+from trainyard.inventory import Cluster
+from trainyard.ollama.answers import AnswerFile, answer_keys
+from trainyard.ollama.collect import Questions
+from trainyard.ollama.filters import prompt_text
+from trainyard.ollama.pool import Prompt
+from trainyard.preflight.hardware_table import gather_hardware
+from trainyard.remote.ollama_client import Answer
+from trainyard.run.launch.trainer_command import apart_request, copy_entry
+from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.prepare.spec_files import trainer_file
+from trainyard.run.session import RunSession
+from trainyard.run.stage.transfer import copy_to_hosts
+from trainyard.run.types import PreparedRun, Report, StagedFile
+from trainyard.wire.connection import Host, HostConnection, RemoteError
+
+BATCH = 16  # prompts that a host answers together
+CHUNKS = 4  # that a host answers at least, so that a slow one does not end long after the others
+LARGEST = 512  # prompts of a chunk: what a lost host has to answer again
+FAILURES = 2  # of a host, after which it is left out
+LIMIT = 24 * 3600.0  # s for one chunk
+HARDWARE_LIMIT = 30.0  # s
+_GPU_ROOM, _CPU_ROOM = 1.2, 2.4  # times the bytes of the weights; a CPU computes in float32
+
+
+@dataclass(frozen=True)
+class HostTeacher:
+    """A host that teaches. `digest`: of the model, with what else decides about an answer."""
+
+    name: str
+    digest: str
+
+
+class HostTeachers:
+    """The hosts that write the answers of one model."""
+
+    def __init__(self, cluster: Cluster, launch: LaunchOptions, model: str, top: Path, report: Report) -> None:
+        """Find the model and the hosts with room for it. Raises UserError."""
+        self._connect, self._launch, self._top, self._report = cluster.connect, launch, top, report
+        spec = make_spec({"model": model, "fake_data": True}, "teacher")
+        session = RunSession(cluster.hosts, cluster.connect, launch, spec=spec, home=top, report=report)
+        session.prepare()
+        self._prepared: PreparedRun = session.prepared
+        self._files: list[StagedFile] = [file for file in self._prepared.files if file.kind == "model"]
+        self._hosts = self._choose(cluster.hosts)
+        digest = self._files[0].digest if self._files else model
+        self.nodes = [HostTeacher(host.name, f"transformers {digest} {BATCH}") for host in self._hosts]
+
+    def _choose(self, hosts: Sequence[Host]) -> list[Host]:
+        """Return the hosts whose GPU has room for the model, or else those whose memory has. Raises UserError."""
+        size = sum(file.bytes or sum(file.sizes.values()) for file in self._files)
+        found = gather_hardware(hosts, self._connect, HARDWARE_LIMIT)
+        gpu = {name: max((card["memory_mib"] for card in about["gpus"]), default=0) for name, about in found.items()}
+        memory = {name: about["memory_mib"] for name, about in found.items()}
+        mib = size / 2**20
+        with_gpu = [host for host in hosts if gpu.get(host.name, 0) > _GPU_ROOM * mib]
+        chosen = with_gpu or [
+            host for host in hosts if memory.get(host.name, 0) > _CPU_ROOM * mib and not gpu[host.name]
+        ]
+        for host in hosts:
+            if host.name not in found:
+                self._report(f"{host.name} does not teach: it does not answer")
+            elif host not in chosen:
+                room = (
+                    f"{gpu[host.name]:,} MiB of its GPU" if gpu[host.name] else f"{memory[host.name]:,} MiB of memory"
+                )
+                why = "other hosts have GPUs with room" if with_gpu and not gpu[host.name] else f"{room} are too few"
+                self._report(f"{host.name} does not teach: {why}")
+        if not chosen:
+            raise UserError(
+                f"teacher: no host has room for the {mib:,.0f} MiB of the model: use a smaller teacher, or one of Ollama or "
+                "an OpenAI server (teacher_url)"
+            )
+        return chosen
+
+    def collect(self, questions: Questions, nodes: Sequence[HostTeacher], answers: AnswerFile, report: Report) -> str:
+        """Let the hosts write what `answers` lacks; return a line about it.
+
+        Raises:
+            UserError: no host is left that answers.
+            DiskError: the answers cannot be written.
+        """
+        digest = nodes[0].digest
+        ordered = sorted(questions.prompts(), key=lambda prompt: (prompt.sample, len(prompt_text(prompt.messages))))
+        batches = [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
+        missing = [
+            batch
+            for batch in batches
+            if not all(any(key in answers for key in answer_keys(digest, prompt)) for prompt in batch)
+        ]
+        if not missing:
+            return f"{len(ordered)} of {len(ordered)} answers are already in {answers.path}"
+        size = max(1, min(LARGEST // BATCH, len(missing) // (CHUNKS * len(self._hosts))))
+        chunks: queue.Queue[list[Prompt]] = queue.Queue()
+        for start in range(0, len(missing), size):
+            chunks.put([prompt for batch in missing[start : start + size] for prompt in batch])
+        self._stage()
+        began, wanted = time.monotonic(), sum(map(len, missing))
+        connections = {host.name: self._connect(host) for host in self._hosts}  # in the main thread
+        written: dict[str, int] = {host.name: 0 for host in self._hosts}
+
+        def work(host: Host) -> str:
+            """Answer chunks until none is left; return why the host is left out, or nothing."""
+            failures = 0
+            while True:
+                try:
+                    chunk = chunks.get_nowait()
+                except queue.Empty:
+                    return ""
+                try:
+                    found = self._ask(host, connections[host.name], chunk, questions)
+                except RemoteError as error:
+                    chunks.put(chunk)
+                    failures += 1
+                    if failures == FAILURES:
+                        return str(error)
+                    continue
+                answers.add((prompt, host.name, digest, answer) for prompt, answer in zip(chunk, found, strict=True))
+                written[host.name] += len(chunk)
+                report(f"{sum(written.values())} of {wanted} answers")
+
+        with concurrent.futures.ThreadPoolExecutor(len(self._hosts)) as executor:
+            ended = dict(zip(written, executor.map(work, self._hosts), strict=True))
+        lost = {name: why for name, why in ended.items() if why}
+        for name, why in lost.items():
+            report(f"{name} does not teach any more: {why}")
+        if not chunks.empty():
+            name, why = next(iter(lost.items()))
+            raise UserError(f"teacher: no host answers ({name}: {printable(why, 300)}): run the same command again")
+        parts = ", ".join(f"{name} {count}" for name, count in written.items())
+        return f"{wanted} answers in {clock(time.monotonic() - began)} ({parts})"
+
+    def _stage(self) -> None:
+        """Copy the trainer and the model to the hosts. Raises UserError."""
+        entries = [copy_entry(host) for host in self._hosts]
+        files = [trainer_file(self._top / ".trainyard"), *self._files]
+        try:
+            copy_to_hosts(
+                entries, files, self._connect, secrets.token_hex(8), transfer=self._launch.transfer, report=self._report
+            )
+        except RemoteError as error:
+            raise UserError(f"teacher: {error}") from None
+
+    def _ask(
+        self, host: Host, connection: HostConnection, chunk: Sequence[Prompt], questions: Questions
+    ) -> list[Answer]:
+        """Return the answers of a host to a chunk. Raises RemoteError."""
+        options = questions.options
+        values: dict[str, Any] = {
+            "folder": "",
+            "base": True,
+            "model": self._prepared.spec_on(host.data_dir).model,
+            "questions": [{"messages": list(prompt.messages), "reference": ""} for prompt in chunk],
+            "max_tokens": options.max_tokens,
+            "batch_size": BATCH,
+            "temperature": options.temperature,
+            "seeds": [prompt.options["seed"] for prompt in chunk],
+        }
+        trainer = trainer_file(self._top / ".trainyard")
+        folder = f"{host.data_dir}/runs/teacher-{self._files[0].digest[:12] if self._files else 'model'}"
+        reply = connection.call("evaluate", apart_request(host, trainer, folder, values, LIMIT))
+        if len(reply["answers"]) != len(chunk):
+            raise RemoteError(f"answered {counted(len(reply['answers']), 'prompt')} of {len(chunk)}")
+        seconds = reply["seconds"] / len(chunk)
+        return [
+            Answer(each["text"], "", "length" if each["cut"] else "stop", each["tokens"], 0.0, seconds)
+            for each in reply["answers"]
+        ]
