@@ -156,7 +156,6 @@ def test_what_sets_no_field_is_a_comment(
         (FACTORY, {"finetuning_type": "oft"}, "finetuning_type oft"),
         (FACTORY, {"packing": True, "neat_packing": False}, "packing: true and neat_packing: false set packing to different values: rem"),
         ({"x": 1}, {}, "has no name of DeepSpeed, accelerate, transformers, TRL, axolotl"),
-        (MINIMAL["deepspeed"], {"fp16": {"enabled": True}}, "strategy=deepspeed computes in float32 or bfloat16"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_imported_is_one_line(

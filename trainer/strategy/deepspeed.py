@@ -36,6 +36,7 @@ from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine
 from trainer.strategy.deepspeed_file import check_file
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, create_moments, persistent_buffers, read_full, write_full
 from trainer.strategy.lazy import LazyModule
+from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
 if TYPE_CHECKING:
@@ -78,12 +79,7 @@ class DeepSpeedPlan(StrategyPlan):
         return DeepSpeedZeRO
 
     def validate(self, spec: RunSpec) -> None:
-        if spec.precision == "fp16-mixed":
-            raise ValueError(
-                "precision: strategy=deepspeed computes in float32 or bfloat16, got fp16-mixed (fp16 in a file of DeepSpeed): "
-                "set bf16-mixed (bf16), or strategy=fsdp"
-            )
-        reject_unshardable(spec, "strategy")
+        reject_unshardable(spec, "strategy", possible=("precision",))
         if self.sharded_weights(spec):
             reject_generation(spec, "strategy")
         if spec.deepspeed_offload == "all" and spec.deepspeed_stage < 3:
@@ -303,6 +299,7 @@ class DeepSpeedZeRO(Strategy):
         world.require_own_gpus("deepspeed")
         self.deepspeed = import_deepspeed(world)
         self.trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
+        self.scale = LossScale(enabled=spec.precision == "fp16-mixed")
 
     @functools.cached_property
     def engine(self) -> Any:
@@ -321,7 +318,13 @@ class DeepSpeedZeRO(Strategy):
             config=config,
             dist_init_required=False,
         )
+        self._use_scale(engine)
         return engine
+
+    def _use_scale(self, engine: Any) -> None:
+        """Let the engine multiply losses by the factor, and divide gradients by it. It has one of its own only for weights in fp16."""
+        if self.scale.enabled:
+            engine.optimizer.loss_scale = self.scale.value
 
     def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -336,7 +339,10 @@ class DeepSpeedZeRO(Strategy):
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()  # changes nothing if the norm is not finite
-        return check_norm(float(self.engine.get_global_grad_norm()))
+        norm = float(self.engine.get_global_grad_norm())
+        taken = self.scale.update(norm)
+        self._use_scale(self.engine)
+        return norm if not taken and not self.scale.exhausted else check_norm(norm)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad():
@@ -354,11 +360,14 @@ class DeepSpeedZeRO(Strategy):
         yield from persistent_buffers(self.plain.model).items()
 
     def save(self, folder: Path) -> None:
+        if self.world.is_host_leader:
+            self.scale.save(folder)
         shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self.trained.items()}  # stage 3 hides the shape
         for kind in KINDS:
             write_full(folder, kind, shapes, self._full(kind))
 
     def load(self, folder: Path) -> None:
+        self.scale.load(folder)
         kept = read_full(folder, "trained")
         with torch.no_grad():
             for name, parameter in self.trained.items():

@@ -40,7 +40,7 @@ FREE: dict[str, type[bool] | type[int]] = {
     "wall_clock_breakdown": bool,
     "steps_per_print": int,
 }
-# Of the loss scale. They have no effect, because strategy=deepspeed computes in float32 or bfloat16.
+# Of the loss scale. They have no effect, because the factor of the loss is that of the trainer, with any strategy.
 LOSS_SCALE = {
     f"fp16.{name}"
     for name in (

@@ -31,6 +31,7 @@ from trainer.costs.cost import (
 from trainer.data.shares import share
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.lazy import LazyModule
+from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.pipeline_split import (
     PIPELINE_KINDS,
     LayerCosts,
@@ -157,7 +158,7 @@ class PipelinePlan(StrategyPlan):
         return Pipeline
 
     def validate(self, spec: RunSpec) -> None:
-        reject_unshardable(spec, "strategy", possible=("quantize",))
+        reject_unshardable(spec, "strategy", possible=("quantize", "precision"))
         reject_generation(spec, "strategy")
         check_stages(spec, "strategy")
 
@@ -359,6 +360,7 @@ class Pipeline(Strategy):
         self.pipelines = self.stage.pipelines
         self.neighbours = Neighbours(self.pipelines, native, torch.bfloat16 if half else native, limit)
         self.trained = self.stage.held
+        self.scale = LossScale(enabled=spec.precision == "fp16-mixed")
         # A rank without a layer that has adapters trains nothing.
         self.optimizer = make_optimizer(spec, self.trained.values()) if self.trained else None
         self.sharded_checkpoint = not spec.lora_r and replica_group is None
@@ -402,7 +404,7 @@ class Pipeline(Strategy):
                 output = self.stage.run_stage(hidden, part)
             if self.stage.division.last:
                 losses.append(output.detach())
-                output = output / max(1, tokens)
+                output = output * (self.scale.value / max(1, tokens))
             outputs[number] = output
             return output
 
@@ -424,10 +426,17 @@ class Pipeline(Strategy):
             dist.all_reduce(parameter.grad, group=self._ends)
         parameters = list(self.trained.values())
         self._add_replicas(parameters)
+        if self.scale.enabled:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / self.scale.value)
         weights, stages = self.stage.trained_weights, self.pipelines.stages
         own = [p.grad for name, p in self.trained.items() if weights[name].owner == stages.rank and p.grad is not None]
         local = float(nn.utils.get_total_norm(own)) if own else 0.0
-        norm = check_norm(math.sqrt(stages.sum([local * local])[0]))
+        norm = math.sqrt(stages.sum([local * local])[0])  # equal in all pipelines, as their gradients are
+        if not self.scale.update(norm):
+            if self.optimizer:
+                self.optimizer.zero_grad()
+            return check_norm(norm) if self.scale.exhausted else norm
+        check_norm(norm)
         if self.optimizer:
             limit = self.spec.max_grad_norm or float("inf")
             total = torch.tensor(norm, dtype=torch.float32, device=self.world.device)
@@ -487,6 +496,8 @@ class Pipeline(Strategy):
     def save(self, folder: Path) -> Writing | None:
         from trainer.strategy.pipeline_state import save_full, save_stage
 
+        if self.world.is_host_leader:
+            self.scale.save(folder)
         if self.sharded_checkpoint:
             assert self._copies
             return save_stage(folder, self.stage, self.pipelines, self.optimizer, self._copies)
@@ -496,5 +507,6 @@ class Pipeline(Strategy):
     def load(self, folder: Path) -> None:
         from trainer.strategy.pipeline_state import load_full, load_stages
 
+        self.scale.load(folder)
         load = load_stages if self.sharded_checkpoint else load_full
         load(folder, self.stage, self.pipelines, self.optimizer)

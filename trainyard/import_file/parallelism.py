@@ -121,7 +121,7 @@ def settle_deepspeed(found: Translation) -> None:
             _place(kept, name, value)
             found.note("deepspeed_config", shown, value)
         elif name in LOSS_SCALE:
-            found.ignore(shown, value, "DeepSpeed computes in float32 or bfloat16 here")
+            found.ignore(shown, value, "the factor of the loss is that of the trainer")
         else:
             rest.append((name, shown, value))
     if kept:

@@ -123,20 +123,30 @@ def test_one_rank_trains_as_ddp(strategy: str, here: Here) -> None:
 @pytest.mark.parametrize("lora", [16, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "fields",
-    [{"precision": "fp16-mixed"}, {"fsdp_offload": True, "max_grad_norm": 0.5}],
-    ids=["fp16", "offload"],
+    [
+        {"strategy": "fsdp", "precision": "fp16-mixed"},
+        {"strategy": "fsdp", "fsdp_offload": True, "max_grad_norm": 0.5},
+        {"strategy": "pipeline", "precision": "fp16-mixed"},
+        {"strategy": "deepspeed", "precision": "fp16-mixed"},
+        pytest.param(
+            {"strategy": "deepspeed", "deepspeed_stage": 3, "precision": "fp16-mixed"}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["fp16", "offload", "pipeline fp16", "zero 2 fp16", "zero 3 fp16"],
 )
-def test_fsdp_trains_as_ddp(fields: dict[str, Any], lora: int, cluster: Cluster, here: Here) -> None:
+def test_sharded_ranks_train_as_ddp(fields: dict[str, Any], lora: int, cluster: Cluster, here: Here) -> None:
     """Two ranks, a checkpoint and a resume. fp16 skips the same first steps on both, until its factor of the loss fits."""
+    if fields["strategy"] == "deepspeed":
+        pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
     few = UNEVEN | {"checkpoint_interval": 3, "lora_r": lora, "lr": 1e-3, "epochs": 9} | fields
-    ddp = {name: value for name, value in few.items() if name != "fsdp_offload"}
+    ddp = {name: value for name, value in few.items() if not name.startswith(("strategy", "fsdp", "deepspeed"))}
     assert here("ddp", **ddp, max_steps=6) == 0, here.err
-    cluster.run(2, strategy="fsdp", **few, max_steps=6)
+    cluster.run(2, **few, max_steps=6)
     shutil.rmtree(cluster.run_dir() / "checkpoints" / "step-00000006")
     shutil.rmtree(cluster.run_dir(1) / "checkpoints" / "step-00000006")
     for host in (0, 1):
         (cluster.run_dir(host) / "result.json").unlink()
-    found = cluster.run(2, strategy="fsdp", **few, max_steps=6)
+    found = cluster.run(2, **few, max_steps=6)
     assert "resuming from step 3 of 6" in cluster.logs()
     assert found == pytest.approx(here.losses("ddp"), rel=2e-3 if "precision" in fields else 1e-4)
     result = json.loads((cluster.run_dir() / "result.json").read_text())
