@@ -14,7 +14,7 @@ PIP := PYTHONPATH=. $(BIN)/python tools/install_packages.py --constraint constra
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site pictures dashboard-picture lock lock-unsloth lock-conda clean
+.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site pictures dashboard-picture lock lock-unsloth clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
@@ -39,7 +39,6 @@ help:
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
 	@echo "make lock                                     update constraints.txt to the newest versions"
 	@echo "make lock-unsloth                             update constraints-unsloth.txt (python_flavour=unsloth)"
-	@echo "make lock-conda CHANNEL=URL                   write conda.lock for linux-64 from a channel (python_env=conda)"
 	@echo "make clean                                    remove the environment and the caches"
 
 setup: $(READY)
@@ -106,9 +105,6 @@ lock:
 
 lock-unsloth:
 	@$(PYTHON) tools/lock_unsloth.py
-
-lock-conda:
-	@$(PYTHON) tools/lock_conda.py $(CHANNEL) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

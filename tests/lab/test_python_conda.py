@@ -1,8 +1,6 @@
-"""python_env: conda, tested without Miniforge and conda-forge.
+"""python_env: conda, from a channel in a folder: the solver, the lock, the transfer and the installer are real.
 
-Real: the lock, fetching once, transfer to the other hosts, digests, packages linked into an environment by rattler (an
-implementation of conda's installer), and the installation of wheels. Simulated: the installer (rattler behind the two commands
-of conda that the role uses) and the only package of the channel (a relocatable copy of a Python).
+Simulated: the only package of the channel, a relocatable copy of a Python.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import hashlib
 import io
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -25,41 +22,6 @@ BASE = Path(sys.base_prefix)
 VERSION = ".".join(map(str, sys.version_info[:3]))
 SHORT = ".".join(map(str, sys.version_info[:2]))
 LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages", "__pycache__"}
-
-CONDA = """#!/usr/bin/env python3
-# Replaces conda: implements create --prefix P --file LOCK with rattler.
-import asyncio, os, sys
-sys.path.insert(0, "@PREFIX@/site")
-from rattler import PackageRecord, RepoDataRecord, install
-from rattler.package import BuildString
-prefix, lock = (sys.argv[sys.argv.index(name) + 1] for name in ("--prefix", "--file"))
-records = []
-for line in open(lock).read().split("@EXPLICIT")[1].split():
-    url, digest = line.split("#")
-    channel, subdir, file = url.rsplit("/", 2)
-    name, version, build = file.removesuffix(".tar.bz2").rsplit("-", 2)
-    about = PackageRecord(name, version, BuildString(build), 0, subdir, sha256=bytes.fromhex(digest))
-    records.append(RepoDataRecord(about, file, url, channel))
-asyncio.run(install(records, prefix, cache_dir=os.environ["CONDA_PKGS_DIRS"], show_progress=False))
-os._exit(0)  # its threads and the end of the interpreter do not always get along
-"""
-INSTALLER = """#!/bin/bash
-# Replaces Miniforge's installer: -b -u -p PREFIX. A wheel of rattler follows the last line.
-set -eu
-mkdir -p "$4/bin"
-python3 - "$0" "$4" <<'P'
-import io, pathlib, sys, zipfile
-wheel = pathlib.Path(sys.argv[1]).read_bytes().split(b"\\n#WHEEL\\n", 1)[1]
-zipfile.ZipFile(io.BytesIO(wheel)).extractall(sys.argv[2] + "/site")
-P
-cat > "$4/bin/conda" <<'C'
-@CONDA@
-C
-sed -i "s,@PREFIX@,$4," "$4/bin/conda"
-chmod +x "$4/bin/conda"
-exit 0
-#WHEEL
-"""
 
 
 def python_package(folder: Path) -> Path:
@@ -108,50 +70,52 @@ def relocated(data: bytes) -> bytes:
     return data.replace(old + b"\0", new.ljust(len(old), b"\0") + b"\0")
 
 
-@pytest.mark.skipif(Path("/usr") == BASE, reason="the distribution's Python is not relocatable")
-def test_conda_environment_from_a_lock_and_a_private_channel(tmp_path: Path) -> None:
-    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "py-rattler==0.28.0"]
-    subprocess.run(download, check=True)
-    installer = tmp_path / "installer.sh"
-    script = INSTALLER.replace("@CONDA@", CONDA.rstrip())
-    installer.write_bytes(script.encode() + next(tmp_path.glob("*.whl")).read_bytes())
-    folder = tmp_path / "site"
-    package = python_package(folder / "conda")
+def channel(folder: Path) -> str:
+    """Write a channel with this Python to a folder; return its URL."""
+    package = python_package(folder / "linux-64")
+    about = {
+        "name": "python",
+        "version": VERSION,
+        "build": "h0_0",
+        "build_number": 0,
+        "depends": [],
+        "subdir": "linux-64",
+    }
     digest = hashlib.sha256(package.read_bytes()).hexdigest()
-    lock = tmp_path / "conda.lock"
-    named = f"# installer: {installer}#{hashlib.sha256(installer.read_bytes()).hexdigest()}"
-    lock.write_text(f"{named}\n@EXPLICIT\nhttps://channel.invalid/linux-64/{package.name}#{digest}\n")
+    for subdir, packages in (
+        ("linux-64", {package.name: about | {"sha256": digest, "size": package.stat().st_size}}),
+        ("noarch", {}),
+    ):
+        (folder / subdir).mkdir(exist_ok=True)
+        document = {"info": {"subdir": subdir}, "packages": packages, "packages.conda": {}}
+        (folder / subdir / "repodata.json").write_text(json.dumps(document))
+    return folder.as_uri()
 
+
+@pytest.mark.skipif(Path("/usr") == BASE, reason="the distribution's Python is not relocatable")
+def test_conda_in_one_word(tmp_path: Path) -> None:
+    variables = {"python_torch": False, "python_env": "conda", "python_conda_channel": channel(tmp_path / "channel")}
+    variables["python_conda_python"] = SHORT
     lab = Lab(f"conda-{os.getpid()}")
     lab.up(hosts=2, persistent=False)
     try:
-        variables = {
-            "python_torch": False,
-            "python_env": "conda",
-            "python_conda_lock": str(lock),
-        }
-        wheels = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "-d",
-            folder,
-            "-c",
-            "constraints.txt",
-            "pydantic",
-            "PyYAML",
-        ]
-        subprocess.run(wheels, check=True, cwd=Path(__file__).parents[2])
-        inventory = inventory_with(lab, tmp_path / "inventory", **variables, python_wheelhouse=str(folder))
+        inventory = inventory_with(lab, tmp_path / "inventory", **variables)
+        lock = inventory.parent / "conda.lock"
+        checked = run_playbook("site.yml", inventory, None, "--tags", "storage,python", "--check")
+        assert checked.rc == 0 and not lock.exists(), checked.stdout
         for least in (1, 0):
             played = run_playbook("site.yml", inventory, None, "--tags", "storage,python")
             assert played.rc == 0, played.stdout
             assert (played.count("changed") > 0) == (least > 0), played.stdout
+        assert f"/linux-64/python-{VERSION}-h0_0.tar.bz2#" in lock.read_text()
         for host in lab.hosts:
             code = "import sys, yaml, trainer.config.run_spec; print(sys.version.split()[0], sys.base_prefix)"
             output = lab.inside(host, f"runuser -u tester -- {DATA}/venv/bin/python -I -c '{code}'").split()
             assert output[0] == VERSION and output[1].startswith(DATA), output
+        reset = run_playbook("playbooks/reset.yml", inventory, None, "--tags", "python")
+        for host in lab.hosts:
+            assert lab.inside(host, f"ls -d {DATA}/python {DATA}/venv 2>/dev/null || echo none").strip() == "none", (
+                reset.stdout
+            )
     finally:
         lab.down()

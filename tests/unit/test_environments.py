@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import platform
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,11 @@ from packaging.requirements import Requirement
 
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
+from trainyard.python_env.conda_lock import rattler_wheel, solve_lock
 from trainyard.python_env.environment_plan import consistency_error, differences, plan, plan_environments
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest, choose_flavour
 from trainyard.wire.connection import Host
 
-RATTLER = "py-rattler==0.28.0"
 TOP = Path(__file__).resolve().parents[2]
 REQUEST = EnvironmentRequest(("pydantic>=2",), ("pydantic==2.1",), "0.1.0+aa")
 
@@ -80,7 +83,6 @@ def test_existing_environments_stay_and_wheels_are_reused() -> None:
         (info(has_venv=False), "apt install python3-venv"),
         (info(blocked=True), "/data/venv exists and trainyard did not create it"),
         (info(python="/opt/python"), "set python_env: as-is"),
-        (info(env="conda"), "python_conda_lock"),
     ],
 )
 def test_an_error_is_one_line(host: dict[str, Any], message: str) -> None:
@@ -151,17 +153,13 @@ def test_a_conda_lock_is_read_line_by_line() -> None:
         resolve.conda_python(packages[1:])
 
 
-def test_conda_as_one_word(tmp_path: Path) -> None:
-    """python_env: conda takes conda.lock of the project's folder, and the installer that this lock names."""
+def test_a_lock_beside_the_inventory_is_used(tmp_path: Path) -> None:
     assert resolve.conda_lock("", tmp_path) == ""
-    text = f"# installer: https://x/y.sh#{'a' * 64}\n@EXPLICIT\nfile:///c/linux-64/python-3.12.8-h_0.conda#{'0' * 64}\n"
-    (tmp_path / "conda.lock").write_text(text)
-    assert resolve.conda_lock("", tmp_path) == text
-    assert resolve.conda_installer(text, "", "") == {"source": "https://x/y.sh", "digest": "a" * 64}
-    assert resolve.conda_installer(text, "/own.sh", "b" * 64) == {"source": "/own.sh", "digest": "b" * 64}
-    for lock, installer in (("@EXPLICIT\n", ""), (text, "/own.sh")):
-        with pytest.raises(EnvironmentBuildError, match="or write a lock with make lock-conda, which names them"):
-            resolve.conda_installer(lock, installer, "")
+    (tmp_path / "conda.lock").write_text("text")
+    assert resolve.conda_lock("", tmp_path) == "text"
+    other = {"a": info(env="conda"), "b": info(env="conda", machine="aarch64")}
+    with pytest.raises(EnvironmentBuildError, match="for one architecture, but hosts have aarch64 and x86_64"):
+        unsloth_plan(other, packages="standard")
 
 
 def conda_channel(folder: Path, without_digest: str = "") -> str:
@@ -189,38 +187,70 @@ def conda_channel(folder: Path, without_digest: str = "") -> str:
 
 
 @pytest.mark.slow
-def test_make_lock_conda_solves_a_channel(tmp_path: Path) -> None:
-    installer, lock = tmp_path / "installer.sh", tmp_path / "conda.lock"
-    installer.write_text("#!/bin/sh\n")
-    url = conda_channel(tmp_path / "channel")
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", RATTLER], check=True)
-
-    def make(channel: str, *more: str) -> subprocess.CompletedProcess[str]:
-        command = [python, TOP / "tools/lock_conda.py", channel, f"--installer={installer}", f"--lock={lock}", *more]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    made = make(url)
-    assert made.returncode == 0, made.stderr
-    packages = resolve.conda_packages(lock.read_text())
-    assert [one["file"] for one in packages] == [
+def test_a_missing_lock_is_solved_and_kept(tmp_path: Path) -> None:
+    """The real solver, from a channel in a folder."""
+    url, folder = conda_channel(tmp_path / "channel"), tmp_path / "inventory"
+    folder.mkdir()
+    options = {"packages": "standard", "conda_folder": str(folder), "conda_channel": url, "torch": False}
+    made = unsloth_plan({"a": info(env="conda")}, **options)
+    assert [one["file"] for one in made["conda"]] == [
         "libffi-3.4.6-h_0.conda",
         "python-3.12.8-h_0.conda",
         "tzdata-2026a-h_0.conda",
     ], "3.12.9 has a dependency that the channel lacks"
-    assert packages[0]["url"] == f"{url}/linux-64/libffi-3.4.6-h_0.conda" and packages[2]["subdir"] == "noarch"
-    assert packages[0]["digest"] == hashlib.sha256(b"libffi3.4.6").hexdigest()
-    assert resolve.conda_installer(lock.read_text(), "", "") == {
-        "source": str(installer),
-        "digest": hashlib.sha256(installer.read_bytes()).hexdigest(),
-    }
-    for failed, message in (
-        (make(conda_channel(tmp_path / "bad", "libffi")), "the channel has no SHA-256 of libffi-3.4.6-h_0.conda"),
-        (make(url, "--python=3.11"), "cannot solve python 3.11"),
-        (make(url, "--installer=/none.sh"), "cannot read the installer /none.sh"),
+    first = made["conda"][0]
+    assert first["url"] == f"{url}/linux-64/libffi-3.4.6-h_0.conda" and made["conda"][2]["subdir"] == "noarch"
+    assert first["digest"] == hashlib.sha256(b"libffi3.4.6").hexdigest() and not list(folder.iterdir()), "a check"
+    text = solve_lock(url, "3.12", "x86_64", tmp_path / "work")
+    assert resolve.conda_packages(text) == made["conda"]
+    for channel, python, message in (
+        (conda_channel(tmp_path / "bad", "libffi"), "3.12", "the channel has no SHA-256 of libffi-3.4.6-h_0.conda"),
+        (url, "3.11", "cannot solve python 3.11"),
     ):
-        assert failed.returncode == 1 and failed.stderr.count("\n") == 1 and message in failed.stderr, failed.stderr
+        with pytest.raises(EnvironmentBuildError, match=message) as failed:
+            solve_lock(channel, python, "x86_64", tmp_path / "work")
+        assert "\n" not in str(failed.value)
+
+
+@pytest.mark.slow
+def test_packages_are_installed_by_their_digest(tmp_path: Path) -> None:
+    """The program of the hosts, as the Python of this machine runs it."""
+    files = {"bin/hello": b"#!/bin/sh\necho hello\n"}
+    paths = [{"_path": "bin/hello", "path_type": "hardlink", "sha256": hashlib.sha256(files["bin/hello"]).hexdigest()}]
+    about = {"name": "hello", "version": "1.0", "build": "0", "build_number": 0, "depends": [], "subdir": "linux-64"}
+    files |= {
+        "info/index.json": json.dumps(about).encode(),
+        "info/paths.json": json.dumps({"paths": paths, "paths_version": 1}).encode(),
+    }
+    package = tmp_path / "channel/linux-64/hello-1.0-0.tar.bz2"
+    package.parent.mkdir(parents=True)
+    with tarfile.open(package, "w:bz2") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(data), 0o755
+            archive.addfile(member, io.BytesIO(data))
+    wheel = rattler_wheel(tmp_path / "work", platform.machine())
+
+    def install(digest: str, name: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "lock").write_text(f"{package.as_uri()}#{digest}\n")
+        words = [
+            TOP / "roles/python/files/install_conda.py",
+            wheel,
+            tmp_path / "lock",
+            tmp_path / name,
+            tmp_path / f"{name}-cache",
+        ]
+        return subprocess.run([sys.executable, "-I", *words], capture_output=True, text=True, check=False)
+
+    done = install(hashlib.sha256(package.read_bytes()).hexdigest(), "good")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "good/bin/hello").read_bytes() == files["bin/hello"]
+    refused = install("0" * 64, "bad")
+    assert (
+        refused.returncode == 1
+        and not (tmp_path / "bad/bin/hello").exists()
+        and "hello-1.0-0.tar.bz2 does not have the digest of the lock" in refused.stderr
+    )
 
 
 @pytest.mark.slow
@@ -268,8 +298,9 @@ OPTIONS = {
     "packages": "unsloth",
     "flavour": "auto",
     "conda_lock": "",
-    "conda_installer": "",
-    "conda_sha256": "",
+    "conda_folder": "",
+    "conda_channel": "",
+    "conda_python": "3.12",
     "port": 1,
 }
 

@@ -26,9 +26,12 @@ class EnvironmentOptions(PlaybookOptions):
     lock: str = declare("", "constraints file on the controller; empty for that of `packages`")
     flavour: str = declare("auto", "build of torch, or auto for the newest one that all drivers and GPUs support")
     packages: Literal["standard", "unsloth"] = declare("standard", "set of packages, with its own constraints file")
-    conda_lock: str = declare("", "explicit conda lock on the controller; empty for conda.lock of the project")
-    conda_installer: str = declare("", "URL or file of the installer of conda; empty for the one that the lock names")
-    conda_sha256: str = declare("", "SHA-256 of the installer")
+    conda_lock: str = declare("", "explicit conda lock on the controller; empty for conda.lock in `conda_folder`")
+    conda_folder: str = declare("", "folder of the inventory, where a lock is kept; empty for the project's folder")
+    conda_channel: str = declare(
+        "https://conda.anaconda.org/conda-forge", "channel of conda that is solved without a lock"
+    )
+    conda_python: Literal["3.11", "3.12", "3.13"] = declare("3.12", "version of Python that is solved without a lock")
 
 
 def plan_python(call: Call) -> dict[str, Any]:

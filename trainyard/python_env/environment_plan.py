@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.common.files import sha256_file, write_atomic
 from trainer.common.formats import table
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
+from trainyard.python_env.conda_lock import rattler_wheel, solve_lock
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
 from trainyard.wire.connection import Host
 
@@ -35,7 +37,7 @@ def plan_environments(
     Returns:
         `hosts`, the plan of each; `todo`, whether any changes; `trainer`, the version of the trainer's wheel;
         `requirements`, `constraints` and `torch` in pip's format; `locked`, whether every package has a digest; `kit`, the
-        paths of `pip` and `trainer` on the controller; `installer` and `conda`, what conda installs.
+        paths of `pip`, `trainer` and `rattler` on the controller; `conda`, the packages that rattler installs.
 
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
@@ -53,16 +55,18 @@ def plan_environments(
         resolve.read_constraints(Path(options["lock"] or top / resolve.FLAVOURS[packages])),
         trainer_version(top),
         options["flavour"],
-        resolve.conda_lock(options["conda_lock"], top),
+        _conda_lock(top, managed, options, build),
         packages,
     )
     resolve.check_lock(request)
     plans = plan(infos, request)
-    conda = any(info["env"] == "conda" for info in infos.values())
-    installer = (options["conda_installer"], options["conda_sha256"])
+    conda = [info for info in infos.values() if info["env"] == "conda"]
     todo = any(entry["todo"] != "none" for entry in plans.values())
     folder = top / ".trainyard" / "python"
     kit = {"pip": str(pip_archive(folder)), "trainer": str(trainer_wheel(top, folder))} if todo and build else {}
+    if kit and conda:
+        wheel = rattler_wheel(folder, conda[0]["machine"])
+        kit |= {"rattler": str(wheel), "rattler_digest": sha256_file(wheel)}
     # Every attempt has its own folder, into which processes of an interrupted attempt do not write.
     attempt = secrets.token_hex(3)
     by_name = {host.name: host for host in hosts}
@@ -81,8 +85,30 @@ def plan_environments(
         "trainer": request.trainer,
         "kit": kit,
         "conda": resolve.conda_packages(request.conda) if conda else [],
-        "installer": resolve.conda_installer(request.conda, *installer) if conda else {},
     }
+
+
+def _conda_lock(top: Path, infos: Infos, options: Mapping[str, Any], build: bool) -> str:
+    """Return the text of the lock of conda, solved and kept beside the inventory if there is none; empty if no host needs it.
+
+    Raises:
+        EnvironmentBuildError: there is no solution, or hosts have unlike architectures.
+    """
+    machines = sorted({info["machine"] for info in infos.values() if info["env"] == "conda"})
+    if not machines:
+        return ""
+    if len(machines) > 1:
+        raise EnvironmentBuildError(
+            f"python_env is conda, whose lock is for one architecture, but hosts have {' and '.join(machines)}: set python_env: venv"
+        )
+    folder = Path(options["conda_folder"] or top)
+    text = resolve.conda_lock(options["conda_lock"], folder)
+    if not text:
+        work = top / ".trainyard" / "python"
+        text = solve_lock(options["conda_channel"], options["conda_python"], machines[0], work)
+        if build:
+            write_atomic(folder / resolve.CONDA_LOCK, text)
+    return text
 
 
 def source(name: str, builder: Host, port: int) -> str:
@@ -150,11 +176,6 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
             f"{host}: {info['link']} exists and trainyard did not create it: move it, or set python_env: as-is"
         )
     if info["env"] == "conda":
-        if not request.conda:
-            raise EnvironmentBuildError(
-                "python_env is conda: write a lock with make lock-conda CHANNEL=URL, or set python_conda_lock, see "
-                "roles/python/README.md"
-            )
         return
     if not info["version"]:
         raise EnvironmentBuildError(

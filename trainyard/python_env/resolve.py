@@ -20,8 +20,7 @@ BUILDS = (("cu130", 580, 7.5, 99.0), ("cu128", 570, 7.5, 99.0), ("cu126", 525, 5
 CONDA_LINE = re.compile(
     r"^(?P<url>(?:https?|file)://\S+/(?P<file>[^/#\s]+\.(?:conda|tar\.bz2)))#(?:sha256:)?(?P<digest>[0-9a-f]{64})$"
 )
-INSTALLER_LINE = re.compile(r"^# installer: (?P<source>\S+)#(?P<digest>[0-9a-f]{64})$", re.M)
-CONDA_LOCK = "conda.lock"  # in the project's folder, as make lock-conda writes it
+CONDA_LOCK = "conda.lock"  # beside the inventory
 
 FLAVOURS = {"standard": "constraints.txt", "unsloth": "constraints-unsloth.txt"}  # sets of packages, and their locks
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -145,14 +144,14 @@ def check_unsloth(infos: Mapping[str, Mapping[str, Any]], flavour: str) -> None:
         )
 
 
-def conda_lock(path: str, top: Path) -> str:
-    """Return the text of a conda lock; by default of conda.lock in the project's folder `top`, or empty without it.
+def conda_lock(path: str, folder: Path) -> str:
+    """Return the text of a conda lock; by default of conda.lock in `folder`, or empty without it.
 
     Raises:
         EnvironmentBuildError: the file cannot be read.
     """
     if not path:
-        path = str(top / CONDA_LOCK) if (top / CONDA_LOCK).exists() else ""
+        path = str(folder / CONDA_LOCK) if (folder / CONDA_LOCK).exists() else ""
     try:
         return _read("python_conda_lock", user_path(path, "python_conda_lock")) if path else ""
     except UserError as error:
@@ -223,28 +222,6 @@ def conda_packages(text: str) -> list[dict[str, str]]:
             )
         found.append(match.groupdict() | {"subdir": match["url"].rsplit("/", 2)[1]})
     return found
-
-
-def conda_installer(text: str, installer: str, digest: str) -> dict[str, str]:
-    """Return `source` (URL or path on the controller) and `digest` of the installer of conda.
-
-    Args:
-        text: an explicit conda lock, whose comment `# installer: SOURCE#DIGEST` names the installer.
-        installer: a source that replaces the one in the lock, or an empty string.
-        digest: the SHA-256 of `installer`.
-
-    Raises:
-        EnvironmentBuildError: the lock names no installer and there is no other, or a digest is missing.
-    """
-    found = INSTALLER_LINE.search(text)
-    if not installer and found:
-        return {"source": found["source"], "digest": found["digest"]}
-    if not installer or not re.fullmatch("[0-9a-f]{64}", digest):
-        raise EnvironmentBuildError(
-            "python_env is conda: set python_conda_installer and python_conda_sha256 (the digest is published next to the "
-            "installer), or write a lock with make lock-conda, which names them"
-        )
-    return {"source": installer, "digest": digest}
 
 
 def conda_python(packages: Sequence[Mapping[str, str]]) -> str:
