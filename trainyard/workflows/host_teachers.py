@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ class HostTeachers:
         began, wanted = time.monotonic(), sum(map(len, missing))
         connections = {host.name: self._connect(host) for host in self._hosts}  # in the main thread
         written: dict[str, int] = {host.name: 0 for host in self._hosts}
+        one_at_a_time = threading.Lock()
 
         def work(host: Host) -> str:
             """Answer chunks until none is left; return why the host is left out, or nothing."""
@@ -134,18 +136,22 @@ class HostTeachers:
                     if failures == FAILURES:
                         return str(error)
                     continue
-                answers.add((prompt, host.name, digest, answer) for prompt, answer in zip(chunk, found, strict=True))
-                written[host.name] += len(chunk)
-                report(f"{sum(written.values())} of {wanted} answers")
+                with one_at_a_time:
+                    answers.add((prompt, host.name, digest, each) for prompt, each in zip(chunk, found, strict=True))
+                    written[host.name] += len(chunk)
+                    report(f"{sum(written.values())} of {wanted} answers")
 
-        with concurrent.futures.ThreadPoolExecutor(len(self._hosts)) as executor:
-            ended = dict(zip(written, executor.map(work, self._hosts), strict=True))
-        lost = {name: why for name, why in ended.items() if why}
-        for name, why in lost.items():
-            report(f"{name} does not teach any more: {why}")
+        left, lost = list(self._hosts), ""
+        while left and not chunks.empty():  # again, if a host is lost with a chunk after the others have ended
+            with concurrent.futures.ThreadPoolExecutor(len(left)) as executor:
+                ended = list(zip(left, executor.map(work, left), strict=True))
+            for host, why in ended:
+                if why:
+                    report(f"{host.name} does not teach any more: {why}")
+                    lost = lost or f"{host.name}: {printable(why, 300)}"
+            left = [host for host, why in ended if not why]
         if not chunks.empty():
-            name, why = next(iter(lost.items()))
-            raise UserError(f"teacher: no host answers ({name}: {printable(why, 300)}): run the same command again")
+            raise UserError(f"teacher: no host answers ({lost}): run the same command again")
         parts = ", ".join(f"{name} {count}" for name, count in written.items())
         return f"{wanted} answers in {clock(time.monotonic() - began)} ({parts})"
 
