@@ -27,7 +27,7 @@ LOGIN = ("systemd", "(sd-pam)", "sshd", "sshd-session", "bash", "dbus-daemon")
 # The tree of a run: the supervisor is above the standby process and torchrun, which is above the rank.
 PATTERNS = {
     "rank": "[f]ake_rank.py",
-    "standby": "[t]rainer.distributed.standby_process",
+    "standby": "[t]rainer.launch.standby_process",
     "supervisor": "[t]rainer.supervise run",
     "verb": "[t]rainer.supervise (start|stop|status)",
     "session": "[s]shd.*tester",
