@@ -42,6 +42,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainer/supervise/standby.py": {"installed_packages": "the packages of the interpreter"},
     "trainer/supervise/status.py": {"why_lost": KERNEL},
     "trainer/supervise/supervisor.py": {"oom_kills": KERNEL},
+    "trainyard/remote/apart.py": {"run_apart": ROOT},
     "trainyard/remote/commit.py": {"commit": ROOT},
     "trainyard/remote/digests.py": {"keep": ROOT},
     "trainyard/remote/exchange.py": {"exchange": ROOT},

@@ -69,8 +69,8 @@ def greedy(
         # Generation stops at its time limit, with answers that are cut.
         limit = None if math.isinf(deadline) else max(0.1, deadline - time.monotonic())
         with torch.inference_mode():
-            mask = mask.to(model.device)
-            out = model.generate(ids.to(model.device), attention_mask=mask, max_time=limit, generation_config=how)
+            more = {"generation_config": how} if how else {}
+            out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), max_time=limit, **more)
         if time.monotonic() > deadline:
             raise TimeoutError("time limit")
         return [_to_end(row, ends) for row in out[:, width:].tolist()]

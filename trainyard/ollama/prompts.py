@@ -12,7 +12,7 @@ from trainer.common.formats import printable
 from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
-from trainer.data.dataset_files import is_hub_dataset
+from trainer.data.dataset_files import is_hub_id
 from trainer.data.record_keys import ABOUT_ANSWERS
 from trainer.data.samples import read_records, source_of
 from trainer.data.shapes import to_sample
@@ -32,7 +32,7 @@ def read_prompts(path: Path, system: str = "", spec: RunSpec | None = None) -> l
     Raises:
         UserError: the dataset cannot be read, or a record has no prompt.
     """
-    if not path_kind(path) and not is_hub_dataset(str(path)):
+    if not path_kind(path) and not is_hub_id(str(path)):
         raise UserError(f"prompts: no such file: {printable(path)}: give a file or folder of this machine, or a hub id")
     source = prompt_source(path, spec)
     chats: dict[str, list[dict[str, str]]] = {}

@@ -18,7 +18,6 @@ from trainer.spec import changed_fields, make_spec
 
 DATED = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")
 PLAIN = SimpleNamespace(chat_template="{{ messages }}")
-TODAY = datetime.date.today()
 
 
 def world_of(*others: list[Any]) -> World:
@@ -33,8 +32,8 @@ def checkpoint(folder: Path, step: int, **state: Any) -> None:
 
 
 def test_a_new_run_has_the_date_of_rank_0(tmp_path: Path) -> None:
-    tomorrow = (TODAY + datetime.timedelta(1)).isoformat()
-    assert run_date(make_spec({}, ""), DATED, tmp_path, world_of([-1, tomorrow])) == TODAY
+    tomorrow = (datetime.date.today() + datetime.timedelta(1)).isoformat()
+    assert run_date(make_spec({}, ""), DATED, tmp_path, world_of([-1, tomorrow])) == datetime.date.today()
 
 
 def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_path: Path) -> None:
@@ -45,7 +44,9 @@ def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_pat
     checkpoint(tmp_path, 10, template_date="31 January")
     (tmp_path / "step-00000011").mkdir()
     spec = make_spec({}, "")
-    assert run_date(spec, DATED, tmp_path, world_of([-1, TODAY.isoformat()])) == datetime.date(2026, 1, 31)
+    assert run_date(spec, DATED, tmp_path, world_of([-1, datetime.date.today().isoformat()])) == datetime.date(
+        2026, 1, 31
+    )
     assert run_date(spec, DATED, tmp_path, world_of([20, "2026-02-01"])) == datetime.date(2026, 2, 1)
     assert run_date(spec, DATED, tmp_path / "new host", world_of([5, "2026-01-31"])) == datetime.date(2026, 1, 31)
 
@@ -58,9 +59,9 @@ def test_the_date_of_the_spec_wins(tmp_path: Path) -> None:
 
 def test_replicas_that_start_on_their_own_need_a_date_in_the_spec(tmp_path: Path) -> None:
     apart = {"strategy": "diloco", "diloco_membership": "torchft"}
-    with pytest.raises(UserError, match=rf"^template_date: .* set template_date={TODAY.isoformat()}$"):
+    with pytest.raises(UserError, match=rf"^template_date: .* set template_date={datetime.date.today().isoformat()}$"):
         run_date(make_spec(apart, ""), DATED, tmp_path, world_of())
-    assert run_date(make_spec(apart, ""), PLAIN, tmp_path, world_of()) == TODAY
+    assert run_date(make_spec(apart, ""), PLAIN, tmp_path, world_of()) == datetime.date.today()
     assert run_date(make_spec({**apart, "template_date": "2026-01-31"}, ""), DATED, tmp_path, world_of())
 
 
