@@ -185,7 +185,7 @@ def plan(argv: list[str]) -> int:
     as_json, fast = take_switch(argv, "--json"), take_switch(argv, "--no-measure")
     link = _link_speed(take_value(argv, "--link-mbit"))
     ranks = sum(host["processes"] for host in hosts)
-    made = make_plan(take_spec(argv, ranks), hosts, link, fast=fast, data_dir=data_dir)
+    made = make_plan(take_spec(argv, ranks, strict=False), hosts, link, fast=fast, data_dir=data_dir)
     print(json.dumps(made, indent=1) if as_json else "\n".join(made["lines"]))
     return 0
 
@@ -220,15 +220,18 @@ def config(argv: list[str]) -> int:
         if value := take_any(argv, f"--slurm_{name}", f"--{name}", *(["--time_limit"] if name == "time" else [])):
             slurm[name] = value
     script = Script.of(env, slurm, places, kind)
-    if take_switch(argv, "--use_deepspeed"):
-        argv.append("--strategy=deepspeed")
-    if take_switch(argv, "--offload_optimizer"):
-        argv.append("--deepspeed_offload=optimizer")
+    for switch, meaning in (
+        ("use_deepspeed", "strategy=deepspeed"),
+        ("offload_optimizer", "deepspeed_offload=optimizer"),
+    ):
+        if take_switch(argv, f"--{switch}") or take_switch(argv, f"--{switch.replace('_', '-')}"):
+            argv.append(f"--{meaning}")
+    argv[:] = [f"--{argument}" if _is_assignment(argument) else argument for argument in argv]
     flags, hosts = list(argv), script.hosts_of(argument)
     ranks = sum(host["processes"] for host in hosts)
     strict = kind not in ("deepspeed", "fsdp")  # which name the strategy
     spec = take_spec(argv, ranks, strict=strict)
-    if kind in ("deepspeed", "accelerate") and flags and flags[0].startswith("--"):
+    if kind in ("deepspeed", "accelerate") and not (flags and not flags[0].startswith("--")):  # no file
         rows = -(-spec.rows_per_step // (spec.batch_size * ranks)) * spec.batch_size * ranks
         names = ("total_batch_size", "gradient_accumulation", ACCUMULATION, "deepspeed_config")
         chosen = any(field_of(name) in names for name in parse_flags(flags))
@@ -292,9 +295,8 @@ def train(argv: list[str]) -> int:
         replica = Replica.parse(*replica_flags)
         rank += replica.first_rank
         if replica.waits:
-            argv += [
-                f"--{name}" for name in ("strategy=diloco", "diloco-membership=torchft") if f"--{name}" not in argv
-            ]
+            place = 1 if argv and not argv[0].startswith("--") else 0  # after a file; flags of the user win
+            argv[place:place] = ["--strategy=diloco", "--diloco-membership=torchft"]
         if under_torchrun and run_dir:
             # Redirect before torch is imported, so that import errors are in the log of the rank.
             from trainer.distributed.worker_process import die_with_launcher, redirect_output

@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
+from trainer.config.alias_table import is_off
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
@@ -84,18 +85,25 @@ def _unknown_key(problem: ErrorDetails) -> bool:
     return problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
 
 
+_OF_A_RUN = 0.8  # of all fields: such a file was not written by hand
+
+
 def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
     """Check that the strategy uses every field that a user gave. Raises UserError.
 
     Args:
-        given: names of fields.
+        given: names of fields. Most of them are in the file of a run, which is not checked.
     """
+    given = [name for name in given if name in FIELDS]
+    if len(given) > _OF_A_RUN * len(FIELDS):
+        return
     if spec.strategy == AUTO:
         return
     used = plan_of(spec).field_prefixes(spec)
     for name in given:
         prefix = name.partition("_")[0]
-        if name in FIELDS and prefix in (*STRATEGIES, "replica") and prefix not in used:
+        asks = not is_off(getattr(spec, name)) or getattr(spec, name) != FIELDS[name].default
+        if asks and prefix in (*STRATEGIES, "replica") and prefix not in used:
             owner = "diloco" if prefix == "replica" else prefix
             raise UserError(
                 f"run spec: {name} has no effect with strategy={spec.strategy}: set strategy={owner}, or omit {name} ({source})"
@@ -117,7 +125,7 @@ def read_spec(
         source: source of the overrides, for error messages.
         ranks: number of ranks of the run, if it is known.
         report: receives a line for each name whose meaning differs.
-        strict: see `check_given`. The file of a run, which has all fields, is not checked.
+        strict: see `check_given`.
 
     Raises:
         UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
@@ -128,7 +136,8 @@ def read_spec(
     resolved, more = resolve_aliases(read_tool_files(overrides), values, source=source, ranks=ranks)
     spec = make_spec({**values, **resolved}, source, ranks)
     if strict:
-        check_given(spec, resolved.keys() if values.keys() >= FIELDS.keys() else {**values, **resolved}, source)
+        check_given(spec, values, str(path))
+        check_given(spec, resolved, source)
     for note in notes + more:
         report(note)
     return spec

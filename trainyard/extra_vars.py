@@ -102,7 +102,8 @@ def read_run_spec(
     for note in notes + further:
         report(note)
     spec = make_spec({**base, **{name: value for name, value in given.items() if name in FIELDS}}, source)
-    check_given(spec, given.keys() if base.keys() >= FIELDS.keys() else {**base, **given}, source)
+    check_given(spec, base, file)
+    check_given(spec, given, source)
     return spec
 
 

@@ -69,6 +69,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (BASE, {"micro_batch_size": 2, "batch_size": 8}, {"batch_size": 2, "gradient_accumulation": 4}),
     (BASE, {"gradient_checkpointing": "offload", "optimizer": "adamw_bnb_8bit"}, {"gradient_checkpointing": True, "optimizer": "adamw8bit"}),
     (BASE, {"saves_per_epoch": 1, "evals_per_epoch": 0}, {"checkpoint_interval": "epoch", "eval_interval": None}),
+    (MINIMAL["transformers"], {"evaluation_strategy": "epoch", "eval_steps": 50}, {"eval_interval": "epoch"}),
     (BASE, {"train_on_inputs": True, "val_set_size": 0.1}, {"train_on": "all", "eval_split": 0.1}),
     (BASE, {"fsdp": ["full_shard", "auto_wrap", "offload"]}, {"strategy": "fsdp", "fsdp_shard": "all", "fsdp_offload": True}),
     (BASE, {"fsdp_version": 2, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}, {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),

@@ -136,7 +136,9 @@ def _fsdp_config(value: Any) -> Fields:
         for field, each in fields.items():
             if found.setdefault(field, each) != each:
                 raise ValueError(f"options of FSDP with one value of {field}")
-    return {"strategy": "fsdp"} | found
+    # transformers writes options that ask for nothing where it does not shard.
+    asked = found or any(not is_off(option) for option in value.values())
+    return {"strategy": "fsdp"} | found if asked else {}
 
 
 def _only_value(option: Any) -> Any:

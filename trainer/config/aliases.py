@@ -193,4 +193,4 @@ def suggest(name: str, known: list[str] | tuple[str, ...] = ()) -> str:
         return f"; did you mean {plain!r}?"
     if plain in SUGGESTED or plain in ALIASES:
         return f"; did you mean {SUGGESTED.get(plain) or field_of(plain)!r}?"
-    return nearest(plain, [*FIELDS, *ALIASES, *known])
+    return nearest(plain, [*FIELDS, *(name for name in ALIASES if not name.startswith("distributed.")), *known])

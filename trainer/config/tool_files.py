@@ -69,6 +69,11 @@ def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
     found = _without_sections(values)
     for name in _NAMES:
         value = found.get(name)
+        if name == "fsdp_config":
+            try:
+                value = found[name] = as_options(value) if name in found else None
+            except ValueError as error:
+                raise UserError(f"{name}: {printable(value, 80)} is not JSON: {first_line(error)}") from None
         if not isinstance(value, str) or value.strip().startswith("{") or is_off(value):
             continue
         options = read_object(user_path(value, name), name)

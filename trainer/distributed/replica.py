@@ -44,13 +44,13 @@ class Replica:
                 f"--hv.world-rank: got {quoted(number)}, expected the number of this replica, from 0 to {int(count or 0) - 1}"
             )
         address = _PEER.fullmatch((peers or "").split(",")[0].strip())
-        if not address:
+        if not address or not 0 < int(address["port"] or address["tcp"]) < 65536:
             raise UserError(
                 f"--hv.initial-peers: got {quoted(peers)}, expected the address of the first replica: 10.0.0.1:29600 or "
                 "/ip4/10.0.0.1/tcp/29600"
             )
         words = address.groupdict()
-        place, size = int(number or 0), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        place, size = int(number or 0), int(os.environ.get("WORLD_SIZE", "1"))
         found = f"{words['host'] or words['name']}:{words['port'] or words['tcp']}"
         return cls(place, int(count or 0), place * size, found, _restarted(), waits=True)
 
@@ -67,6 +67,8 @@ class Replica:
             UserError: a value is invalid or missing.
         """
         if any(opendiloco):
+            if replica or lighthouse:
+                raise UserError("--replica and --hv.galaxy-size say the same: omit one of them")
             return cls.of_opendiloco(*opendiloco)
         if not replica and not lighthouse:
             return SINGLE_REPLICA

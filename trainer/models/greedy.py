@@ -82,9 +82,15 @@ def greedy(
     if temperature:
         size = batch_size or len(rows)
         batches = [range(len(rows))[start : start + size] for start in range(0, len(rows), size)]
-        if not _same_in_a_batch(generate, [rows[index] for index in batches[0]] if batches else [], common):
-            batches = [range(index, index + 1) for index in range(len(rows))]
-        return [answer for batch in batches for answer in draw(batch)]
+        return [
+            answer
+            for batch in batches
+            for answer in (
+                draw(batch)
+                if _same_in_a_batch(generate, [rows[index] for index in batch], common)
+                else [draw([index])[0] for index in batch]
+            )
+        ]
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # little padding
     answers: dict[int, Greedy] = {}
     size = batch_size or len(rows)

@@ -47,6 +47,9 @@ class AveragingPlan(StrategyPlan):
     cost = "another result: workers never synchronize before the end"
     has_replicas = True
 
+    def field_prefixes(self, spec: RunSpec) -> set[str]:
+        return {spec.strategy, "replica"}
+
     def validate(self, spec: RunSpec) -> None:
         if spec.averaging_rank and not spec.lora_r:
             raise ValueError("averaging_rank: full weights have no rank: set lora_r, or remove averaging_rank")

@@ -426,8 +426,8 @@ class Pipeline(Strategy):
             dist.all_reduce(parameter.grad, group=self._ends)
         parameters = list(self.trained.values())
         self._add_replicas(parameters)
-        if self.scale.enabled:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / self.scale.value)
+        if self.scale.enabled and (scaled := [p.grad for p in parameters if p.grad is not None]):
+            torch._foreach_mul_(scaled, 1 / self.scale.value)
         weights, stages = self.stage.trained_weights, self.pipelines.stages
         own = [p.grad for name, p in self.trained.items() if weights[name].owner == stages.rank and p.grad is not None]
         local = float(nn.utils.get_total_norm(own)) if own else 0.0

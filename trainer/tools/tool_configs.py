@@ -147,6 +147,8 @@ class Script:
         """
         hosts = read_hosts(argument)
         gpus = self.processes or slurm_script.gpus_of(self.slurm.get("gres", ""))
+        if self.processes and not argument.isdecimal():
+            raise UserError("--num_gpus_per_node: the file of --hosts has the processes of each: omit one of them")
         return [host | {"processes": gpus} for host in hosts] if gpus and argument.isdecimal() else hosts
 
     @property

@@ -127,7 +127,10 @@ def _unless_each_epoch(strategy: str, name: str) -> Callable[[Translation, str, 
     """Return the row of a number of steps, which transformers ignores where `strategy` says epoch."""
 
     def row(found: Translation, key: str, value: Any) -> None:
-        if as_text(found.seen.get(strategy)) == "epoch":
+        if "epoch" in (
+            as_text(found.seen.get(strategy)),
+            as_text(found.seen.get(strategy.replace("eval", "evaluation"))),
+        ):
             found.ignore(key, value, f"{strategy}: epoch")
         else:
             found.convert(ALIASES[name], key, value)

@@ -30,6 +30,7 @@ class OpenAINode:
         url: of the API, such as http://10.0.0.5:8000/v1.
         digest: what the answers are kept under; the API has no digest of a model.
         limit: seconds for one answer.
+        key: that the server asks for; empty for none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class OpenAINode:
     url: str
     digest: str = ""
     limit: float = 1800.0
+    key: str = field(default="", repr=False)
     _client: OllamaClient = field(init=False, repr=False)
     _path: str = field(init=False, repr=False)
 
@@ -69,7 +71,7 @@ class OpenAINode:
         text: list[str] = []
         thinking: list[str] = []
         began, first, reason, tokens = time.monotonic(), 0.0, "", 0
-        more = {"headers": _headers(), "cancel": cancel, "first": self.limit, "keep": keep}
+        more = {"headers": self._headers(), "cancel": cancel, "first": self.limit, "keep": keep}
         for event in self._client.events(f"{self._path}/chat/completions", body, **more):
             for choice in _choices(event):
                 message = choice.get("delta") or choice.get("message") or {}
@@ -77,7 +79,9 @@ class OpenAINode:
                     part = message.get(name)
                     if part is not None and not isinstance(part, str):
                         raise OllamaError("the reply of /chat/completions has no text")
-                    parts.append(part or "")
+                    parts.append(
+                        (part or "").encode(errors="replace").decode()
+                    )  # a lone surrogate could not be written
                 first = first or (time.monotonic() if message else 0.0)
                 tokens += bool(message)
                 reason = choice.get("finish_reason") or reason
@@ -92,20 +96,18 @@ class OpenAINode:
         queued = first - began if len(text) > 1 else 0.0  # unknown where the answer comes in one piece
         return Answer("".join(text), "".join(thinking), finished, tokens, queued, seconds, reader.packed())
 
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
     def probe(self) -> None:
         """Return if the server answers at all."""
         self.models(5.0)
 
     def models(self, limit: float) -> list[str]:
         """Return the names of the models that the server lists within `limit` seconds. Raises OllamaError."""
-        found = self._client.get(f"{self._path}/models", deadline=limit, headers=_headers()).get("data")
+        found = self._client.get(f"{self._path}/models", deadline=limit, headers=self._headers()).get("data")
         names = [each.get("id") for each in found if isinstance(each, dict)] if isinstance(found, list) else []
         return [name for name in names if isinstance(name, str)]
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get(KEY, "")
-    return {"Authorization": f"Bearer {key}"} if key.isprintable() and key else {}
 
 
 def _choices(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -128,8 +130,12 @@ def openai_teachers(urls: Sequence[str], model: str, limit: float) -> list[OpenA
     for url in urls:
         if not URL.fullmatch(url):
             raise UserError(f"teacher_url: got {quoted(url)}, expected the address of an API: http://10.0.0.5:8000/v1")
+    key = os.environ.get(KEY, "")
+    if not key.isprintable() or not key.isascii():
+        raise UserError(f"teacher_url: the environment variable {KEY} has characters that no key has")
     nodes = [
-        OpenAINode(url.removeprefix("http://").partition("/")[0], model, url, f"openai {model}", limit) for url in urls
+        OpenAINode(url.removeprefix("http://").partition("/")[0], model, url, f"openai {model}", limit, key)
+        for url in urls
     ]
     with concurrent.futures.ThreadPoolExecutor(len(nodes)) as executor:
         for node, error in zip(nodes, executor.map(_problem, nodes), strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,16 @@ MACHINES = {
 # What the hosts offer: Debian 12, Ubuntu 22.04 or newer.
 _VIRTUAL = {"__unix": "0", "__linux": "5.15", "__glibc": "2.35", "__archspec": "1"}
 _LIMIT = 600.0  # s for a download, or for a solution
+
+
+def _run(command: list[Any], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program with a limit of time. Raises EnvironmentBuildError."""
+    try:
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_LIMIT)
+    except subprocess.TimeoutExpired:
+        raise EnvironmentBuildError(
+            f"python_env is conda: no answer of the network within {_LIMIT:.0f} s: try again"
+        ) from None
 
 
 def rattler_wheel(work: Path, machine: str) -> Path:
@@ -59,9 +70,7 @@ def rattler_wheel(work: Path, machine: str) -> Path:
             if machine == platform.machine()
             else [f"--platform=manylinux_{version}_{machine}" for version in ("2_17", "2_28")]
         )
-        done = subprocess.run(
-            [*command, *other, "-r", wanted, "-d", folder], capture_output=True, text=True, check=False, timeout=_LIMIT
-        )
+        done = _run([*command, *other, "-r", wanted, "-d", folder])
         found = list(Path(folder).glob("*.whl"))
         if done.returncode or not found:
             last = (done.stderr.strip().splitlines() or ["pip printed no message"])[-1]
@@ -84,13 +93,21 @@ def solve_lock(channel: str, python: str, machine: str, work: Path) -> str:
     Raises:
         EnvironmentBuildError: there is no solution, or a package has no digest.
     """
+    if re.search(r"//[^/]*@|/t/", channel):
+        raise EnvironmentBuildError(
+            "python_conda_channel has a password or a token, which a lock would keep: use a channel without one"
+        )
+    if machine not in MACHINES:
+        raise EnvironmentBuildError(
+            f"python_env is conda: it has no packages for {printable(machine, 40)}: set python_env: venv"
+        )
     wheel = rattler_wheel(work, platform.machine())
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         top = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-m", __name__, channel, python, MACHINES[machine][0]]
         environment = os.environ | {"PYTHONPATH": f"{folder}:{top}"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT)
+        done = _run(command, env=environment)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["the solver printed no message"])[-1]
         raise EnvironmentBuildError(

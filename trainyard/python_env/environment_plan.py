@@ -13,7 +13,7 @@ from trainer.common.files import sha256_file, write_atomic
 from trainer.common.formats import table
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
-from trainyard.python_env.conda_lock import rattler_wheel, solve_lock
+from trainyard.python_env.conda_lock import MACHINES, rattler_wheel, solve_lock
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
 from trainyard.wire.connection import Host
 
@@ -64,7 +64,7 @@ def plan_environments(
     todo = any(entry["todo"] != "none" for entry in plans.values())
     folder = top / ".trainyard" / "python"
     kit = {"pip": str(pip_archive(folder)), "trainer": str(trainer_wheel(top, folder))} if todo and build else {}
-    if kit and conda:
+    if kit and any(info["env"] == "conda" and plans[host]["todo"] == "all" for host, info in infos.items()):
         wheel = rattler_wheel(folder, conda[0]["machine"])
         kit |= {"rattler": str(wheel), "rattler_digest": sha256_file(wheel)}
     # Every attempt has its own folder, into which processes of an interrupted attempt do not write.
@@ -107,7 +107,17 @@ def _conda_lock(top: Path, infos: Infos, options: Mapping[str, Any], build: bool
         work = top / ".trainyard" / "python"
         text = solve_lock(options["conda_channel"], options["conda_python"], machines[0], work)
         if build:
-            write_atomic(folder / resolve.CONDA_LOCK, text)
+            try:
+                write_atomic(folder / resolve.CONDA_LOCK, text)
+            except OSError as error:
+                raise EnvironmentBuildError(
+                    f"python_env is conda: cannot write {folder / resolve.CONDA_LOCK}: {error.strerror}: set python_conda_lock"
+                ) from None
+    wanted = MACHINES.get(machines[0], ("",))[0]
+    if other := [each for each in resolve.conda_packages(text) if each["subdir"] not in (wanted, "noarch")]:
+        raise EnvironmentBuildError(
+            f"python_conda_lock: {other[0]['file']} is for {other[0]['subdir']}, but the hosts are {machines[0]}: remove the lock to solve again"
+        )
     return text
 
 

@@ -108,7 +108,7 @@ def distill(
         questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
         on_hosts = None
         if options.teacher_with == "transformers":
-            on_hosts = _host_teachers(options, cluster, launch, questions.logprobs, top, report)
+            on_hosts = _host_teachers(options, cluster, launch, questions.logprobs, top, report, check)
         nodes = on_hosts.nodes if on_hosts else _teachers(options, cluster, questions.logprobs, report, check)
         names = ", ".join(printable(node.name, 40) for node in nodes)
         report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
@@ -179,7 +179,13 @@ def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mappin
 
 
 def _host_teachers(
-    options: DistillOptions, cluster: Cluster, launch: LaunchOptions, logprobs: bool, top: Path, report: Report
+    options: DistillOptions,
+    cluster: Cluster,
+    launch: LaunchOptions,
+    logprobs: bool,
+    top: Path,
+    report: Report,
+    check: bool,
 ) -> HostTeachers:
     """Return the hosts that teach with transformers. Raises UserError."""
     if options.teacher_url:
@@ -189,7 +195,7 @@ def _host_teachers(
             "distill: teacher_with=transformers writes text only: to learn the probabilities of a model folder, set the run spec's "
             "teacher for the training, or distill_alpha=0"
         )
-    return HostTeachers(cluster, launch, options.teacher, top, report)
+    return HostTeachers(cluster, launch, options.teacher, top, report, check)
 
 
 def _teachers(options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool) -> Sequence[Node]:

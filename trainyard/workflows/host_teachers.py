@@ -6,10 +6,10 @@ alone, so that any number of like hosts writes the same answers. They are kept a
 
 from __future__ import annotations
 
-import concurrent.futures
-import queue
+import collections
+import functools
+import json
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import clock, counted, printable
+from trainer.model_files.model_shape import read_shape
 from trainer.spec import make_spec
+from trainyard.evaluate.side_by_side import MAX_ANSWERED
 from trainyard.inventory import Cluster
 from trainyard.ollama.answers import AnswerFile, answer_keys
 from trainyard.ollama.collect import Questions
@@ -32,7 +34,7 @@ from trainyard.run.prepare.spec_files import trainer_file
 from trainyard.run.session import RunSession
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import PreparedRun, Report, StagedFile
-from trainyard.wire.connection import Host, HostConnection, RemoteError
+from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 
 BATCH = 16  # prompts that a host answers together
 CHUNKS = 4  # that a host answers at least, so that a slow one does not end long after the others
@@ -40,6 +42,7 @@ LARGEST = 512  # prompts of a chunk: what a lost host has to answer again
 FAILURES = 2  # of a host, after which it is left out
 LIMIT = 24 * 3600.0  # s for one chunk
 HARDWARE_LIMIT = 30.0  # s
+_TICK = 0.1  # s between two looks at the hosts
 _GPU_ROOM, _CPU_ROOM = 1.2, 2.4  # times the bytes of the weights; a CPU computes in float32
 
 
@@ -54,21 +57,24 @@ class HostTeacher:
 class HostTeachers:
     """The hosts that write the answers of one model."""
 
-    def __init__(self, cluster: Cluster, launch: LaunchOptions, model: str, top: Path, report: Report) -> None:
-        """Find the model and the hosts with room for it. Raises UserError."""
+    def __init__(
+        self, cluster: Cluster, launch: LaunchOptions, model: str, top: Path, report: Report, check: bool = False
+    ) -> None:
+        """Find the model and the hosts with room for it. Raises UserError. `check`: change nothing."""
         self._connect, self._launch, self._top, self._report = cluster.connect, launch, top, report
         spec = make_spec({"model": model, "fake_data": True}, "teacher")
-        session = RunSession(cluster.hosts, cluster.connect, launch, spec=spec, home=top, report=report)
+        session = RunSession(cluster.hosts, cluster.connect, launch, spec=spec, home=top, report=report, check=check)
         session.prepare()
         self._prepared: PreparedRun = session.prepared
         self._files: list[StagedFile] = [file for file in self._prepared.files if file.kind == "model"]
+        self._all = list(cluster.hosts)
         self._hosts = self._choose(cluster.hosts)
         digest = self._files[0].digest if self._files else model
         self.nodes = [HostTeacher(host.name, f"transformers {digest} {BATCH}") for host in self._hosts]
 
     def _choose(self, hosts: Sequence[Host]) -> list[Host]:
         """Return the hosts whose GPU has room for the model, or else those whose memory has. Raises UserError."""
-        size = sum(file.bytes or sum(file.sizes.values()) for file in self._files)
+        size = sum(map(_bytes_of, self._files))
         found = gather_hardware(hosts, self._connect, HARDWARE_LIMIT)
         gpu = {name: max((card["memory_mib"] for card in about["gpus"]), default=0) for name, about in found.items()}
         memory = {name: about["memory_mib"] for name, about in found.items()}
@@ -110,58 +116,59 @@ class HostTeachers:
         ]
         if not missing:
             return f"{len(ordered)} of {len(ordered)} answers are already in {answers.path}"
-        size = max(1, min(LARGEST // BATCH, len(missing) // (CHUNKS * len(self._hosts))))
-        chunks: queue.Queue[list[Prompt]] = queue.Queue()
-        for start in range(0, len(missing), size):
-            chunks.put([prompt for batch in missing[start : start + size] for prompt in batch])
+        most = min(LARGEST, MAX_ANSWERED // questions.options.max_tokens) // BATCH  # that one reply may have
+        size = max(1, min(most, len(missing) // (CHUNKS * len(self._hosts))))
+        chunks = collections.deque(
+            [prompt for batch in missing[start : start + size] for prompt in batch]
+            for start in range(0, len(missing), size)
+        )
         self._stage()
-        began, wanted = time.monotonic(), sum(map(len, missing))
-        connections = {host.name: self._connect(host) for host in self._hosts}  # in the main thread
-        written: dict[str, int] = {host.name: 0 for host in self._hosts}
-        one_at_a_time = threading.Lock()
-
-        def work(host: Host) -> str:
-            """Answer chunks until none is left; return why the host is left out, or nothing."""
-            failures = 0
-            while True:
-                try:
-                    chunk = chunks.get_nowait()
-                except queue.Empty:
-                    return ""
-                try:
-                    found = self._ask(host, connections[host.name], chunk, questions)
-                except RemoteError as error:
-                    chunks.put(chunk)
-                    failures += 1
-                    if failures == FAILURES:
-                        return str(error)
+        began, wanted, lost = time.monotonic(), sum(map(len, missing)), ""
+        connections = {host.name: self._connect(host) for host in self._hosts}
+        written, failures = collections.Counter[str](), collections.Counter[str]()
+        left = {host.name: host for host in self._hosts}
+        asked: dict[str, tuple[FanOut[list[Answer]], list[Prompt], float]] = {}
+        while asked or (chunks and left):
+            for name in [name for name in left if name not in asked][: len(chunks)]:
+                chunk = chunks.popleft()
+                request = functools.partial(self._ask, left[name], connections[name], chunk, questions)
+                asked[name] = FanOut({name: request}), chunk, time.monotonic() + LIMIT
+            time.sleep(_TICK)
+            for name, (call, chunk, deadline) in list(asked.items()):
+                if call.threads[name].is_alive() and time.monotonic() < deadline:
                     continue
-                with one_at_a_time:
-                    answers.add((prompt, host.name, digest, each) for prompt, each in zip(chunk, found, strict=True))
-                    written[host.name] += len(chunk)
+                del asked[name]
+                if name in call.answers:
+                    answers.add(zip(chunk, [name] * len(chunk), [digest] * len(chunk), call.answers[name], strict=True))
+                    written[name] += len(chunk)
                     report(f"{sum(written.values())} of {wanted} answers")
-
-        left, lost = list(self._hosts), ""
-        while left and not chunks.empty():  # again, if a host is lost with a chunk after the others have ended
-            with concurrent.futures.ThreadPoolExecutor(len(left)) as executor:
-                ended = list(zip(left, executor.map(work, left), strict=True))
-            for host, why in ended:
-                if why:
-                    report(f"{host.name} does not teach any more: {why}")
-                    lost = lost or f"{host.name}: {printable(why, 300)}"
-            left = [host for host, why in ended if not why]
-        if not chunks.empty():
+                    continue
+                why = call.errors.get(name, f"no answers within {LIMIT:.0f} s")
+                chunks.append(chunk)
+                failures[name] += 1
+                if failures[name] == FAILURES:
+                    connections[name].transport.abort()
+                    del left[name]
+                    report(f"{name} does not teach any more: {why}")
+                    lost = lost or f"{name}: {printable(why, 300)}"
+        if chunks:
             raise UserError(f"teacher: no host answers ({lost}): run the same command again")
-        parts = ", ".join(f"{name} {count}" for name, count in written.items())
+        parts = ", ".join(f"{host.name} {written[host.name]}" for host in self._hosts)
         return f"{wanted} answers in {clock(time.monotonic() - began)} ({parts})"
 
     def _stage(self) -> None:
         """Copy the trainer and the model to the hosts. Raises UserError."""
-        entries = [copy_entry(host) for host in self._hosts]
+        entries, sources = ([copy_entry(host) for host in hosts] for hosts in (self._hosts, self._all))
         files = [trainer_file(self._top / ".trainyard"), *self._files]
         try:
             copy_to_hosts(
-                entries, files, self._connect, secrets.token_hex(8), transfer=self._launch.transfer, report=self._report
+                entries,
+                files,
+                self._connect,
+                secrets.token_hex(8),
+                transfer=self._launch.transfer,
+                report=self._report,
+                sources=sources,
             )
         except RemoteError as error:
             raise UserError(f"teacher: {error}") from None
@@ -191,3 +198,10 @@ class HostTeachers:
             Answer(each["text"], "", "length" if each["cut"] else "stop", each["tokens"], 0.0, seconds)
             for each in reply["answers"]
         ]
+
+
+def _bytes_of(file: StagedFile) -> int:
+    """Return the size of a model; by its config.json, in 16 bits, where the hosts have it already."""
+    if size := file.bytes or sum(file.sizes.values()):
+        return size
+    return 2 * read_shape(json.loads(file.config or "{}")).parameters

@@ -49,7 +49,7 @@ def test_replica_flags() -> None:
     [("/ip4/10.0.0.1/tcp/29600/p2p/QmXy", "10.0.0.1:29600"), ("http://a.b:5,c:6", "a.b:5"), ("h-1:7", "h-1:7")],
 )
 def test_flags_of_opendiloco(peers: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert Replica.parse(None, None, None, "3", "1", peers) == Replica(1, 3, 2, address, waits=True)
     assert Replica.parse(None, None, None, "1", None, None) is SINGLE_REPLICA
     for flags, name in (
@@ -57,6 +57,7 @@ def test_flags_of_opendiloco(peers: str, address: str, monkeypatch: pytest.Monke
         (("2", "2", peers), "world-rank"),
         (("2", "0", None), "initial-peers"),
         (("2", "0", "/ip6/::1/tcp/1"), "initial-peers"),
+        (("2", "0", "h:99999"), "initial-peers"),
     ):
         with pytest.raises(UserError, match=rf"--hv\.{name}: got "):
             Replica.parse(None, None, None, *flags)

@@ -277,6 +277,9 @@ def test_the_flags_of_other_scripts_write_files(tmp_path: Path, capsys: Any) -> 
     zero = json.loads(written("deepspeed", "--zero_stage", "2", "--offload_optimizer", "--bf16"))
     assert zero["zero_optimization"]["stage"] == 2 and zero["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert zero["bf16"]["enabled"] and zero["train_batch_size"] == 32, "a multiple of 4 x 8"
+    capsys.readouterr()
+    assert json.loads(config(capsys, "deepspeed", "--num_gpus_per_node=3"))["train_batch_size"] == 24
+    assert json.loads(config(capsys, "deepspeed", "lr=1e-3", "--use-deepspeed", "epochs=3"))["optimizer"]
     made = json.loads(written("fsdp", "--sharding_strategy", "SHARD_GRAD_OP", "--mixed_precision", "bf16"))
     assert made["reshard_after_forward"] is False
     where = ["--master_addr", "10.0.0.1", "--master_port", "29501"]

@@ -112,6 +112,11 @@ def test_hostile_and_broken_replies(server: Server, events: list[Any], message: 
         OpenAINode("s", "m", server.url).ask(PROMPT, Cancel())
 
 
+def test_text_that_cannot_be_written_is_replaced(server: Server) -> None:
+    server.events = [piece("a\ud800b", "stop")]
+    assert OpenAINode("s", "m", server.url).ask(PROMPT, Cancel()).text == "a?b"
+
+
 def test_servers_that_cannot_teach_are_named(server: Server) -> None:
     for urls, model, message in (
         ([server.url], "x", rf"teacher_url: {server.url}: it has no model x, but m, n: set teacher to one of them"),

@@ -149,6 +149,7 @@ def test_a_file_of_a_trainer(tmp_path: Path) -> None:
         ({"reshard_after_forward": False, "xla": False, "auto_wrap_policy": {"min_num_params": 1e8}},
          {"strategy": "fsdp", "fsdp_shard": "gradients"}),
         ({"sharding_strategy": "NO_SHARD"}, {}),
+        ({"min_num_params": 0, "xla": False, "xla_fsdp_v2": False}, {}),
     ],
 )  # fmt: skip
 def test_options_of_fsdp(options: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def test_options_of_fsdp(options: dict[str, Any], fields: dict[str, Any], tmp_pa
     file.write_text(json.dumps(options))
     changed, (note,) = spec_of(f"--fsdp_config {file}")
     assert changed == fields and "FSDP2 implies the other options" in note
+    assert spec_of(f"--fsdp_config '{json.dumps(options)}'")[0] == fields
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,8 @@ def test_sections_of_a_file(tmp_path: Path) -> None:
         ({"strategy": "fsdp", "replica_hosts": 2}, "replica_hosts has no effect with strategy=fsdp: set strategy=diloco"),
         ({"strategy": "diloco", "replica_strategy": "fsdp", "fsdp_shard": "gradients"}, ""),
         ({"strategy": "auto", "fsdp_shard": "host"}, ""),
+        ({"strategy": "averaging", "replica_hosts": 2}, ""),
+        ({"deepspeed_offload": "none", "fsdp_offload": False}, ""),
     ],
 )  # fmt: skip
 def test_a_field_that_the_strategy_does_not_use_is_refused(

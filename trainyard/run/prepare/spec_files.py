@@ -248,8 +248,8 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
         raise UserError(f"dataset: {path} is an empty folder: give a folder with data files, or a file")
     if not kind:
         # The model tiny needs a file, so a name without an owner is more likely a mistake than a dataset of the hub.
-        from_hub = is_hub_id if spec.model == TINY else is_hub_dataset
-        if from_hub(spec.dataset_name) and not _suggest(path):
+        without_owner = spec.model != TINY and is_hub_dataset(spec.dataset_name) and not _suggest(path)
+        if is_hub_id(spec.dataset_name) or without_owner:
             return None
         listed = ", or several in a list such as '[a.jsonl, b.jsonl]'" if "," in spec.dataset_name else ""
         raise UserError(
