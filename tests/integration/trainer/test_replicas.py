@@ -91,10 +91,11 @@ def test_the_outer_optimizer_is_nesterov_sgd(here: Here) -> None:
     """
     m = 0.9 * 3 / 20
     few = {"max_steps": 6, "checkpoint_interval": 3, "schedule": "constant", "warmup": 0, "checkpoint_keep": 9}
-    few |= {"local_steps": 3, "diloco_comm_dtype": "32"}
+    few |= {"local_steps": 3}
+    diloco = few | {"strategy": "diloco", "diloco_comm_dtype": "32"}
     assert here("ddp", **few) == 0
-    assert here("start", **(few | {"strategy": "diloco", "outer_lr": 1e-30})) == 0
-    assert here("diloco", strategy="diloco", **few) == 0, here.err
+    assert here("start", **(diloco | {"outer_lr": 1e-30})) == 0
+    assert here("diloco", **diloco) == 0, here.err
 
     def trained(run: str, step: int) -> torch.Tensor:
         kept = load_file(here.run_dir(run) / "checkpoints" / f"step-{step:08d}" / "trained.safetensors")
