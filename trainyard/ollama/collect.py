@@ -52,6 +52,9 @@ class Questions:
         return len(self.chats) * self.options.samples
 
 
+Collect = Callable[[Questions, Sequence[Any], AnswerFile, Report], str]
+
+
 def missing_prompts(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[Prompt]:
     """Return the prompts that no teacher with one of these digests has answered."""
     known = list(digests)
@@ -128,7 +131,7 @@ def make_dataset(
     report: Report,
     *,
     allow_dropped: bool = False,
-    collect: Callable[[Questions, Sequence[Any], AnswerFile, Report], str] | None = None,
+    collect: Collect | None = None,
 ) -> tuple[Path, Filtered]:
     """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
 

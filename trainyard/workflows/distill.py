@@ -14,10 +14,10 @@ from trainer.config.fields import split_words
 from trainyard.extra_vars import read_run_spec
 from trainyard.inventory import Cluster
 from trainyard.ollama.answers import AnswerFile, answers_path
-from trainyard.ollama.collect import Questions, make_dataset
+from trainyard.ollama.collect import Collect, Questions, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
 from trainyard.ollama.openai_node import openai_teachers
-from trainyard.ollama.pool import Node
+from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.prompts import read_evaluation, read_prompts
 from trainyard.ollama.teachers import candidates, find_teachers
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
@@ -106,10 +106,7 @@ def distill(
         if queue:
             queue.check(specs)
         questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
-        on_hosts = None
-        if options.teacher_with == "transformers":
-            on_hosts = _host_teachers(options, cluster, launch, questions.logprobs, top, report, check)
-        nodes = on_hosts.nodes if on_hosts else _teachers(options, cluster, questions.logprobs, report, check)
+        nodes, collect = _teachers(options, cluster, launch, questions.logprobs, top, report, check)
         names = ", ".join(printable(node.name, 40) for node in nodes)
         report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
         if check:
@@ -119,7 +116,6 @@ def distill(
         with AnswerFile(answers_path(work, options.teacher)) as answers:
             allowed = all(spec.allow_dropped for spec in specs)
             how = (questions, evaluation, nodes, answers, work / "distill", report)
-            collect = on_hosts.collect if on_hosts else None
             dataset, filtered = make_dataset(*how, allow_dropped=allowed, collect=collect)
         report(f"dataset: {dataset}")
         made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
@@ -198,10 +194,28 @@ def _host_teachers(
     return HostTeachers(cluster, launch, options.teacher, top, report, check)
 
 
-def _teachers(options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool) -> Sequence[Node]:
-    """Return the servers that teach. Raises UserError."""
+def _teachers(
+    options: DistillOptions,
+    cluster: Cluster,
+    launch: LaunchOptions,
+    logprobs: bool,
+    top: Path,
+    report: Report,
+    check: bool,
+) -> tuple[Sequence[Any], Collect | None]:
+    """Return what teaches, and what asks it if it is no server. Raises UserError."""
+    if options.teacher_with == "transformers":
+        hosts = _host_teachers(options, cluster, launch, logprobs, top, report, check)
+        return hosts.nodes, hosts.collect
     if options.teacher_url:
-        return openai_teachers(options.teacher_url, options.teacher, options.answer_limit)
+        return openai_teachers(options.teacher_url, options.teacher, options.answer_limit), None
+    return _ollama_teachers(options, cluster, logprobs, report, check), None
+
+
+def _ollama_teachers(
+    options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool
+) -> list[OllamaNode]:
+    """Return the Ollama servers that teach. Raises UserError."""
     return find_teachers(
         candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables),
         options.teacher,
