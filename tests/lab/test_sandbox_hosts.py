@@ -299,6 +299,7 @@ def merge(lab: Lab, site: Site, beside: dict[Host, str], tmp_path: Path) -> Call
     with zipfile.ZipFile(archive, "w") as content:
         content.writestr("trainer/__init__.py", "")
         content.writestr("trainer/gguf/__init__.py", "")
+        content.writestr("trainer/common/__init__.py", "")
         for name in ("__main__", "gguf/export"):
             content.writestr(f"trainer/{name}.py", APART)
         content.write(TOP / "trainer/common/lost_connection.py", "trainer/common/lost_connection.py")
