@@ -30,7 +30,6 @@ from trainyard.preflight.hardware_table import gather_hardware
 from trainyard.remote.ollama_client import Answer
 from trainyard.run.launch.trainer_command import apart_request, copy_entry
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.prepare.spec_files import trainer_file
 from trainyard.run.session import RunSession
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import PreparedRun, Report, StagedFile
@@ -61,11 +60,12 @@ class HostTeachers:
         self, cluster: Cluster, launch: LaunchOptions, model: str, top: Path, report: Report, check: bool = False
     ) -> None:
         """Find the model and the hosts with room for it. Raises UserError. `check`: change nothing."""
-        self._connect, self._launch, self._top, self._report = cluster.connect, launch, top, report
+        self._connect, self._launch, self._report = cluster.connect, launch, report
         spec = make_spec({"model": model, "fake_data": True}, "teacher")
         session = RunSession(cluster.hosts, cluster.connect, launch, spec=spec, home=top, report=report, check=check)
         session.prepare()
         self._prepared: PreparedRun = session.prepared
+        self._trainer = next(file for file in self._prepared.files if file.kind == "trainer")
         self._files: list[StagedFile] = [file for file in self._prepared.files if file.kind == "model"]
         self._all = list(cluster.hosts)
         self._hosts = self._choose(cluster.hosts)
@@ -159,11 +159,10 @@ class HostTeachers:
     def _stage(self) -> None:
         """Copy the trainer and the model to the hosts. Raises UserError."""
         entries, sources = ([copy_entry(host) for host in hosts] for hosts in (self._hosts, self._all))
-        files = [trainer_file(self._top / ".trainyard"), *self._files]
         try:
             copy_to_hosts(
                 entries,
-                files,
+                [self._trainer, *self._files],
                 self._connect,
                 secrets.token_hex(8),
                 transfer=self._launch.transfer,
@@ -188,9 +187,8 @@ class HostTeachers:
             "temperature": options.temperature,
             "seeds": [prompt.options["seed"] for prompt in chunk],
         }
-        trainer = trainer_file(self._top / ".trainyard")
         folder = f"{host.data_dir}/runs/teacher-{self._files[0].digest[:12] if self._files else 'model'}"
-        reply = connection.call("evaluate", apart_request(host, trainer, folder, values, LIMIT))
+        reply = connection.call("evaluate", apart_request(host, self._trainer, folder, values, LIMIT))
         if len(reply["answers"]) != len(chunk):
             raise RemoteError(f"answered {counted(len(reply['answers']), 'prompt')} of {len(chunk)}")
         seconds = reply["seconds"] / len(chunk)
