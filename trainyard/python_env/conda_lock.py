@@ -32,6 +32,15 @@ _VIRTUAL = {"__unix": "0", "__linux": "5.15", "__glibc": "2.35", "__archspec": "
 _LIMIT = 600.0  # s for a download, or for a solution
 
 
+def about(machine: str) -> tuple[str, str]:
+    """Return what `MACHINES` says of a machine. Raises EnvironmentBuildError."""
+    if machine not in MACHINES:
+        raise EnvironmentBuildError(
+            f"python_env is conda: it has no packages for {printable(machine, 40)}: set python_env: venv"
+        )
+    return MACHINES[machine]
+
+
 def _run(command: list[Any], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program with a limit of time. Raises EnvironmentBuildError."""
     try:
@@ -44,11 +53,7 @@ def _run(command: list[Any], env: dict[str, str] | None = None) -> subprocess.Co
 
 def rattler_wheel(work: Path, machine: str) -> Path:
     """Return the path of rattler's wheel for a machine in `work`; download it once. Raises EnvironmentBuildError."""
-    if machine not in MACHINES:
-        raise EnvironmentBuildError(
-            f"python_env is conda: it has no installer for {printable(machine, 40)}: set python_env: venv"
-        )
-    digest = MACHINES[machine][1]
+    digest = about(machine)[1]
     target = work / f"rattler-{RATTLER}-{machine}.whl"
     if target.exists() and sha256_file(target) == digest:
         return target
@@ -97,15 +102,12 @@ def solve_lock(channel: str, python: str, machine: str, work: Path) -> str:
         raise EnvironmentBuildError(
             "python_conda_channel has a password or a token, which a lock would keep: use a channel without one"
         )
-    if machine not in MACHINES:
-        raise EnvironmentBuildError(
-            f"python_env is conda: it has no packages for {printable(machine, 40)}: set python_env: venv"
-        )
+    subdir = about(machine)[0]
     wheel = rattler_wheel(work, platform.machine())
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         top = Path(__file__).resolve().parents[2]
-        command = [sys.executable, "-m", __name__, channel, python, MACHINES[machine][0]]
+        command = [sys.executable, "-m", __name__, channel, python, subdir]
         environment = os.environ | {"PYTHONPATH": f"{folder}:{top}"}
         done = _run(command, env=environment)
     if done.returncode:

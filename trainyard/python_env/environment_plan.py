@@ -13,7 +13,7 @@ from trainer.common.files import sha256_file, write_atomic
 from trainer.common.formats import table
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
-from trainyard.python_env.conda_lock import MACHINES, rattler_wheel, solve_lock
+from trainyard.python_env.conda_lock import about, rattler_wheel, solve_lock
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
 from trainyard.wire.connection import Host
 
@@ -113,7 +113,7 @@ def _conda_lock(top: Path, infos: Infos, options: Mapping[str, Any], build: bool
                 raise EnvironmentBuildError(
                     f"python_env is conda: cannot write {folder / resolve.CONDA_LOCK}: {error.strerror}: set python_conda_lock"
                 ) from None
-    wanted = MACHINES.get(machines[0], ("",))[0]
+    wanted = about(machines[0])[0]
     if other := [each for each in resolve.conda_packages(text) if each["subdir"] not in (wanted, "noarch")]:
         raise EnvironmentBuildError(
             f"python_conda_lock: {other[0]['file']} is for {other[0]['subdir']}, but the hosts are {machines[0]}: remove the lock to solve again"
