@@ -174,7 +174,7 @@ def fsdp(spec: RunSpec) -> dict[str, Any]:
     return tool_options(spec, "cpu_offload") | {"transformer_layer_cls_to_wrap": [layer]}
 
 
-def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool) -> dict[str, Any]:
+def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, port: int, gpus: bool) -> dict[str, Any]:
     """Return accelerate's default_config.yaml for the first host; other hosts set machine_rank to their index."""
     world = sum(host["processes"] for host in hosts)
     config: dict[str, Any] = {
@@ -186,7 +186,7 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, gpus: bool
         "num_processes": world,
         "machine_rank": 0,
         "main_process_ip": head,
-        "main_process_port": slurm_script.PORT,
+        "main_process_port": port,
         "main_training_function": "main",
         "rdzv_backend": "static",
         "same_network": True,
@@ -294,7 +294,7 @@ def render(
     if kind == "accelerate":
         if not gpus and sum(host["processes"] for host in hosts) > 1:
             print("without GPUs, set the environment variable ACCELERATE_USE_CPU=true on all hosts", file=sys.stderr)
-        made = accelerate(spec, hosts, head, gpus) | {"main_process_port": script.port}
+        made = accelerate(spec, hosts, head, script.port, gpus)
         if "deepspeed_config" in made:
             print(
                 "the file has DeepSpeed's optimizer and schedule: pass accelerate.utils.DummyOptim and DummyScheduler to prepare()",
