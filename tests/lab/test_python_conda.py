@@ -22,6 +22,7 @@ BASE = Path(sys.base_prefix)
 VERSION = ".".join(map(str, sys.version_info[:3]))
 SHORT = ".".join(map(str, sys.version_info[:2]))
 LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages", "__pycache__"}
+ABOUT = {"name": "python", "version": VERSION, "build": "h0_0", "build_number": 0, "depends": [], "subdir": "linux-64"}
 
 
 def python_package(folder: Path) -> Path:
@@ -45,15 +46,7 @@ def python_package(folder: Path) -> Path:
             "size_in_bytes": len(data),
         }
         paths.append(entry)
-    about = {
-        "name": "python",
-        "version": VERSION,
-        "build": "h0_0",
-        "build_number": 0,
-        "depends": [],
-        "subdir": "linux-64",
-    }
-    files["info/index.json"] = json.dumps(about).encode()
+    files["info/index.json"] = json.dumps(ABOUT).encode()
     files["info/paths.json"] = json.dumps({"paths": paths, "paths_version": 1}).encode()
     files["info/files"] = "\n".join(entry["_path"] for entry in paths).encode()
     with tarfile.open(package, "w:bz2", compresslevel=1) as archive:
@@ -73,17 +66,9 @@ def relocated(data: bytes) -> bytes:
 def channel(folder: Path) -> str:
     """Write a channel with this Python to a folder; return its URL."""
     package = python_package(folder / "linux-64")
-    about = {
-        "name": "python",
-        "version": VERSION,
-        "build": "h0_0",
-        "build_number": 0,
-        "depends": [],
-        "subdir": "linux-64",
-    }
     digest = hashlib.sha256(package.read_bytes()).hexdigest()
     for subdir, packages in (
-        ("linux-64", {package.name: about | {"sha256": digest, "size": package.stat().st_size}}),
+        ("linux-64", {package.name: ABOUT | {"sha256": digest, "size": package.stat().st_size}}),
         ("noarch", {}),
     ):
         (folder / subdir).mkdir(exist_ok=True)

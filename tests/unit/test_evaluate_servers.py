@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from threaded_server import running
 
 from trainer.common.errors import UserError
 from trainyard.evaluate.questions import Question
@@ -52,12 +52,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as found:
-        thread = threading.Thread(target=found.serve_forever, args=(0.01,))
-        thread.start()
+    with running(Server()) as found:
         yield found
-        found.shutdown()
-        thread.join()
 
 
 def nodes(server: Server) -> tuple[Subject, Sequence[Node]]:

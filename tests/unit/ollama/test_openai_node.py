@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from threaded_server import running
 
 from trainer.common.errors import UserError
 from trainyard.ollama.distill_options import make_distill_options
@@ -52,12 +52,8 @@ class Server(ThreadingHTTPServer):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as found:
-        thread = threading.Thread(target=found.serve_forever, args=(0.01,))
-        thread.start()
+    with running(Server()) as found:
         yield found
-        found.shutdown()
-        thread.join()
 
 
 def piece(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
