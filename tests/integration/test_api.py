@@ -34,6 +34,8 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "inventory.yml").write_text(yaml.safe_dump(document))
     prompts = [{"prompt": f"What follows {n}?"} for n in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    questions = [{"prompt": f"What follows {n}?", "answer": f"number {n + 1}"} for n in range(3)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     (folder / "teacher").write_text(teacher.url.removeprefix("http://"))
     with serve(teacher):
         yield folder
@@ -47,7 +49,7 @@ def test_the_code_of_the_page(bed: Path, monkeypatch: pytest.MonkeyPatch, capsys
     page = (TOP / "docs/api.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     program = "\n".join(blocks).replace("llama3:8b", TEACHER)
-    assert len(blocks) == 7 and TEACHER in program
+    assert len(blocks) == 8 and TEACHER in program
     monkeypatch.setattr(Cluster, "local", lambda: Cluster(bed / "inventory.yml"))
     monkeypatch.chdir(bed)
     names: dict[str, object] = {}
@@ -56,6 +58,7 @@ def test_the_code_of_the_page(bed: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "node1 ('node1', 'node2') ('127.0.0.1',)" in shown and "False 1 machine in 2 entries" in shown
     assert "step 10/10" in shown and "finished" in shown
     assert "student-1 19 " in shown and "student-2 19 " in shown, shown
+    assert re.search(r"^base \d 3 .*\nstudent-1 \d 3 .*\nboth \d 3 .*\n\[\('student-1', ", shown, re.MULTILINE), shown
     assert "[('node1', [0]), ('node2', [1])]" in shown
     assert shown.splitlines()[-1].startswith("queue host node1: Slurm is not installed")
 

@@ -13,6 +13,7 @@ from trainyard.api.cluster import Cluster
 from trainyard.api.results import (
     Answers,
     Deployed,
+    Evaluation,
     Event,
     Gpu,
     HostInfo,
@@ -23,6 +24,8 @@ from trainyard.api.results import (
     Metric,
     OllamaModel,
     RunResult,
+    SubjectChange,
+    SubjectScore,
 )
 from trainyard.api.run import Run
 
@@ -30,6 +33,7 @@ __all__ = [
     "Answers",
     "Cluster",
     "Deployed",
+    "Evaluation",
     "Event",
     "Gpu",
     "HostInfo",
@@ -41,5 +45,7 @@ __all__ = [
     "OllamaModel",
     "Run",
     "RunResult",
+    "SubjectChange",
+    "SubjectScore",
     "TrainyardError",
 ]

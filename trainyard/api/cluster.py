@@ -15,6 +15,7 @@ from trainyard import front_end
 from trainyard.api.results import (
     Answers,
     Deployed,
+    Evaluation,
     Gpu,
     HostInfo,
     Job,
@@ -22,6 +23,8 @@ from trainyard.api.results import (
     Machines,
     Merged,
     OllamaModel,
+    SubjectChange,
+    SubjectScore,
     pick,
 )
 from trainyard.api.run import EventLog, Run
@@ -261,6 +264,17 @@ class Cluster:
         path = next((str(result[key]) for key in ("adapter", "model", "path") if result.get(key)), "")
         method = str(options.get("method", "cat"))
         return Merged(run, method, result.get("base_loss"), result.get("eval_loss"), losses, path, warnings)
+
+    def evaluate(self, subjects: Sequence[Run | Merged | str], **options: Any) -> Evaluation:
+        """Let runs, their base and models of servers answer the same questions; options of the command `evaluate`.
+
+        Args:
+            subjects: runs, or names as the command takes them. The others are compared with the first.
+        """
+        found = self.command("evaluate", subjects=[_name(each) for each in subjects], **options)["result"]
+        scores = [pick(SubjectScore, row, file=file) for file, rows in found["scores"].items() for row in rows]
+        changes = [pick(SubjectChange, row) for row in found["changes"]]
+        return Evaluation(tuple(scores), tuple(changes), tuple(found["questions"]))
 
     def deploy(self, run: Run | Merged | str, name: str, **options: Any) -> Deployed:
         """Put a finished run into the Ollama server of every host, as the model `name`; options of the command `deploy`."""

@@ -179,6 +179,63 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class SubjectScore:
+    """The score of a subject in one file of questions.
+
+    Attributes:
+        file: name of the file.
+        subject: as it was named.
+        right, questions: number of right answers and of questions.
+        low, high: 95 % Wilson interval of the share of right answers.
+        exact, contained: shares among the questions with an answer in words; None without any.
+        loss: mean loss per token of the references, in nats; None if it is unknown.
+        tokens: mean length of an answer.
+        cut: number of answers that ended at `max_tokens`.
+    """
+
+    file: str
+    subject: str
+    right: int
+    questions: int
+    low: float
+    high: float
+    exact: float | None
+    contained: float | None
+    loss: float | None
+    tokens: float
+    cut: int
+
+
+@dataclass(frozen=True)
+class SubjectChange:
+    """The questions that a subject has right and the first subject wrong, and the reverse: places in `Evaluation.answers`.
+
+    Attributes:
+        p: p-value of McNemar's exact test.
+    """
+
+    subject: str
+    gained: tuple[int, ...]
+    lost: tuple[int, ...]
+    p: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores and answers of several subjects to the same questions.
+
+    Attributes:
+        scores: of every subject in every file.
+        changes: of every subject but the first.
+        answers: for each question its `file`, `messages`, `answer`, and `answers` with what each subject answered.
+    """
+
+    scores: tuple[SubjectScore, ...]
+    changes: tuple[SubjectChange, ...]
+    answers: tuple[Mapping[str, Any], ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Merged:
     """A merged run, or votes.
 

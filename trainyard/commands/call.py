@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from trainer.config import RunSpec, resolve_aliases
 from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
+from trainyard.evaluate.after_run import final_evaluation
 from trainyard.extra_vars import check_names, check_pairs, read_run_spec
 from trainyard.inventory import Cluster
 from trainyard.playbook_options import PlaybookOptions
@@ -105,4 +106,8 @@ class Call:
         records = self.service_records()
         start |= {"home": self.top, "report": self.report, "check": self.check}
         start["keep_record"] = records and records.keep
-        return RunSession(self.cluster.hosts, self.cluster.connect, self.launch, **start)
+        launch, cluster = self.launch, self.cluster
+        start["evaluate"] = final_evaluation(
+            launch, start.get("spec"), cluster.hosts, cluster.connect, self.work, self.report
+        )
+        return RunSession(cluster.hosts, cluster.connect, launch, **start)

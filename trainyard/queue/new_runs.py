@@ -30,6 +30,7 @@ _EXCLUDED = {
     "launcher": "the queue host starts the run on hosts of the cluster",
     "follow": "the queue host follows the run",
     "render_to": "the queue host starts the run",
+    "eval_questions": "evaluate the run when it has finished",
     "collect_to": "the queue host follows the run, not this machine: once it has finished, call {train} with the same "
     "options, which copies its result",
 }

@@ -187,6 +187,13 @@ class LaunchOptions(PlaybookOptions):
         "", "folder on the controller that receives adapter or model, result, logs and TensorBoard events; empty: none"
     )
 
+    eval_questions: Words = declare(
+        (),
+        "files of questions, or the embedded observatory and general, that the run and its base answer when the run has "
+        "finished",
+        max_length=100,
+    )
+
     @property
     def answer_limit(self) -> float:
         """Seconds for a host to answer a single request."""

@@ -88,6 +88,7 @@ class RunSession:
         veto: returns why a run that failed must not be restarted, or an empty string.
         keep_record: keeps a record of each start, with its name and contents, for the service of the dashboard.
         watch: receives each heartbeat of the first rank while the run is followed.
+        evaluate: evaluates a run that has finished, by its name and result; returns its `scores` and `lines`.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RunSession:
         veto: Callable[[RunFailure], str] = lambda failure: "",
         keep_record: KeepRecord | None = None,
         watch: Watch = lambda state: None,
+        evaluate: Callable[[str, StepResult], StepResult] | None = None,
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connect_host = connect
@@ -112,7 +114,7 @@ class RunSession:
         self.home = home or Path.cwd()
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
-        self.veto, self.keep_record, self.watch = veto, keep_record, watch
+        self.veto, self.keep_record, self.watch, self.evaluate = veto, keep_record, watch, evaluate
         self.state = state or SessionState()
         self._result: StepResult = {}  # of `follow`
         self._speeds = Speeds()
@@ -299,6 +301,10 @@ class RunSession:
         )
         if state.phase == "finished":
             collected["lines"].insert(0, f"run {self.run_name} is finished: nothing to do")
+        if self.evaluate:
+            scored = self.evaluate(self.run_name, collected["result"])
+            collected["lines"] += ["", *scored["lines"]]
+            collected["scores"] = scored["scores"]
         return collected
 
     def _access(self, hosts: Iterable[Host] | None = None) -> HostAccess:

@@ -38,6 +38,7 @@ _NOT_WITH_SLURM = {
     "elastic": "Slurm restarts the job",
     "min_nodes": "a job has all its nodes: set slurm_nodes",
     "unit_properties": "the ranks are steps of a job: set slurm_mem and slurm_cpus",
+    "eval_questions": "use trainyard evaluate on a host that has the weights",
     "render_only": "python -m trainer config slurm prints a script",
 }
 
