@@ -24,6 +24,7 @@ from trainer.models.adapter_merge import adapted_model
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
 from trainer.models.model import load_tokenizer, read_causal_model
 from trainer.models.tokenizer_output import end_ids
+from trainer.offline.lm_tasks import task_scores
 from trainer.spec import make_spec, read_spec
 
 
@@ -61,7 +62,9 @@ class Subject:
 
 
 def evaluate(
-    subject: Subject,
+    model: Any,
+    tokenizer: Any,
+    spec: RunSpec,
     questions: Sequence[Mapping[str, Any]],
     max_tokens: int,
     batch_size: int,
@@ -71,6 +74,7 @@ def evaluate(
     """Return the answers of a model, and the losses of the reference answers.
 
     Args:
+        spec: of the run, or of the model.
         questions: each with its `messages` and a `reference`, which may be empty.
         max_tokens: maximum length of an answer.
         batch_size: questions that are answered together.
@@ -82,9 +86,8 @@ def evaluate(
         `loss` of the reference, a mean per token in nats, with its `loss_tokens`; None and 0 without a reference.
 
     Raises:
-        UserError: the model cannot be loaded, or its chat template cannot be rendered.
+        UserError: the chat template cannot be rendered.
     """
-    model, tokenizer, spec = subject.load()
     prepend = spec.system == "prepend"
     chats = [with_system_in_first_question(q["messages"]) if prepend else q["messages"] for q in questions]
     rows = prompt_rows(tokenizer, chats)
@@ -125,7 +128,10 @@ def main() -> int:
         subject = Subject(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
         size, length = int(request["batch_size"]), int(request["max_tokens"])
         how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}
-        found = evaluate(subject, request["questions"], length, size, **how)
+        model, tokenizer, spec = subject.load()
+        found = evaluate(model, tokenizer, spec, request["questions"], length, size, **how)
+        if tasks := request.get("tasks"):
+            found["tasks"] = task_scores(model, tokenizer, tasks, size, int(request["task_limit"]))
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return 1

@@ -48,8 +48,16 @@ class EvaluateOptions(PlaybookOptions):
         max_length=100,
     )
     questions: Words = declare(
-        (OBSERVATORY,), "files of questions, or the embedded observatory and general", min_length=1, max_length=100
+        (),
+        "files of questions, or the embedded observatory and general; none: observatory, unless there are tasks",
+        max_length=100,
     )
+    tasks: Words = declare(
+        (),
+        "tasks of the package lm_eval, such as arc_easy, for runs and bases; the hosts have the package",
+        max_length=100,
+    )
+    task_limit: int = declare(0, "number of the first samples of each task; 0: all", ge=0, le=1_000_000)
     max_tokens: int = declare(64, "maximum length of an answer", unit="tokens", ge=1, le=100_000)
     eval_batch: int = declare(16, "questions that a model of a run answers together", ge=1, le=1024, unit="questions")
     show: int = declare(3, "number of questions whose answers are shown, those that changed first", ge=0, le=10_000)
@@ -83,7 +91,12 @@ def evaluate(
         UserError: a file of questions or a subject is not valid, or no host has a run or a model.
         RunError: a host cannot evaluate its runs.
     """
-    subjects, questions = parse_subjects(options.subjects), read_questions(options.questions)
+    subjects = parse_subjects(options.subjects)
+    if options.tasks and (served := [each.name for each in subjects if each.kind in _SERVER_KINDS]):
+        raise UserError(
+            f"evaluate: tasks: servers do not give the probabilities that lm_eval needs: leave out {served[0]}"
+        )
+    questions = read_questions(options.questions or (() if options.tasks else (OBSERVATORY,)))
     if len(questions) * options.max_tokens > MAX_ANSWERED:
         raise UserError(
             f"evaluate: max_tokens: {len(questions)} questions with {options.max_tokens} tokens each are more than {MAX_ANSWERED} "
@@ -101,7 +114,8 @@ def evaluate(
             "changed": bool(target),
             "msg": f"would ask {len(questions)} questions of {', '.join(options.subjects)}",
         }
-    report(f"asking {counted(len(questions), 'question')} of {', '.join(options.subjects)}")
+    what = [counted(len(questions), "question"), *options.tasks]
+    report(f"asking {', '.join(what)} of {', '.join(options.subjects)}")
     found = _ask_runs(subjects, places, questions, options, by_name, connect, launch, home)
     settings = {"temperature": 0.0, "num_predict": options.max_tokens, "seed": 1}
     for subject, nodes in servers.items():
@@ -141,6 +155,8 @@ def _ask_runs(
         "questions": [{"messages": list(each.messages), "reference": each.answer} for each in questions],
         "max_tokens": options.max_tokens,
         "batch_size": options.eval_batch,
+        "tasks": list(options.tasks),
+        "task_limit": options.task_limit,
     }
 
     connections = {name: connect(hosts[name]) for name in by_host}  # in the main thread
@@ -151,13 +167,15 @@ def _ask_runs(
             folder = places[subject.model][1]
             values = request | {"folder": folder, "base": subject.kind == "base"}
             reply = connections[name].call(
-                "evaluate", apart_request(hosts[name], trainer, folder, values, EVALUATE_LIMIT)
+                "evaluate",
+                apart_request(hosts[name], trainer, folder, values, EVALUATE_LIMIT) | {"online": bool(options.tasks)},
             )
             if len(reply["answers"]) != len(questions):
                 raise RemoteError(f"answered {len(reply['answers'])} of {len(questions)} questions")
             answers = [Answered(**{name: each[name] for name in ANSWERED}) for each in reply["answers"]]
             seconds = max(reply["seconds"], 1e-3)
-            found[subject.name] = Report(subject.name, answers, sum(each.tokens for each in answers) / seconds)
+            speed = sum(each.tokens for each in answers) / seconds
+            found[subject.name] = Report(subject.name, answers, speed, reply.get("tasks", {}))
         return found
 
     try:
