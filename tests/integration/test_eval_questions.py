@@ -31,7 +31,7 @@ def test_a_finished_run_answers_questions(tmp_path: Path, model_folder: Path) ->
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in renamed))
     given = {"run": RUN, "model": str(model_folder), "dataset": str(tmp_path / "data.jsonl"), "seq_length": 32}
     given |= {"max_steps": 2, "epochs": 9, "total_batch_size": 2, "eval_split": 0}
-    kept = TOP / f".trainyard/evaluations/{RUN}.json"
+    kept = TOP / f".trainyard/final-evaluations/{RUN}.json"
     try:
         missing = run_playbook("train.yml", tmp_path / "inventory.yml", given | {"eval_questions": "./none.jsonl"})
         assert missing.rc != 0 and "questions: no such file" in missing.stdout

@@ -19,7 +19,7 @@ from trainyard.run.types import Report
 from trainyard.wire.connection import Host
 from trainyard.wire.run_errors import RunError
 
-FOLDER = "evaluations"  # below the folder of created files
+FOLDER = "final-evaluations"  # below the folder of created files
 
 
 @dataclass(frozen=True)
