@@ -32,6 +32,7 @@ from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
+from trainyard.evaluate.kept_evaluations import NAME
 from trainyard.queue.manage import CHANGES, check_verb
 from trainyard.run.follow.artifacts import tensorboard_command
 from trainyard.wire.connection import RemoteError
@@ -39,7 +40,7 @@ from trainyard.wire.connection import RemoteError
 PAUSE = 0.4  # s between two messages to a browser
 END = 1.5  # s for the last message when the server ends
 IDLE = 15.0  # s after which a message without content is sent
-PAGES = ("nodes", "runs", "events", "queue", "models", "run")
+PAGES = ("nodes", "runs", "events", "queue", "models", "evaluations", "run")
 RECENT = 32  # runs whose metrics stay in memory, and logs
 UNFINISHED = ("stopped", "failed", "lost")  # states of a run that can be started again
 BROWSERS = 64  # pages that receive messages at the same time
@@ -75,6 +76,7 @@ class Dashboard:
             Route("/events", self._page("events")),
             Route("/queue", self.queue),
             Route("/models", self._page("models")),
+            Route("/evaluations", self.evaluations),
             Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
             Route("/runs/{run}/series", self.series),
@@ -135,6 +137,13 @@ class Dashboard:
         scale = request.query_params.get("time", "")
         arguments = [scale] if scale in SCALES else []
         return HTMLResponse(self.pages.page("queue", *arguments, queue=self.pages.queue))
+
+    async def evaluations(self, request: Request) -> Response:
+        """Show the results of evaluations, and of the one `name`, or of the newest one, all scores."""
+        if self.pages.progress:
+            await self.pages.progress.read_evaluations()
+        name = request.query_params.get("name", "")
+        return HTMLResponse(self.pages.page("evaluations", *([name] if NAME.fullmatch(name) else [])))
 
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
@@ -258,7 +267,7 @@ class Dashboard:
                 raise HTTPException(404)
         if self.listeners >= BROWSERS:
             return PlainTextResponse(f"503: {BROWSERS} pages are open: close one\n", 503)
-        taken = page in ("run", "runs") or (page == "queue" and argument in SCALES)
+        taken = page in ("run", "runs", "evaluations") or (page == "queue" and argument in SCALES)
         arguments = [argument] if taken else []
         end = anyio.Event()  # of the server
         messages = self._messages(request, page, arguments, log, end)
@@ -273,7 +282,7 @@ class Dashboard:
             stack.callback(asyncio.create_task(self._wake_at(end)).cancel)
             if page in ("queue", "events"):
                 stack.enter_context(self.pages.queue.page())
-            if page == "models" and self.pages.progress:
+            if page in ("models", "evaluations") and self.pages.progress:
                 stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
             series, lines, asks_queue = None, None, False  # places in the metrics and in the log

@@ -186,6 +186,14 @@ class Pages:
             "deployed": self._region("deployed_models", models=dict(sorted(models.items()))),
         }
 
+    def _evaluations(self, name: str = "") -> dict[str, Regions]:
+        found = self.progress.evaluations if self.progress else {}
+        chosen = name if name in found else next(iter(found), "")
+        return {
+            "evaluations": self._region("evaluation_list", evaluations=found, chosen=chosen),
+            "evaluation": self._region("evaluation", one=found.get(chosen)),
+        }
+
     def _events(self) -> dict[str, Regions]:
         events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]
         rows = {}
