@@ -16,7 +16,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -25,6 +32,7 @@ from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.log_streams import Key, RunLog
+from trainyard.dashboard.model_questions import RefusedError
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
@@ -76,6 +84,7 @@ class Dashboard:
             Route("/events", self._page("events")),
             Route("/queue", self.queue),
             Route("/models", self._page("models")),
+            Route("/models/ask", self.ask, methods=["POST"]),
             Route("/evaluations", self.evaluations),
             Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
@@ -243,6 +252,18 @@ class Dashboard:
         except UserError as error:
             return PlainTextResponse(f"400: {error}\n", 400)
         return RedirectResponse("/queue", 303)
+
+    async def ask(self, request: Request) -> Response:
+        """Ask the model `model` the `question`, and send its answer while it is generated, see `ModelQuestions.ask`."""
+        form = await self.access.read_form(request)
+        if form is None:
+            return PlainTextResponse(NOT_OUR_FORM, 403)
+        asked = form.get("model", ""), form.get("question", "")
+        try:
+            lines = await self.pages.questions.ask(*asked, lambda: self.access.in_session(request.scope))
+        except RefusedError as error:
+            return PlainTextResponse(f"{error.status}: {error}\n", error.status)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def metrics(self, request: Request) -> Response:
         """Return the state of the cluster for Prometheus."""

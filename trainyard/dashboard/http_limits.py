@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 REQUEST_LIMIT = 10.0  # s for the line and the headers of a request, and once more for its body
 ADDRESS_LIMIT = 128  # connections of one address; not of loopback, where all users have the same
-FORM_LIMIT = 16 << 10  # bytes
+FORM_LIMIT = 64 << 10  # bytes
 
 
 @dataclass

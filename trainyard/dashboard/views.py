@@ -17,6 +17,7 @@ import jinja2
 from trainer.common.formats import printable
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainyard.dashboard.allocation import Allocation
+from trainyard.dashboard.model_questions import QUESTION, ModelQuestions
 from trainyard.dashboard.page_formats import FILTERS
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
@@ -76,6 +77,7 @@ class Pages:
         self.cluster, self.queue, self._can_start = cluster, queue, can_start
         self.progress: ProgressWatch | None = None
         self._allocation = Allocation(cluster)
+        self.questions = ModelQuestions(cluster)
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
@@ -87,7 +89,7 @@ class Pages:
             auto_reload=False,  # which reads the time of the file for every region
         )
         self._templates.filters |= FILTERS
-        self._templates.globals |= {"csrf": csrf, "log_out": log_out}
+        self._templates.globals |= {"csrf": csrf, "log_out": log_out, "max_question": QUESTION}
         self._pieces: dict[str, tuple[Any, str]] = {}  # {id of a region: (version of its contents, HTML)}
         self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
 
@@ -181,6 +183,7 @@ class Pages:
                     loaded.append(name)
         known = self.cluster.runs
         return {
+            "ask": self._region("ask_models", models=self.questions.models()),
             "distill": self._region("distill", distillations=watch.distillations if watch else []),
             "deploy": self._region("deploy", deployments=watch.deployments if watch else [], known=known),
             "deployed": self._region("deployed_models", models=dict(sorted(models.items()))),
