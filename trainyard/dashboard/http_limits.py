@@ -22,6 +22,7 @@ FORM_LIMIT = 64 << 10  # bytes
 class _Connection:
     socket: socket.socket
     waits_since: float | None  # None during a request
+    requests: int = 0  # the next one may begin before the program is done with the one before it
 
 
 class LimitedListener(socket.socket):
@@ -51,11 +52,13 @@ class LimitedListener(socket.socket):
         connection = self._connections.get(client)
         if connection:
             connection.waits_since = None
+            connection.requests += 1
         try:
             yield
         finally:
             if connection:
-                connection.waits_since = time.monotonic()
+                connection.requests -= 1
+                connection.waits_since = None if connection.requests else time.monotonic()
 
     def close_waiting(self) -> None:
         """Close the connections that have waited for a request for too long."""
