@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -24,6 +24,9 @@ from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES
 from trainyard.queue.slurm_conf import PRIORITIES
+
+if TYPE_CHECKING:
+    from trainyard.dashboard.new_runs import NewRuns
 
 LATEST = 100  # ended runs on the page of runs
 EVENTS = 300  # events on their page
@@ -76,6 +79,7 @@ class Pages:
         """
         self.cluster, self.queue, self._can_start = cluster, queue, can_start
         self.progress: ProgressWatch | None = None
+        self.new_runs: NewRuns | None = None  # None where no run can be started
         self._allocation = Allocation(cluster)
         self.questions = ModelQuestions(cluster)
         self.actions: dict[str, Action] = {}
@@ -101,7 +105,9 @@ class Pages:
         """Render a page with its regions."""
         groups = self.regions(name, *arguments)
         template = self._templates.get_template(f"{name}.html")
-        return template.render(page=name, arguments=arguments, groups=groups, cluster=self.cluster, **more)
+        return template.render(
+            page=name, arguments=arguments, groups=groups, cluster=self.cluster, can_start=bool(self.new_runs), **more
+        )
 
     def regions(self, name: str, *arguments: str) -> dict[str, Regions]:
         """Return {id of a group of regions: {id of a region: HTML}} of a page; equal requests share the work."""
@@ -196,6 +202,10 @@ class Pages:
             "evaluations": self._region("evaluation_list", evaluations=found, chosen=chosen),
             "evaluation": self._region("evaluation", one=found.get(chosen)),
         }
+
+    def _start(self, plan: str = "") -> dict[str, Regions]:
+        draft = self.new_runs.drafts.get(plan) if self.new_runs else None
+        return {"draft": self._region("start_draft", plan=plan, draft=draft, known=self.cluster.runs)}
 
     def _events(self) -> dict[str, Regions]:
         events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]

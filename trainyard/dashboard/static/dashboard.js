@@ -21,7 +21,7 @@ function replaceRegion(id, html) {
   const open = new Map(keyed(old).map(([key, item]) => [key, item.open]));
   for (const [key, item] of keyed(fresh)) item.open = open.get(key) ?? item.open;
   const selector = "a, button, input, select, summary, [tabindex]";
-  const focused = [...old.querySelectorAll(selector)].indexOf(document.activeElement);
+  const active = document.activeElement, focused = [...old.querySelectorAll(selector)].indexOf(active);
   // A row does not scroll, and a query of its position would make the browser lay out the page for each of many rows.
   const scrolled = old.tagName === "TR" ? null : [old.scrollLeft, old.scrollTop];
   for (const field of old.querySelectorAll("input[id], select[id]")) {
@@ -31,7 +31,7 @@ function replaceRegion(id, html) {
   old.replaceWith(fresh);
   if (scrolled) [fresh.scrollLeft, fresh.scrollTop] = scrolled;
   showNewest(fresh);
-  if (focused >= 0) fresh.querySelectorAll(selector)[focused]?.focus({ preventScroll: true });
+  if (focused >= 0) (active.id && document.getElementById(active.id) || fresh.querySelectorAll(selector)[focused])?.focus({ preventScroll: true });
   return fresh;
 }
 
