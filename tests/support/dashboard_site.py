@@ -19,7 +19,9 @@ from browser import screenshot, set_size
 from run_hosts import TOP, Bed, until
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.webdriver import WebDriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from trainyard.run.launch.start_ranks import start_ranks
 from trainyard.wire.connection import Host, HostConnection
@@ -142,6 +144,20 @@ def press(driver: WebDriver, button: str) -> None:
     """Press a button of the page in one step, because an update may replace it between two."""
     find = "[...document.querySelectorAll('main button')].find((one) => one.textContent === arguments[0])"
     until(lambda: driver.execute_script(f"const one = {find}; one?.click(); return Boolean(one)", button), 30, button)
+
+
+def press_keys(driver: WebDriver, *keys: str) -> None:
+    """Press keys, wherever the focus is."""
+    ActionChains(driver).send_keys(*keys).perform()
+
+
+def tab_to(driver: WebDriver, id: str) -> None:
+    """Move the focus to an element with the tabulator key alone."""
+    for _ in range(200):
+        if driver.execute_script("return document.activeElement.id") == id:
+            return
+        press_keys(driver, Keys.TAB)
+    raise AssertionError(f"the keyboard does not reach #{id}")
 
 
 def shown_text(driver: WebDriver, selector: str) -> str:

@@ -22,7 +22,7 @@ from trainyard.dashboard.certificate import own_certificate
 from trainyard.dashboard.http_limits import LimitedListener
 
 LIMIT = 8
-SLOW = threading.Event()
+SLOW, LATE, CLOSED = threading.Event(), threading.Event(), threading.Event()
 
 
 @pytest.fixture
@@ -40,7 +40,13 @@ def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Limite
                 SLOW.set()
                 await asyncio.sleep(0.5)
             await send({"type": "http.response.start", "status": 200, "headers": []})
+            if scope["path"] == "/next":
+                SLOW.set()
+                await asyncio.to_thread(CLOSED.wait, 10)
             await send({"type": "http.response.body", "body": b"here"})
+            if scope["path"] == "/late":
+                await asyncio.to_thread(SLOW.wait, 10)
+        LATE.set()
 
     files = own_certificate(tmp_path, "127.0.0.1")
     how: dict[str, Any] = {"ssl_certfile": files.file, "ssl_keyfile": str(files.key_file), "lifespan": "off"}
@@ -103,3 +109,20 @@ def test_a_connection_without_a_request_is_closed(listener: LimitedListener, mon
     assert silent.recv(1) == halting.sock.recv(1) == kept.sock.recv(1) == b""
     slow.join(10)
     assert answers == [b"here"], "it was closed during a request"
+
+
+def test_a_request_that_begins_before_the_last_one_has_ended_is_not_closed(
+    listener: LimitedListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program still closes a file when the browser has received it, and asks for the next one on the same connection."""
+    for event in (SLOW, LATE, CLOSED):
+        event.clear()
+    with contextlib.closing(connection(listener)) as client:
+        client.request("GET", "/late")
+        assert client.getresponse().read() == b"here"
+        client.request("GET", "/next")
+        assert SLOW.wait(10) and LATE.wait(10)
+        monkeypatch.setattr(http_limits, "REQUEST_LIMIT", 0.0)
+        listener.close_waiting()
+        CLOSED.set()
+        assert client.getresponse().read() == b"here"

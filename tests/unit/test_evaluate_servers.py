@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from threaded_server import running
 
 from trainer.common.errors import UserError
+from trainyard.evaluate.kept_evaluations import kept_evaluations
 from trainyard.evaluate.questions import Question
+from trainyard.evaluate.side_by_side import EvaluateOptions, evaluate
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
 from trainyard.ollama import pool
 from trainyard.ollama.pool import Node, Prompt
 from trainyard.remote.ollama_client import Cancel, OllamaError
+from trainyard.run.launch_options import LaunchOptions
 
 QUESTIONS = [Question("q", ({"role": "user", "content": f"{n}?"},), str(n)) for n in range(5)]
 SETTINGS = {"temperature": 0.0, "num_predict": 9, "seed": 1}
@@ -87,3 +92,22 @@ def test_a_server_without_any_answer_is_an_error(server: Server, monkeypatch: py
     server.reply = {}
     with pytest.raises(UserError, match="the reply of /chat/completions has no answer"):
         ask_servers(*nodes(server), QUESTIONS[:1], SETTINGS, print)
+
+
+def test_the_result_is_kept_for_the_dashboard(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"prompt": "1?", "answer": "1"}\n')
+    subject = f"openai:m@http://127.0.0.1:{server.server_port}/v1"
+    options = EvaluateOptions(subjects=(subject,), questions=(str(file),))
+    sent: list[str] = []
+
+    def run(check: bool) -> dict[str, Any]:
+        how: dict[str, Any] = {"home": tmp_path, "keep_record": lambda name, content: sent.append(name)}
+        return evaluate(options, [], Mock(), LaunchOptions(), check=check, report=lambda line: None, **how)
+
+    run(True)
+    assert sent == [] and not (tmp_path / ".trainyard").exists()
+    assert run(False)["changed"] is False
+    [name] = sent
+    [found] = kept_evaluations([tmp_path / ".trainyard/evaluations"]).values()
+    assert (tmp_path / ".trainyard" / name).is_file() and found.files[0].scores[0].right == 1

@@ -145,7 +145,9 @@ def merge(call: Call) -> dict[str, Any]:
 def evaluate(call: Call) -> dict[str, Any]:
     """Let models answer questions, side by side."""
     options, cluster = EvaluateOptions.from_variables(call.given, "evaluate"), call.cluster
+    records = call.service_records()
     how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
+    how["keep_record"] = records and records.keep
     return run_evaluate(options, cluster.hosts, cluster.connect, call.launch, **how)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.common.errors import MAX_MESSAGE, UserError
 from trainer.common.formats import printable
+from trainyard.dashboard.new_runs import Draft
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Action, Pages
 from trainyard.deploy.deploy_options import make_deploy_options
@@ -20,6 +21,8 @@ from trainyard.queue.manage import Verb, change_options, change_runs
 from trainyard.queue.queue_client import QueueClient
 from trainyard.run.follow.manage_runs import stop_run
 from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.session import RunSession
+from trainyard.run.types import SessionState
 from trainyard.service_records import ServiceRecords, following
 from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.wire.run_errors import RunError
@@ -99,13 +102,42 @@ class Actions:
             records = self._service(progress)
             how: dict[str, Any] = {"report": progress.report, "keep_record": records and records.keep}
             session = self._project.session_of(run, self._hosts, progress.connect, self._options, **how)
-            for step in (session.plan, session.preflight, session.stage, session.launch):
-                _show(step(), progress)
-            progress.follow()
-            _show(session.follow(), progress)
-            return session.collect()
+            return _run(session, progress)
 
         return self._begin(run, "Start again", work)
+
+    def plan(self, draft: Draft) -> None:
+        """Plan a new run; nothing starts."""
+
+        def work(progress: Progress) -> dict[str, Any]:
+            session = self._new_session(draft, progress, spec=draft.spec)
+            planned = session.plan(preview=True)
+            if failure := session.state.failure:  # max_restarts leaves it to `follow`
+                raise RunError(failure["msg"])
+            if session.state.phase == "new":
+                draft.prepared = session.prepared
+            return planned
+
+        self._perform(draft.action, work)
+
+    def start_new(self, draft: Draft) -> bool:
+        """Start a run that was planned, and follow it to its end. As `stop`; also False if it has no plan, or was started."""
+        prepared = draft.prepared
+        if not prepared or draft.start:
+            return False
+
+        def work(progress: Progress) -> dict[str, Any]:
+            return _run(self._new_session(draft, progress, state=SessionState(prepared=prepared)), progress)
+
+        begun = self._begin(prepared.run, "Start", work)
+        if begun:
+            draft.start = self._pages.actions[prepared.run]
+        return begun
+
+    def _new_session(self, draft: Draft, progress: Progress, **what: Any) -> RunSession:
+        records = self._service(progress)
+        what |= {"home": self._project.home, "report": progress.report, "keep_record": records and records.keep}
+        return RunSession(draft.hosts, progress.connect, draft.options, **what)
 
     def deploy(self, run: str, name: str, base: str) -> bool:
         """Put a finished run into the Ollama server of every host as the model `name`. As `stop`.
@@ -155,11 +187,14 @@ class Actions:
         if known:
             known.earlier = []
         self._pages.cluster.add_event("action", f"run {run}: {title[0].lower()}{title[1:]}, on the dashboard", run=run)
+        self._perform(action, work)
+        return True
+
+    def _perform(self, action: Action, work: Work) -> None:
         self._pages.cluster.change()
         task = asyncio.get_running_loop().create_task(self._carry_out(action, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return True
 
     async def _carry_out(self, action: Action, work: Work) -> None:
         progress = Progress(action, self._pages, self._connect)
@@ -183,6 +218,14 @@ class Actions:
         action.lines = [*action.lines, *lines][-LINES:]
         self._pages.queue.update_soon()
         self._pages.cluster.change()
+
+
+def _run(session: RunSession, progress: Progress) -> dict[str, Any]:
+    for step in (session.plan, session.preflight, session.stage, session.launch):
+        _show(step(), progress)
+    progress.follow()
+    _show(session.follow(), progress)
+    return session.collect()
 
 
 def _show(done: dict[str, Any], progress: Progress) -> None:

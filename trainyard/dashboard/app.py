@@ -16,15 +16,25 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from trainer.common.errors import UserError
+from trainer.common.errors import MAX_MESSAGE, UserError
+from trainer.common.formats import printable
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.log_streams import Key, RunLog
+from trainyard.dashboard.model_questions import RefusedError
+from trainyard.dashboard.new_runs import FIRST, HOST, LAUNCH, NewRuns
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
@@ -32,6 +42,7 @@ from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
+from trainyard.evaluate.kept_evaluations import NAME
 from trainyard.queue.manage import CHANGES, check_verb
 from trainyard.run.follow.artifacts import tensorboard_command
 from trainyard.wire.connection import RemoteError
@@ -39,7 +50,7 @@ from trainyard.wire.connection import RemoteError
 PAUSE = 0.4  # s between two messages to a browser
 END = 1.5  # s for the last message when the server ends
 IDLE = 15.0  # s after which a message without content is sent
-PAGES = ("nodes", "runs", "events", "queue", "models", "run")
+PAGES = ("nodes", "runs", "events", "queue", "models", "evaluations", "start", "run")
 RECENT = 32  # runs whose metrics stay in memory, and logs
 UNFINISHED = ("stopped", "failed", "lost")  # states of a run that can be started again
 BROWSERS = 64  # pages that receive messages at the same time
@@ -75,6 +86,11 @@ class Dashboard:
             Route("/events", self._page("events")),
             Route("/queue", self.queue),
             Route("/models", self._page("models")),
+            Route("/start", self.form, methods=["GET"]),
+            Route("/start", self.plan, methods=["POST"]),
+            Route("/start/{plan}", self.start_new, methods=["POST"]),
+            Route("/models/ask", self.ask, methods=["POST"]),
+            Route("/evaluations", self.evaluations),
             Route("/queue/{run}/{verb}", self.change_queue, methods=["POST"]),
             Route("/runs/{run}", self.run),
             Route("/runs/{run}/series", self.series),
@@ -135,6 +151,13 @@ class Dashboard:
         scale = request.query_params.get("time", "")
         arguments = [scale] if scale in SCALES else []
         return HTMLResponse(self.pages.page("queue", *arguments, queue=self.pages.queue))
+
+    async def evaluations(self, request: Request) -> Response:
+        """Show the results of evaluations, and of the one `name`, or of the newest one, all scores."""
+        if self.pages.progress:
+            await self.pages.progress.read_evaluations()
+        name = request.query_params.get("name", "")
+        return HTMLResponse(self.pages.page("evaluations", *([name] if NAME.fullmatch(name) else [])))
 
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
@@ -202,6 +225,47 @@ class Dashboard:
         """Restart a run that has ended."""
         return await self._act(request, lambda run, form: run.alive or self.actions.start(run.name))
 
+    async def form(self, request: Request) -> Response:
+        """Show the form of a new run; with `plan`, the values and the plan of a draft."""
+        plan = request.query_params.get("plan", "")
+        draft = self._new_runs().drafts.get(plan)
+        return await self._form(draft.values if draft else {}, plan=plan if draft else "")
+
+    async def _form(self, values: Mapping[str, str], error: str = "", plan: str = "") -> Response:
+        new = self._new_runs()
+        more: dict[str, Any] = {"fields": await asyncio.to_thread(new.fields), "first": FIRST, "launch": LAUNCH}
+        more |= {"hosts": [host.name for host in new.hosts], "host_prefix": HOST, "values": values, "error": error}
+        return HTMLResponse(self.pages.page("start", *([plan] if plan else []), **more), 400 if error else 200)
+
+    def _new_runs(self) -> NewRuns:
+        if self.pages.new_runs is None:
+            raise HTTPException(404)
+        return self.pages.new_runs
+
+    async def plan(self, request: Request) -> Response:
+        """Check the form of a new run, and plan the run; or show the form with what is wrong."""
+        new, form = self._new_runs(), await self.access.read_form(request)
+        if form is None:
+            return PlainTextResponse(NOT_OUR_FORM, 403)
+        try:
+            draft = new.draft(form, await asyncio.to_thread(new.fields))
+            plan = new.keep(draft)
+        except UserError as error:
+            return await self._form(form, printable(error, MAX_MESSAGE))
+        self.actions.plan(draft)
+        return RedirectResponse(f"/start?plan={plan}", 303)
+
+    async def start_new(self, request: Request) -> Response:
+        """Start the run of a plan."""
+        plan = request.path_params["plan"]
+        draft = self._new_runs().drafts.get(plan)
+        if draft is None:
+            raise HTTPException(404)
+        if await self.access.read_form(request) is None:
+            return PlainTextResponse(NOT_OUR_FORM, 403)
+        self.actions.start_new(draft)
+        return RedirectResponse(f"/start?plan={plan}", 303)
+
     async def deploy(self, request: Request) -> Response:
         """Deploy a finished run as the model `name`, on the base `base` if that is not empty."""
 
@@ -235,6 +299,18 @@ class Dashboard:
             return PlainTextResponse(f"400: {error}\n", 400)
         return RedirectResponse("/queue", 303)
 
+    async def ask(self, request: Request) -> Response:
+        """Ask the model `model` the `question`, and send its answer while it is generated, see `ModelQuestions.ask`."""
+        form = await self.access.read_form(request)
+        if form is None:
+            return PlainTextResponse(NOT_OUR_FORM, 403)
+        asked = form.get("model", ""), form.get("question", "")
+        try:
+            lines = await self.pages.questions.ask(*asked, lambda: self.access.in_session(request.scope))
+        except RefusedError as error:
+            return PlainTextResponse(f"{error.status}: {error}\n", error.status)
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
     async def metrics(self, request: Request) -> Response:
         """Return the state of the cluster for Prometheus."""
         return Response(prometheus.exposition(self.cluster), media_type=prometheus.CONTENT_TYPE)
@@ -258,7 +334,7 @@ class Dashboard:
                 raise HTTPException(404)
         if self.listeners >= BROWSERS:
             return PlainTextResponse(f"503: {BROWSERS} pages are open: close one\n", 503)
-        taken = page in ("run", "runs") or (page == "queue" and argument in SCALES)
+        taken = page in ("run", "runs", "evaluations", "start") or (page == "queue" and argument in SCALES)
         arguments = [argument] if taken else []
         end = anyio.Event()  # of the server
         messages = self._messages(request, page, arguments, log, end)
@@ -273,7 +349,7 @@ class Dashboard:
             stack.callback(asyncio.create_task(self._wake_at(end)).cancel)
             if page in ("queue", "events"):
                 stack.enter_context(self.pages.queue.page())
-            if page == "models" and self.pages.progress:
+            if page in ("models", "evaluations") and self.pages.progress:
                 stack.enter_context(self.pages.progress.page())
             sent: dict[str, str] = {}
             series, lines, asks_queue = None, None, False  # places in the metrics and in the log

@@ -15,13 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 
 REQUEST_LIMIT = 10.0  # s for the line and the headers of a request, and once more for its body
 ADDRESS_LIMIT = 128  # connections of one address; not of loopback, where all users have the same
-FORM_LIMIT = 16 << 10  # bytes
+FORM_LIMIT = 64 << 10  # bytes
 
 
 @dataclass
 class _Connection:
     socket: socket.socket
     waits_since: float | None  # None during a request
+    requests: int = 0  # the next one may begin before the program is done with the one before it
 
 
 class LimitedListener(socket.socket):
@@ -51,11 +52,13 @@ class LimitedListener(socket.socket):
         connection = self._connections.get(client)
         if connection:
             connection.waits_since = None
+            connection.requests += 1
         try:
             yield
         finally:
             if connection:
-                connection.waits_since = time.monotonic()
+                connection.requests -= 1
+                connection.waits_since = None if connection.requests else time.monotonic()
 
     def close_waiting(self) -> None:
         """Close the connections that have waited for a request for too long."""

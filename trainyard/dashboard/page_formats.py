@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from datetime import datetime
 
@@ -10,6 +11,7 @@ from trainer.common.formats import clock, thousands
 from trainyard.queue.queue_client import clock_time
 
 NONE = "–"
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def size(value: float | None) -> str:
@@ -68,6 +70,11 @@ def moment(at: float | None) -> str:
     return when.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M")
 
 
+def clean(text: str) -> str:
+    """Return lines of untrusted text without control characters other than tabs and line feeds."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 FILTERS = {
     "size": size,
     "number": number,
@@ -78,4 +85,5 @@ FILTERS = {
     "duration": duration,
     "moment": moment,
     "near": clock_time,
+    "clean": clean,
 }

@@ -1,4 +1,4 @@
-"""The progress of distillations and deployments, read while a page shows them.
+"""The progress of distillations and deployments, and results of evaluations, read while a page shows them.
 
 The programs write it to files on the controller. In the service of the dashboard, the files are its own and those that controllers
 send. The queue host answers for the runs of the queue.
@@ -15,6 +15,7 @@ from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import Asks
 from trainyard.dashboard.state import ClusterView
+from trainyard.evaluate.kept_evaluations import FOLDER, KeptEvaluation, kept_evaluations
 from trainyard.progress_record import read_progress
 from trainyard.wire.connection import RemoteError
 from trainyard.wire.replies import ReplyError, checked_reply
@@ -31,6 +32,7 @@ class ProgressWatch(PageWatch):
     Attributes:
         distillations: see `reply_types.DistillProgress`, the newest first.
         deployments: see `reply_types.DeployProgress`, the newest first.
+        evaluations: results of `trainyard evaluate` by name, the newest first.
     """
 
     def __init__(self, cluster: ClusterView, project: Project, queue: Asks | None = None) -> None:
@@ -44,10 +46,12 @@ class ProgressWatch(PageWatch):
         self._queued: Records = {kind: [] for kind in FOLDERS}
         self.distillations: list[dict[str, Any]] = []
         self.deployments: list[dict[str, Any]] = []
+        self.evaluations: dict[str, KeptEvaluation] = {}
 
     async def update(self) -> None:
         """Read once. While the queue host does not answer, its last records are kept."""
         before = (self.distillations, self.deployments)
+        await self.read_evaluations()
         here = await asyncio.to_thread(self._read_files)
         if self._queue:
             with contextlib.suppress(RemoteError):
@@ -56,6 +60,14 @@ class ProgressWatch(PageWatch):
         found = {kind: sorted([*here[kind], *self._queued[kind]], key=lambda one: -one["updated"]) for kind in FOLDERS}
         self.distillations, self.deployments = found["distill"], found["deploy"]
         if (self.distillations, self.deployments) != before:
+            self._cluster.change()
+
+    async def read_evaluations(self) -> None:
+        """Read the results of evaluations."""
+        folders = [self._project.work, *([self._project.received] if self._project.is_service else ())]
+        found = await asyncio.to_thread(kept_evaluations, [folder / FOLDER for folder in folders])
+        if found.keys() != self.evaluations.keys():
+            self.evaluations = found
             self._cluster.change()
 
     def _read_files(self) -> Records:

@@ -20,6 +20,7 @@ from trainyard.dashboard.certificate import Certificate, own_certificate, user_c
 from trainyard.dashboard.dashboard_options import LOOPBACK, DashboardOptions
 from trainyard.dashboard.history_file import History
 from trainyard.dashboard.http_limits import LimitedListener
+from trainyard.dashboard.new_runs import NewRuns
 from trainyard.dashboard.password import SHORTEST, read_password
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
@@ -103,6 +104,7 @@ def serve(
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
     pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=bool(access.password))
+    pages.new_runs = None if project.is_service else NewRuns(project.home, hosts, launch)
     pages.progress = ProgressWatch(cluster, project, streams.get(queue.host))
     actions = Actions(hosts, connect, launch, pages, project)
     app = Dashboard(cluster, streams, pages, actions, access, project).app(listener)
@@ -124,7 +126,9 @@ def serve(
         kind = "self-signed certificate, compare its SHA-256 fingerprint" if certificate.self_signed else "certificate"
         report(f"{kind}: {certificate.fingerprint}")
     key = "Whoever has the password" if certificate else "The URL contains a token: whoever has it"
-    report(f"{key} can start, stop and deploy runs, and change the queue. Ctrl-C ends the dashboard; runs continue.")
+    report(
+        f"{key} can start, stop and deploy runs, ask models, and change the queue. Ctrl-C ends the dashboard; runs continue."
+    )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
         uvicorn.Server(config).run(sockets=[listener])
     return {"lines": []}

@@ -10,19 +10,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from trainer.common.formats import printable
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainyard.dashboard.allocation import Allocation
+from trainyard.dashboard.model_questions import QUESTION, ModelQuestions
 from trainyard.dashboard.page_formats import FILTERS
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES
 from trainyard.queue.slurm_conf import PRIORITIES
+
+if TYPE_CHECKING:
+    from trainyard.dashboard.new_runs import NewRuns
 
 LATEST = 100  # ended runs on the page of runs
 EVENTS = 300  # events on their page
@@ -75,7 +79,9 @@ class Pages:
         """
         self.cluster, self.queue, self._can_start = cluster, queue, can_start
         self.progress: ProgressWatch | None = None
+        self.new_runs: NewRuns | None = None  # None where no run can be started
         self._allocation = Allocation(cluster)
+        self.questions = ModelQuestions(cluster)
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
         self._templates = jinja2.Environment(
@@ -87,7 +93,7 @@ class Pages:
             auto_reload=False,  # which reads the time of the file for every region
         )
         self._templates.filters |= FILTERS
-        self._templates.globals |= {"csrf": csrf, "log_out": log_out}
+        self._templates.globals |= {"csrf": csrf, "log_out": log_out, "max_question": QUESTION}
         self._pieces: dict[str, tuple[Any, str]] = {}  # {id of a region: (version of its contents, HTML)}
         self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
 
@@ -99,7 +105,9 @@ class Pages:
         """Render a page with its regions."""
         groups = self.regions(name, *arguments)
         template = self._templates.get_template(f"{name}.html")
-        return template.render(page=name, arguments=arguments, groups=groups, cluster=self.cluster, **more)
+        return template.render(
+            page=name, arguments=arguments, groups=groups, cluster=self.cluster, can_start=bool(self.new_runs), **more
+        )
 
     def regions(self, name: str, *arguments: str) -> dict[str, Regions]:
         """Return {id of a group of regions: {id of a region: HTML}} of a page; equal requests share the work."""
@@ -181,10 +189,23 @@ class Pages:
                     loaded.append(name)
         known = self.cluster.runs
         return {
+            "ask": self._region("ask_models", models=self.questions.models()),
             "distill": self._region("distill", distillations=watch.distillations if watch else []),
             "deploy": self._region("deploy", deployments=watch.deployments if watch else [], known=known),
             "deployed": self._region("deployed_models", models=dict(sorted(models.items()))),
         }
+
+    def _evaluations(self, name: str = "") -> dict[str, Regions]:
+        found = self.progress.evaluations if self.progress else {}
+        chosen = name if name in found else next(iter(found), "")
+        return {
+            "evaluations": self._region("evaluation_list", evaluations=found, chosen=chosen),
+            "evaluation": self._region("evaluation", one=found.get(chosen)),
+        }
+
+    def _start(self, plan: str = "") -> dict[str, Regions]:
+        draft = self.new_runs.drafts.get(plan) if self.new_runs else None
+        return {"draft": self._region("start_draft", plan=plan, draft=draft, known=self.cluster.runs)}
 
     def _events(self) -> dict[str, Regions]:
         events = sorted(self.cluster.events.items(), key=lambda item: -item[1].time)[:EVENTS]

@@ -18,6 +18,7 @@ from trainer.common.inputs import user_path
 from trainer.config import OBSERVATORY
 from trainer.config.fields import Words, declare
 from trainyard.deploy.trained_run import find_run
+from trainyard.evaluate.kept_evaluations import keep_evaluation
 from trainyard.evaluate.questions import Question, read_questions
 from trainyard.evaluate.scores import Answered, Report, summarise
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
@@ -35,6 +36,7 @@ ANSWERED = tuple(field.name for field in fields(Answered))
 _SERVER_KINDS = ("ollama", "openai")
 Connect = Callable[[Host], HostConnection]
 Lines = Callable[[str], None]
+KeepRecord = Callable[[str, str], None]
 
 
 class EvaluateOptions(PlaybookOptions):
@@ -76,6 +78,7 @@ def evaluate(
     home: Path,
     report: Lines = print,
     check: bool = False,
+    keep_record: KeepRecord | None = None,
 ) -> dict[str, Any]:
     """Let all subjects answer all questions.
 
@@ -83,6 +86,7 @@ def evaluate(
         hosts: on which the runs are searched, and whose Ollama servers answer.
         home: folder of the project, for created files.
         check: find the subjects, and ask nothing.
+        keep_record: keeps a record of the result, with its name and contents, for the service of the dashboard.
 
     Returns:
         `changed`: whether a file was written; `lines`, readable text; `result`, see `summarise`.
@@ -126,6 +130,13 @@ def evaluate(
             write_atomic(target, to_json(result, indent=1))
         except OSError as error:
             raise UserError(f"evaluate: save: cannot write {target}: {error.strerror}") from None
+    try:
+        if questions:
+            name, content = keep_evaluation(home / ".trainyard", result)
+            if keep_record:
+                keep_record(name, content)
+    except OSError as error:  # the result is complete without it
+        report(f"warning: the dashboard does not get the result: {error.strerror}")
     return {"changed": bool(target), "result": result, "lines": lines}
 
 

@@ -211,7 +211,8 @@ class OllamaClient:
             raw: the prompt is not put into the model's template.
             more: `options` of the model (temperature, num_predict, seed); `deadline` in seconds; `first` in seconds, until
                 the first byte, in which the server may load the model; `cancel`, to end it from another thread; `extra`
-                fields of the request; `read`, which receives each line of the reply; `keep`, the maximum of its bytes.
+                fields of the request; `read`, which receives each line of the reply, and `hear`, which receives its text; `keep`, the
+                maximum of its bytes.
         """
         return self._answer("/api/generate", {"model": model, "prompt": prompt, "raw": raw}, **more)
 
@@ -226,6 +227,7 @@ class OllamaClient:
         cancel: Cancel | None = None,
         extra: Mapping[str, Any] | None = None,
         read: Callable[[Mapping[str, Any]], None] | None = None,
+        hear: Callable[[str], None] | None = None,
         keep: int = MAX_ANSWER,
     ) -> Answer:
         body = body | {"stream": True, "options": dict(options or {}), **(extra or {})}
@@ -239,6 +241,8 @@ class OllamaClient:
                 raise OllamaError(f"the reply of {path} has no message")
             text.append(_string(message, "response" if message is line else "content"))
             thinking.append(_string(message, "thinking"))
+            if hear:
+                hear(text[-1])
             last = line
         if last.get("done") is not True:
             raise OllamaError("the answer is incomplete")

@@ -20,18 +20,18 @@ function replaceRegion(id, html) {
   const keyed = (parent) => [...parent.querySelectorAll("details")].map((item, place) => [item.dataset.key || place, item]);
   const open = new Map(keyed(old).map(([key, item]) => [key, item.open]));
   for (const [key, item] of keyed(fresh)) item.open = open.get(key) ?? item.open;
-  const selector = "a, button, input, summary, [tabindex]";
-  const focused = [...old.querySelectorAll(selector)].indexOf(document.activeElement);
+  const selector = "a, button, input, select, summary, [tabindex]";
+  const active = document.activeElement, focused = [...old.querySelectorAll(selector)].indexOf(active);
   // A row does not scroll, and a query of its position would make the browser lay out the page for each of many rows.
   const scrolled = old.tagName === "TR" ? null : [old.scrollLeft, old.scrollTop];
-  for (const field of old.querySelectorAll("input[id]")) {
+  for (const field of old.querySelectorAll("input[id], select[id]")) {
     const next = fresh.querySelector(`#${CSS.escape(field.id)}`);
     if (next) next.value = field.value;
   }
   old.replaceWith(fresh);
   if (scrolled) [fresh.scrollLeft, fresh.scrollTop] = scrolled;
   showNewest(fresh);
-  if (focused >= 0) fresh.querySelectorAll(selector)[focused]?.focus({ preventScroll: true });
+  if (focused >= 0) (active.id && document.getElementById(active.id) || fresh.querySelectorAll(selector)[focused])?.focus({ preventScroll: true });
   return fresh;
 }
 
@@ -297,10 +297,70 @@ class Logs {
   }
 }
 
+// Asks one or two models, and shows their answers side by side while they are generated.
+class Questions {
+  constructor(form) {
+    this.form = form;
+    this.stop = document.getElementById("ask-stop");
+    this.answers = document.getElementById("ask-answers");
+    form.addEventListener("submit", (event) => { event.preventDefault(); this.ask(); });
+    this.stop.addEventListener("click", () => this.end.abort());
+  }
+
+  async ask() {
+    this.end?.abort();
+    const end = this.end = new AbortController();
+    const models = [...this.form.querySelectorAll("select")].map((one) => one.value).filter(Boolean);
+    const cards = [...new Set(models)].map((model) => [model, document.getElementById("ask-answer").content.firstElementChild.cloneNode(true)]);
+    this.answers.replaceChildren(...cards.map(([, card]) => card));
+    this.stop.hidden = false;
+    await Promise.all(cards.map(([model, card]) => this.show(model, card, end.signal)));
+    if (this.end === end) this.stop.hidden = true;
+  }
+
+  async show(model, card, signal) {
+    const [title, text, status] = card.children;
+    title.textContent = model;
+    text.ariaLabel = `Answer of ${model}`;
+    status.textContent = "waits for the first token";
+    const body = new URLSearchParams(new FormData(this.form));
+    body.set("model", model);
+    let where = "", ended = false;
+    const take = (line) => {
+      if (line.host) where = `${line.host}: `;
+      if (line.text) {
+        const bottom = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
+        text.append(line.text);
+        if (bottom) text.scrollTop = text.scrollHeight;
+        if (status.textContent !== "answers") status.textContent = "answers";
+      }
+      if (line.end || line.error) { ended = true; status.textContent = where + (line.end || `error: ${line.error}`); status.className = line.error ? "cause" : "hint"; }
+    };
+    try {
+      const reply = await fetch(this.form.action, { method: "POST", body, signal });
+      if (!reply.ok) throw new Error(await reply.text());
+      let rest = "";
+      for (const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader(); ;) {
+        const { value, done } = await reader.read();
+        const lines = (rest + (value || "")).split("\n");
+        rest = lines.pop();
+        for (const line of lines) take(JSON.parse(line));
+        if (done) break;
+      }
+      if (!ended) throw new Error("the answer was cut off: reload the page");
+    } catch (error) {
+      status.textContent = signal.aborted ? "stopped" : error.message;
+      status.className = signal.aborted ? "hint" : "cause";
+    }
+  }
+}
+
 const section = document.getElementById("charts");
 const charts = section ? new Charts(section) : null;
 const form = document.querySelector("form.logs");
 const logs = form ? new Logs(form) : null;
+const asking = document.getElementById("ask");
+if (asking) new Questions(asking);
 showNewest(document);
 hideEmptyTables();
 connect(logs ? logs.wanted : {});
