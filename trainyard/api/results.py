@@ -183,11 +183,11 @@ class SubjectScore:
     """The score of a subject in one file of questions.
 
     Attributes:
-        file: name of the file.
-        subject: as it was named.
+        file: name of the file of questions.
+        subject: its name, as the caller gave it.
         right, questions: number of right answers and of questions.
         low, high: 95 % Wilson interval of the share of right answers.
-        exact, contained: shares among the questions with an answer in words; None without any.
+        exact, contained: shares among the questions that have `answer`; None without any.
         loss: mean loss per token of the references, in nats; None if it is unknown.
         tokens: mean length of an answer.
         cut: number of answers that ended at `max_tokens`.

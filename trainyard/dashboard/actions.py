@@ -11,8 +11,8 @@ from typing import Any
 
 from trainer.common.errors import MAX_MESSAGE, UserError
 from trainer.common.formats import printable
-from trainyard.dashboard.new_runs import Draft
 from trainyard.dashboard.project import Project
+from trainyard.dashboard.start_form import Draft
 from trainyard.dashboard.views import Action, Pages
 from trainyard.deploy.deploy_options import make_deploy_options
 from trainyard.deploy.deployment import Deployment

@@ -34,10 +34,10 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.log_streams import Key, RunLog
 from trainyard.dashboard.model_questions import RefusedError
-from trainyard.dashboard.new_runs import FIRST, HOST, LAUNCH, NewRuns
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
+from trainyard.dashboard.start_form import FIRST, HOST, LAUNCH, NewRuns
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES

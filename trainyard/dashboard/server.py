@@ -20,12 +20,12 @@ from trainyard.dashboard.certificate import Certificate, own_certificate, user_c
 from trainyard.dashboard.dashboard_options import LOOPBACK, DashboardOptions
 from trainyard.dashboard.history_file import History
 from trainyard.dashboard.http_limits import LimitedListener
-from trainyard.dashboard.new_runs import NewRuns
 from trainyard.dashboard.password import SHORTEST, read_password
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import SessionAuth, Site
+from trainyard.dashboard.start_form import NewRuns
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.views import Pages

@@ -26,7 +26,7 @@ from trainyard.dashboard.timeline import SCALES
 from trainyard.queue.slurm_conf import PRIORITIES
 
 if TYPE_CHECKING:
-    from trainyard.dashboard.new_runs import NewRuns
+    from trainyard.dashboard.start_form import NewRuns
 
 LATEST = 100  # ended runs on the page of runs
 EVENTS = 300  # events on their page

@@ -15,9 +15,9 @@ from test_dashboard_http import Served, served
 from trainer.common.errors import UserError
 from trainer.config import FIELDS
 from trainer.spec import make_spec
-from trainyard.dashboard import new_runs
+from trainyard.dashboard import start_form
 from trainyard.dashboard.actions import Actions
-from trainyard.dashboard.new_runs import FILES, HOST, LAUNCH, NewRuns, words_of_field
+from trainyard.dashboard.start_form import FILES, HOST, LAUNCH, NewRuns, words_of_field
 from trainyard.extra_vars import read_run_spec
 from trainyard.run.launch.start_record import keep_start
 from trainyard.run.launch_options import OPTIONS, LaunchOptions
@@ -40,7 +40,7 @@ def form(tmp_path: Path) -> NewRuns:
 
 
 def test_no_field_takes_text_but_the_name_of_the_run(form: NewRuns, tmp_path: Path) -> None:
-    """A new field of the run spec that takes text, or of the launch options, is not in the form before somebody decides so."""
+    """A new field of the run spec that takes text, or of the launch options, is not in the form before a developer adds it."""
     fields = {field.name: field for field in form.fields()}
     assert {*fields} == {
         "run",
@@ -120,11 +120,11 @@ def test_a_form_is_checked_as_the_command_line(form: NewRuns, tmp_path: Path) ->
 
 def test_the_number_of_plans_is_limited(form: NewRuns) -> None:
     ids = []
-    for _ in range(new_runs.DRAFTS + 3):
+    for _ in range(start_form.DRAFTS + 3):
         draft = form.draft(BOTH, form.fields())
         ids.append(form.keep(draft))
         draft.action.state = "running" if len(ids) == 1 else "done"
-    assert len(form.drafts) == new_runs.DRAFTS and ids[0] in form.drafts and ids[1] not in form.drafts
+    assert len(form.drafts) == start_form.DRAFTS and ids[0] in form.drafts and ids[1] not in form.drafts
     form.keep(form.draft(BOTH, form.fields()))
     with pytest.raises(UserError, match="two other plans are being made"):
         form.keep(form.draft(BOTH, form.fields()))
