@@ -42,6 +42,15 @@ def switch(spec: RunSpec, name: str, value: Any, cost: str, concessions: int = 0
     return [NONE] if getattr(spec, name) == value else [NONE, Alternative({name: value}, cost, concessions)]
 
 
+def rounded_in_transit(spec: RunSpec) -> Alternatives:
+    """Return the alternatives of how hidden states travel between the stages of a pipeline.
+
+    Also where they have 16 bits and travel as they are: those of a base in 4 bits have 32.
+    """
+    cost = "activations and their gradients are rounded to bfloat16 in transit"
+    return switch(spec, "pipeline_comm_dtype", "bf16", cost, 1)
+
+
 def micro_batch_alternatives(spec: RunSpec) -> Alternatives:
     """Return the alternatives of smaller micro-batches. The rows of a step stay the same."""
     alternatives, rows = [NONE], spec.batch_size

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer.costs.alternatives import NONE, Alternative, Alternatives, switch, whole_model_alternatives
+from trainer.costs.alternatives import (
+    NONE,
+    Alternative,
+    Alternatives,
+    rounded_in_transit,
+    switch,
+    whole_model_alternatives,
+)
 from trainer.costs.cost import Layout, Memory, State, micro_batches
 from trainer.strategy import four_bits
 from trainer.strategy.ddp import DDPPlan, gradient_copies
@@ -98,7 +105,10 @@ def _replica_alternatives(spec: RunSpec) -> Alternatives:
     sizes = _REPLICA_HOSTS if spec.replica_hosts == 1 else (spec.replica_hosts,)
     for hosts in sizes:
         fields = {"replica_strategy": "pipeline"} | ({"replica_hosts": hosts} if hosts != spec.replica_hosts else {})
-        found.append(Alternative(fields, cost, 1))
+        # As for the strategy pipeline: otherwise a plan of it, fed back, would make that of DiLoCo possible.
+        for comm in rounded_in_transit(spec):
+            costs = "; ".join(filter(None, (cost, comm.cost)))
+            found.append(Alternative(fields | dict(comm.fields), costs, 1 + comm.concessions))
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError
-from trainer.costs.alternatives import Alternative, Alternatives, quantize_alternatives, switch
+from trainer.costs.alternatives import Alternative, Alternatives, quantize_alternatives, rounded_in_transit
 from trainer.costs.cost import (
     Layout,
     Memory,
@@ -194,9 +194,7 @@ class PipelinePlan(StrategyPlan):
     # Costs --------------------------------------------------------------------------------------------------------------
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        cost = "activations and their gradients are rounded to bfloat16 in transit"
-        # Also where hidden states have 16 bits and travel as they are: those of a base in 4 bits have 32.
-        comm = switch(spec, "pipeline_comm_dtype", "bf16", cost, 1)
+        comm = rounded_in_transit(spec)
         sizes = [Alternative(), *(Alternative({"pipeline_hosts": hosts}) for hosts in (2, 3, 4))]
         groups = [quantize_alternatives(spec), comm, [Alternative()] if spec.pipeline_hosts else sizes]
         return [*super().alternatives(spec), *groups]

@@ -145,11 +145,11 @@ def test_70b_lora_on_four_24_gb_gpus(fields: dict[str, Any]) -> None:
 
 
 def test_a_plan_that_fills_the_memory_must_be_faster_by_the_error_of_predictions() -> None:
-    """Eight hosts at 10 Mbit/s: two-host replicas leave 4 % of the memory, but the next best plan has 0.4 times the speed."""
+    """Eight hosts at 10 Mbit/s: two-host replicas leave 5 % of the memory, but the next best plan has 0.4 times the speed."""
     advice, found = best("70B", gpus(*[27] * 8), 10, NF4)
     assert advice.extra_vars.startswith("-e strategy=diloco ")
     assert " -e replica_strategy=pipeline -e replica_hosts=2" in advice.extra_vars
-    assert found["diloco"].tight and "it leaves 4% of the memory of a process free" in advice.costs
+    assert found["diloco"].tight and "it leaves 5% of the memory of a process free" in advice.costs
     assert any("its pipeline fills and drains" in cost for cost in advice.costs)
     assert "local_steps=" not in advice.why, "most traffic is within the replicas"
 
@@ -300,6 +300,12 @@ MEMORY = st.sampled_from([6, 8, 12, 16, 24, 40, 80])
 @settings(max_examples=15, deadline=None)
 @example(  # the base in 4 bits has hidden states of 32 bits, which the link carries rounded
     model="7B", sizes=[6, 6], cpu=False, link=5.0, lora=16, batch=3, accumulation=None, precision="bf16-mixed"
+)
+@example(  # replicas of DiLoCo that are pipelines round in transit, too
+    model="1B", sizes=[6, 6, 6, 6], cpu=False, link=5.0, lora=16, batch=3, accumulation=None, precision="32-true"
+)
+@example(
+    model="13B", sizes=[6, 24, 6, 24], cpu=False, link=5.0, lora=16, batch=1, accumulation=None, precision="32-true"
 )
 @given(
     model=st.sampled_from(["1B", "7B", "13B"]),
