@@ -12,7 +12,9 @@ import json
 import re
 import socket
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,7 +34,9 @@ _CREATE_LIMIT = 1800.0  # s
 BASES_LIMIT = 3  # models of a server that are tried as the base of an adapter
 _READ_LIMIT = 64  # models of a server that are read to find them
 _SEARCH_LIMIT = 30.0  # s to read them
-_SMALL = 64_000_000  # bytes of a model whose layers one thread computes faster than threads that wait for each other
+_SMALL = (
+    512_000_000  # bytes of a model that one thread computes fast enough: on a busy machine, more wait for each other
+)
 _SHAPE = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
 
 
@@ -215,7 +219,8 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an adapter, or
-            empty for a whole model; `template`; `stop`, text that ends an answer, or empty; `prompts`, `options`; `expected`, one answer for each prompt, of which
+            empty for a whole model; `quantize`, the type to which the server converts the weights, or empty; `template`,
+            `parameters` and `system` of the model; `prompts`, `options`; `expected`, one answer for each prompt, of which
             `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
 
     Returns:
@@ -229,12 +234,27 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
                 client.put_blob(Path(f"/proc/self/fd/{file.fileno()}"), request["sha256"], deadline=_CREATE_LIMIT)
         client.delete(temporary)
         try:
-            client.create(create_body(client.version(), temporary, request), deadline=_CREATE_LIMIT)
+            create = _creator(client, temporary)
+            blob, settings = (
+                f"@sha256:{request['sha256']}",
+                {name: request[name] for name in ("template", "parameters")},
+            )
+            if request["quantize"]:  # of a model, not of the blob: with the first model, the server removes the blob
+                create(blob)
+                create(temporary, quantize=request["quantize"], **settings)
+            elif request["base"]:
+                create(request["base"], adapter=blob, **settings)
+            else:
+                create(blob, **settings)
             options = request["options"] | ({"num_thread": 1} if 0 < client.size(temporary) < _SMALL else {})
             answers = [_answer(client, temporary, prompt, options) for prompt in request["prompts"]]
+            accepted = equal_answers(request["expected"], answers) >= request["least"]
+            if accepted and request["system"]:  # the prompts have the system messages of the training, or none
+                create(temporary, system=request["system"])
+                if client.show(temporary).get("system") != request["system"]:
+                    raise OllamaError("it does not keep the system message as it is")
         except OllamaError as error:
             return {"answers": [], "accepted": False, "error": str(error)}
-        accepted = equal_answers(request["expected"], answers) >= request["least"]
         if accepted:
             _accept(client, request, temporary)
         return {"answers": answers, "accepted": accepted}
@@ -253,24 +273,52 @@ def _answer(client: OllamaClient, name: str, prompt: dict[str, Any], options: di
     return client.generate(name, prompt["prompt"], raw=True, **more).text
 
 
-def create_body(version: tuple[int, int, int], name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of /api/create in the form that this version of the server takes."""
-    digest, base, template = f"sha256:{request['sha256']}", request["base"], request["template"]
-    stop = request["stop"]
+def _creator(client: OllamaClient, name: str) -> Callable[..., None]:
+    """Return a function that creates the model `name`; its arguments are those of `create_body`."""
+    version = client.version()
+    return lambda source, **more: client.create(create_body(version, name, source, **more), deadline=_CREATE_LIMIT)
+
+
+def create_body(
+    version: tuple[int, int, int],
+    name: str,
+    source: str,
+    *,
+    adapter: str = "",
+    quantize: str = "",
+    template: str = "",
+    system: str = "",
+    parameters: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the body of /api/create in the form that this version of the server takes.
+
+    Args:
+        source: name of a model, or `@sha256:` and the digest of a blob, which is a whole model.
+        adapter: `@sha256:` and the digest of a blob.
+        parameters: numbers and lists of texts.
+
+    Raises:
+        ValueError: this version cannot read a text.
+    """
     if version >= NEW_FORM:
-        source: dict[str, Any] = (
-            {"from": base, "adapters": {"adapter.gguf": digest}} if base else {"files": {"model.gguf": digest}}
-        )
-        return {"model": name, "template": template, **source, **({"parameters": {"stop": [stop]}} if stop else {})}
-    if '"""' in template:
-        raise ValueError('the template contains """, which this version of Ollama cannot read')
-    if '"' in stop or "\n" in stop:
-        raise ValueError('the token that ends an answer contains ", which this version of Ollama cannot read')
-    head = f"FROM {base}\nADAPTER @{digest}" if base else f"FROM @{digest}"
-    return {
-        "model": name,
-        "modelfile": f'{head}\nTEMPLATE """{template}"""\n' + (f'PARAMETER stop "{stop}"\n' if stop else ""),
-    }
+        blob = source.startswith("@")
+        body: dict[str, Any] = {"files": {"model.gguf": source[1:]}} if blob else {"from": source}
+        body |= {"adapters": {"adapter.gguf": adapter[1:]}} if adapter else {}
+        body |= {"template": template, "system": system, "parameters": dict(parameters), "quantize": quantize}
+        return {"model": name} | {key: value for key, value in body.items() if value}
+    lines = [f"FROM {source}"] + ([f"ADAPTER {adapter}"] if adapter else [])
+    for word, text in (("TEMPLATE", template), ("SYSTEM", system)):
+        if '"""' in text or text.endswith('"'):
+            raise ValueError(
+                f'the {word.lower()} contains """ or ends with ", which this version of Ollama cannot read'
+            )
+        lines += [f'{word} """{text}"""'] if text else []
+    for key, value in parameters.items():
+        for part in value if isinstance(value, list) else [value]:
+            if '"' in str(part) or "\n" in str(part):
+                raise ValueError(f'{key} contains " or a line end, which this version of Ollama cannot read')
+            lines.append(f"PARAMETER {key} {part}" if isinstance(part, int) else f'PARAMETER {key} "{part}"')
+    return {"model": name, "modelfile": "\n".join(lines) + "\n"} | ({"quantize": quantize} if quantize else {})
 
 
 def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> None:
