@@ -30,6 +30,8 @@ class TrainedRun:
     weights: str  # digest
     base: dict[str, Any]  # config.json of the base model; empty for a whole model
     base_name: str = ""  # name of the base model's folder
+    seq_length: int = 0  # tokens of a row of the training; 0 if it is unknown
+    prepend: bool = False  # whether the system message is the beginning of the first question
 
 
 def find_run(
@@ -58,25 +60,29 @@ def find_run(
         try:
             result = checked_reply("trained result.json", untrusted_json(text["result.json"]))
             spec = parse_yaml(text["spec.yml"])
+            fields = spec if isinstance(spec, dict) else {}
         except (ReplyError, YamlError) as error:
             raise UserError(f"{name}: {folders[name]}: {error}") from None
         kind = next((kind for kind in ("adapter", "model") if result.get(f"{kind}_sha256")), "")
         if kind:
-            base = _base_config(connections[name], spec) if kind == "adapter" and with_base else {}
-            base_name = Path(str(spec.get("model"))).name if base else ""
-            return TrainedRun(hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base, base_name)
+            base = _base_config(connections[name], fields) if kind == "adapter" and with_base else {}
+            base_name = Path(str(fields.get("model"))).name if base else ""
+            length, weights = fields.get("seq_length"), str(result[f"{kind}_sha256"])
+            row = length if type(length) is int else 0
+            prepend = fields.get("system") == "prepend"
+            return TrainedRun(hosts[name], folders[name], kind, weights, base, base_name, row, prepend)
     where = "; ".join(f"{name}: {why}" for name, why in asked.errors.items())
     raise UserError(
         f"no host has a finished run {run}{f' ({where})' if where else ''}; {front_end.command('status')} lists the runs"
     )
 
 
-def _base_config(connection: HostConnection, spec: Any) -> dict[str, Any]:
+def _base_config(connection: HostConnection, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of the base model of a run, which its host has. Empty if it is not readable, or not of a model.
 
     Code of a rank can write the spec, and put links in folders of runs.
     """
-    folder = spec.get("model") if isinstance(spec, dict) else None
+    folder = spec.get("model")
     if not isinstance(folder, str) or not folder.startswith("/"):
         return {}
     try:

@@ -103,7 +103,8 @@ def evaluate(
         }
     report(f"asking {counted(len(questions), 'question')} of {', '.join(options.subjects)}")
     found = _ask_runs(subjects, places, questions, options, by_name, connect, launch, home)
-    settings = {"temperature": 0.0, "num_predict": options.max_tokens, "seed": 1}
+    greedy = {"temperature": 0.0, "repeat_penalty": 1.0, "seed": 1}  # Ollama penalizes repetition by default
+    settings = greedy | {"num_predict": options.max_tokens}
     for subject, nodes in servers.items():
         found[subject.name] = ask_servers(subject, nodes, questions, settings, report)
     result, lines = summarise(questions, [found[each.name] for each in subjects], options.show)
