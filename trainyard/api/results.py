@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from trainyard.evaluate.scores import Score
+
 T = TypeVar("T")
 
 
@@ -179,31 +181,11 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class SubjectScore:
-    """The score of a subject in one file of questions.
-
-    Attributes:
-        file: name of the file of questions.
-        subject: its name, as the caller gave it.
-        right, questions: number of right answers and of questions.
-        low, high: 95 % Wilson interval of the share of right answers.
-        exact, contained: shares among the questions that have `answer`; None without any.
-        loss: mean loss per token of the references, in nats; None if it is unknown.
-        tokens: mean length of an answer.
-        cut: number of answers that ended at `max_tokens`.
-    """
+class SubjectScore(Score):
+    """The score of a subject in one file of questions. `subject`: its name, as the caller gave it; `file`: name of the file."""
 
     file: str
     subject: str
-    right: int
-    questions: int
-    low: float
-    high: float
-    exact: float | None
-    contained: float | None
-    loss: float | None
-    tokens: float
-    cut: int
 
 
 @dataclass(frozen=True)
