@@ -59,9 +59,8 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         raise ValueError(f"{trainer} has changed; remove it and run the same command again")
     run_dir.make_folder()
     limit, data_dir = int(request["limit"]), Path(request["run_dir"]).parents[1].resolve()
-    variables = {"PYTHONPATH": str(trainer), "PYTHONUTF8": "1"}
     online = bool(request.get("online"))
-    variables |= {} if online else {"HF_HUB_OFFLINE": "1"}
+    variables = {"PYTHONPATH": str(trainer), "PYTHONUTF8": "1"} | ({} if online else {"HF_HUB_OFFLINE": "1"})
     command = [sys.executable, "-P", "-m", *module]
     systemd = choose_backend(request["backend"])
     if systemd is None:

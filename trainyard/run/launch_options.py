@@ -186,7 +186,6 @@ class LaunchOptions(PlaybookOptions):
     collect_to: str = declare(
         "", "folder on the controller that receives adapter or model, result, logs and TensorBoard events; empty: none"
     )
-
     eval_questions: Words = declare(
         (),
         "files of questions, or the embedded observatory and general, that the run and its base answer when the run has "
