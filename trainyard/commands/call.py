@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from trainer.config import RunSpec, resolve_aliases
 from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
-from trainyard.evaluate.after_run import final_evaluation
+from trainyard.evaluate.after_run import FinalEvaluation, check_eval_questions
 from trainyard.extra_vars import check_names, check_pairs, read_run_spec
 from trainyard.inventory import Cluster
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.session import RunSession
+from trainyard.run.session import KeepRecord, RunSession
 from trainyard.service_records import ServiceRecords, service_records
 
 Options = TypeVar("Options", bound=PlaybookOptions)
@@ -101,13 +101,18 @@ class Call:
         cluster = self.cluster
         return service_records(cluster.groups, cluster.variable, cluster.connect, self.report, self.check)
 
-    def session(self, **start: Any) -> RunSession:
-        """Make the session of a run, with its `spec` or its `state`."""
+    @property
+    def keep_record(self) -> KeepRecord | None:
+        """Keeps a record for the service of the dashboard; None without it."""
         records = self.service_records()
-        start |= {"home": self.top, "report": self.report, "check": self.check}
-        start["keep_record"] = records and records.keep
-        launch, cluster = self.launch, self.cluster
-        start["evaluate"] = final_evaluation(
-            launch, start.get("spec"), cluster.hosts, cluster.connect, self.work, self.report
-        )
-        return RunSession(cluster.hosts, cluster.connect, launch, **start)
+        return records.keep if records else None
+
+    def session(self, **start: Any) -> RunSession:
+        """Make the session of a run, with its `spec` or its `state`. Raises UserError for bad `eval_questions` beside a spec."""
+        keep, launch, hosts, connect = self.keep_record, self.launch, self.cluster.hosts, self.cluster.connect
+        if spec := start.get("spec"):
+            check_eval_questions(launch, spec)
+        if launch.eval_questions:
+            start["evaluate"] = FinalEvaluation(hosts, connect, launch, self.work, self.report, keep)
+        start |= {"home": self.top, "report": self.report, "check": self.check, "keep_record": keep}
+        return RunSession(hosts, connect, launch, **start)

@@ -68,9 +68,8 @@ def plan(call: Call) -> dict[str, Any]:
 
 def train_step(call: Call, step: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Do one step of a run, such as `stage`. Returns its result, and the `session` that the next step gets as `state`."""
-    session = call.session(state=read(SessionState, state))
-    if step == "prepare":
-        session.spec = call.spec()
+    spec = {"spec": call.spec()} if step == "prepare" else {}
+    session = call.session(state=read(SessionState, state), **spec)
     how = {"preview": True} if step == call.command == "plan" else {}
     return getattr(session, step)(**how) | {"session": plain(session.state)}
 
@@ -145,9 +144,8 @@ def merge(call: Call) -> dict[str, Any]:
 def evaluate(call: Call) -> dict[str, Any]:
     """Let models answer questions, side by side."""
     options, cluster = EvaluateOptions.from_variables(call.given, "evaluate"), call.cluster
-    records = call.service_records()
     how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
-    how["keep_record"] = records and records.keep
+    how["keep_record"] = call.keep_record
     return run_evaluate(options, cluster.hosts, cluster.connect, call.launch, **how)
 
 

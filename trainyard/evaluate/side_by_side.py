@@ -26,6 +26,7 @@ from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch.trainer_command import apart_request, copy_entry
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.prepare.spec_files import trainer_file
+from trainyard.run.session import KeepRecord
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.wire.run_errors import RunError
@@ -36,7 +37,6 @@ ANSWERED = tuple(field.name for field in fields(Answered))
 _SERVER_KINDS = ("ollama", "openai")
 Connect = Callable[[Host], HostConnection]
 Lines = Callable[[str], None]
-KeepRecord = Callable[[str, str], None]
 
 
 class EvaluateOptions(PlaybookOptions):
