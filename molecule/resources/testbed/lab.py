@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 from . import host_files, inventory, machine, metal, network, root
-from .machine import LABS, LabError, loop_files, read_if_present, remove_cgroups, run, start_time
+from .machine import LABS, LabError, locked, loop_files, read_if_present, remove_cgroups, run, start_time
 
 HERE = Path(__file__).parent
 BOOT_TIMEOUT = {"light": 60, "metal": 400}  # seconds until a host accepts a login
@@ -194,7 +194,7 @@ class Lab:
                 metal.image(lower)
         if venv and set(names) != {own} and machine.python_binds(venv) == [venv]:
             venv = None
-        with root.locked(LABS / f"{self.name}.lock"):
+        with locked(LABS / f"{self.name}.lock"):
             self._check_running(kind, names)
             state = self.state
             try:
@@ -209,7 +209,7 @@ class Lab:
     def down(self) -> None:
         """Stop the lab and remove its files and processes. Does nothing if there is no such lab."""
         if LABS.exists():
-            with root.locked(LABS / f"{self.name}.lock"):
+            with locked(LABS / f"{self.name}.lock"):
                 self._down()
 
     def boot(self, host: Host) -> None:

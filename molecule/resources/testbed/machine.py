@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 CACHE = Path(os.environ.get("TRAINYARD_CACHE", "/var/cache/trainyard"))
@@ -89,12 +91,35 @@ def require(kind: str) -> None:
     os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
     if reason := why_not():
         raise LabError(reason)
-    missing = sorted({package for program, package in NEEDS[kind].items() if not shutil.which(program)})
-    if missing:
-        print(f"installing the packages that the lab requires: {' '.join(missing)}", flush=True)
-        os.environ["DEBIAN_FRONTEND"] = "noninteractive"
-        run("apt-get", "update", "-qq")
-        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing)
+    if not _missing(kind):
+        return
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with locked(CACHE / "packages.lock"):  # of two labs that start at the same time, one installs
+        if missing := _missing(kind):
+            print(f"installing the packages that the lab requires: {' '.join(missing)}", flush=True)
+            os.environ["DEBIAN_FRONTEND"] = "noninteractive"
+            run("apt-get", "update", "-qq")
+            run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing)
+
+
+def _missing(kind: str) -> list[str]:
+    return sorted({package for program, package in NEEDS[kind].items() if not shutil.which(program)})
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, a file that exists only while the lock is held."""
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # The previous holder removed the file: this lock excludes no process, and another process may hold a new file.
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
 
 
 def os_release() -> dict[str, str]:

@@ -7,8 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from .machine import LabError, run
-from .root import locked
+from .machine import LabError, locked, run
 
 SIZE = "8G"  # of a disk image; sparse
 

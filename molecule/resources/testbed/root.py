@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from .machine import CACHE, LabError, apt_options, apt_sources
+from .machine import CACHE, LabError, apt_options, apt_sources, locked
 
 USER = "tester"  # the user that Ansible logs in as, with sudo
 DATA_DIR = f"/home/{USER}/trainyard"  # cluster_data_dir of every host
@@ -95,19 +92,3 @@ def _mmdebstrap(codename: str, sources: str, options: list[str], include: str, r
     # Without package lists and with a current timestamp: a role that relies on the age of the lists fails on a new
     # host.
     unfinished.rename(root)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, a file that exists only while the lock is held."""
-    while True:
-        with path.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # The previous holder removed the file: this lock excludes no process, and another process may hold a new file.
-            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                continue
-            try:
-                yield
-            finally:
-                path.unlink()
-            return
