@@ -50,7 +50,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) torch
 	@echo "setting up $(VENV), step 2 of 2: the other packages"
 	@$(PIP) --no-build-isolation setuptools wheel
-	@$(PIP) --no-build-isolation --editable '.[controller,dashboard,node,dev]'
+	@$(PIP) --no-build-isolation --editable '.[dashboard,node,dev]'
 	@touch $@
 
 train: $(READY)

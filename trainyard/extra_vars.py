@@ -15,6 +15,7 @@ from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, read_yaml, resolve_aliases, suggest
 from trainer.config.tool_files import read_tool_files
 from trainer.spec import MAX_LISTED, and_more, check_given, make_spec
+from trainyard.project_folder import shared_folder
 from trainyard.run import launch_options as options
 
 MAX_VALUES = 1_000_000  # in one variable; the state of a session with a thousand hosts has fewer
@@ -23,12 +24,12 @@ MAX_VALUES = 1_000_000  # in one variable; the state of a session with a thousan
 def known_variables(top: Path) -> set[str]:
     """Return the names that the project reads besides the run spec's fields.
 
-    These are the launch options and the variables of group_vars/all and of every role's argument_specs below `top`.
+    These are the launch options, the variables of group_vars/all below `top`, and those of every role's argument_specs.
     """
     names = set(options.names())
     for path in sorted((top / "group_vars" / "all").glob("*.yml")):
         names |= set(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
-    for path in sorted((top / "roles").glob("*/meta/argument_specs.yml")):
+    for path in sorted(shared_folder().glob("roles/*/meta/argument_specs.yml")):
         specs = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         for entry in (specs.get("argument_specs") or {}).values():
             names |= set(entry.get("options") or {})

@@ -1,8 +1,8 @@
 """Run a command of trainyard for all hosts of the play. Documented in plugins/modules/trainyard.py."""
 
-from pathlib import Path
 from typing import Any
 
+from ansible.constants import CONFIG_FILE
 from ansible.utils.display import Display
 
 from trainer.common.errors import UserError, nearest
@@ -13,13 +13,13 @@ from trainyard.commands.functions import train_step
 from trainyard.commands.groups import Group
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS
+from trainyard.project_folder import project_folder
 from trainyard.python_env.resolve import EnvironmentBuildError
 from trainyard.queue.manage import check_verb
 from trainyard.run.launch_options import names as launch_names
 from trainyard.wire.connection import InventoryError, RemoteError
 from trainyard.wire.run_errors import RunError
 
-TOP = Path(__file__).resolve().parents[2]
 ERRORS = (RunError, RemoteError, UserError, InventoryError, EnvironmentBuildError)
 
 
@@ -55,8 +55,8 @@ class ActionModule(ClusterAction):
         given = self.given(own_groups(groups), variables) if options is None else of_task
         keeps = command.keeps_connections if command else False
         cluster = self.lasting_cluster(variables) if keeps else self.cluster(variables, launch)
-        report, check = Display().display, self._task.check_mode
-        return Call(name, groups, given, extra_vars, extra_vars, cluster, TOP, report, check)
+        report, check, top = Display().display, self._task.check_mode, project_folder(CONFIG_FILE or "")
+        return Call(name, groups, given, extra_vars, extra_vars, cluster, top, report, check)
 
     def given(self, groups: list[Group], variables: dict[str, Any]) -> dict[str, Any]:
         """Return the variables that are named like an option of the command."""

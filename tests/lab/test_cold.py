@@ -17,7 +17,7 @@ from testbed.machine import os_release
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 PARTS = [
-    "ansible.cfg", "site.yml", "train.yml", "Makefile", "pyproject.toml", "constraints.txt", "benchmarks", "docs", "group_vars",
+    "ansible.cfg", "site.yml", "train.yml", "Makefile", "pyproject.toml", "setup.py", "constraints.txt", "benchmarks", "docs", "group_vars",
     "inventory", "molecule", "playbooks", "plugins", "roles", "tools", "trainer", "trainyard",
 ]  # fmt: skip
 MIXED = ["bookworm", "trixie"]

@@ -112,7 +112,7 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
             host,
             "import trainer.config.run_spec, importlib.metadata as m, sys; print(m.version('trainyard'), sys.prefix)",
         )
-        assert output == f"{trainer_version(REPO)} {DATA}/venv"
+        assert output == f"{trainer_version()} {DATA}/venv"
     digests = {cluster.lab.inside(host, f"sha256sum {DATA}/venv/lock.txt | cut -d' ' -f1") for host in (one, two)}
     assert len(digests) == 1
     # The wheel server has stopped, and the second host keeps no wheels.

@@ -54,8 +54,8 @@ def test_the_settings_have_no_secret_and_log_in_with_the_key_of_the_service(tmp_
 
 @pytest.mark.slow
 def test_the_packed_program_runs_without_the_project(tmp_path: Path) -> None:
-    found = pack(TOP, tmp_path)
-    assert found == pack(TOP, tmp_path) and "cryptography" in found["requirements"]
+    found = pack(tmp_path)
+    assert found == pack(tmp_path) and "cryptography" in found["requirements"]
     with zipfile.ZipFile(found["file"]) as archive:
         archive.extractall(tmp_path / "program")
     source = TOP / "trainyard/dashboard"

@@ -32,7 +32,7 @@ def imported(folder: Path) -> set[str]:
 def test_the_controllers_imports_are_declared() -> None:
     project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *extras["controller"], *extras["dashboard"]]
+    required = [*project["dependencies"], *extras["dashboard"]]
     declared = {re.split(r"[^A-Za-z0-9-]", line, maxsplit=1)[0].lower() for line in required}
     needed = imported(TOP / "trainyard") | imported(TOP / "plugins")
     ours = {"trainyard", "trainer"}

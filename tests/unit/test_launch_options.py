@@ -137,6 +137,6 @@ def test_plain_data_has_no_subclasses() -> None:
 
 
 def test_names_given_to_other_playbooks_are_checked() -> None:
-    check_names(["quick", "json", "master_port", "hosts", "run", "ansible_user"], TOP, ["run"])
+    check_names(["master_port", "hosts", "run", "ansible_user"], TOP, ["run"])
     with pytest.raises(UserError, match=r"^-e quik: unknown name; did you mean 'quick'\?$"):
-        check_names(["quik"], TOP)
+        check_names(["quik"], TOP, ["quick"])

@@ -28,13 +28,14 @@ from trainyard.api.results import (
     pick,
 )
 from trainyard.api.run import EventLog, Run
-from trainyard.cli.__main__ import project_folder, set_locale
+from trainyard.cli.__main__ import set_locale
 from trainyard.cli.command_flags import Arguments, from_values
 from trainyard.cli.front import make_call, run_command
 from trainyard.cli.output import Output
 from trainyard.commands.call import Call
 from trainyard.commands.groups import COMMON
 from trainyard.commands.table import COMMANDS
+from trainyard.project_folder import project_folder
 from trainyard.run.follow.run_status import run_name
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from trainer.common.formats import quoted
 from trainer.common.utf8 import require_utf8
 from trainyard import front_end
 from trainyard.cli.output import Output
+from trainyard.project_folder import project_folder
 
 INTERRUPTED = 99
 _UTF8_LOCALE = "C.UTF-8"
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = with_verb(list(sys.argv[1:] if argv is None else argv))
     if importlib.util.find_spec("ansible") is None:
-        command = f"{sys.executable} -m pip install 'trainyard[controller]'"
+        command = f"{sys.executable} -m pip install ansible-core"
         print(f"error: the command line needs the package ansible: run {command}", file=sys.stderr)
         return 2
     output = Output(as_json="--json" in words)  # for errors in the words themselves
@@ -110,9 +111,11 @@ def _run(name: str, words: list[str]) -> int:
     from trainyard.wire.run_errors import RunError
 
     arguments = parse(name, COMMANDS[name].all_groups, COMMANDS[name].positional, words)
-    output, top = Output(arguments.switch("json")), project_folder()
-    os.environ.setdefault("ANSIBLE_CONFIG", str(top / "ansible.cfg"))
+    output, top = Output(arguments.switch("json")), Path.cwd()
     try:
+        if COMMANDS[name].on_hosts:
+            top = project_folder()
+            os.environ.setdefault("ANSIBLE_CONFIG", str(top / "ansible.cfg"))
         result = run_command(COMMANDS[name], arguments, top, output)
         if result is not None:
             output.result(result)
@@ -129,15 +132,6 @@ def _run(name: str, words: list[str]) -> int:
     finally:
         if "trainyard.ansible_adapter" in sys.modules:
             sys.modules["trainyard.ansible_adapter"].end_requests()
-
-
-def project_folder() -> Path:
-    """Return the project's folder, which holds the playbooks and roles. Raises UserError if there is none."""
-    installed = Path(__file__).resolve().parents[2]
-    for folder in (installed, Path.cwd()):
-        if (folder / "train.yml").is_file() and (folder / "roles/cluster").is_dir():
-            return folder
-    raise UserError("the playbooks are not next to the package: run the command in a checkout of trainyard")
 
 
 if __name__ == "__main__":

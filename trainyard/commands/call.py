@@ -18,11 +18,8 @@ from trainyard.run.session import KeepRecord, RunSession
 from trainyard.service_records import ServiceRecords, service_records
 
 Options = TypeVar("Options", bound=PlaybookOptions)
-_OF_PLAYBOOKS = (
-    "do",
-    "priority",
-    "host",
-)  # names of -e that a playbook takes, for another command: queue.yml, remove_host.yml
+# Names of -e that a playbook takes, for another command: queue.yml, remove_host.yml, preflight.yml.
+_OF_PLAYBOOKS = ("do", "priority", "host", "json")
 
 
 def own_groups(groups: Sequence[Group]) -> list[Group]:

@@ -88,6 +88,12 @@ class DataOptions(PlaybookOptions):
     )
 
 
+class InitOptions(PlaybookOptions):
+    """The options of the command `init`."""
+
+    folder: str = declare("", "folder of the project; empty: the current one")
+
+
 class CompletionOptions(PlaybookOptions):
     """The options of the command `completion`."""
 

@@ -16,6 +16,7 @@ from trainyard import front_end
 from trainyard.commands.call import Call
 from trainyard.commands.command_options import (
     DataOptions,
+    InitOptions,
     LogsOptions,
     PreflightOptions,
     RunOptions,
@@ -29,6 +30,7 @@ from trainyard.deploy.deployment import Deployment
 from trainyard.evaluate.side_by_side import EvaluateOptions
 from trainyard.evaluate.side_by_side import evaluate as run_evaluate
 from trainyard.import_file.import_options import ImportOptions
+from trainyard.new_project import make_project
 from trainyard.ollama.servers import host_urls
 from trainyard.preflight.runner import run_preflight
 from trainyard.queue.manage import manage_queue
@@ -86,6 +88,12 @@ def import_config(call: Call) -> dict[str, Any]:
     from trainyard.import_file.spec_text import write_spec  # the names of these tools, which other commands do not need
 
     return write_spec(call.options(ImportOptions), call.check)
+
+
+def init(call: Call) -> dict[str, Any]:
+    """Make a project folder."""
+    folder = call.options(InitOptions).folder
+    return make_project(user_path(folder, "folder") if folder else Path.cwd(), call.check)
 
 
 def status(call: Call) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from trainyard.commands.call import Call
 from trainyard.commands.command_options import (
     CompletionOptions,
     DataOptions,
+    InitOptions,
     LogsOptions,
     PreflightOptions,
     RunOptions,
@@ -115,6 +116,12 @@ _TABLE = (
         "import",
         "turn configuration files of axolotl, LLaMA-Factory, TRL, transformers, accelerate or DeepSpeed into a run spec",
         *(functions.import_config, (_own(ImportOptions),), "files"),
+        on_hosts=False,
+    ),
+    Command(
+        "init",
+        "make a folder with a configuration, an inventory and playbooks, in which the commands work as in a checkout",
+        *(functions.init, (_own(InitOptions),), "folder"),
         on_hosts=False,
     ),
     Command(

@@ -61,7 +61,10 @@ def converter_archive(folder: Path) -> Path:
     if not target.exists():
         source = converter_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, zip_files({str(path.relative_to(source)): path for path in sorted(source.rglob("*.py"))}))
+        write_atomic(
+            target,
+            zip_files({str(path.relative_to(source)): path.read_bytes() for path in sorted(source.rglob("*.py"))}),
+        )
     return target
 
 

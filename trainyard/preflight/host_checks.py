@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,9 @@ def environment(state: HostState) -> list[Finding]:
         remedy = f"set python_base to a supported one, or python_env: conda, and run {front_end.playbook('site')}"
         out.failure("python", f"{python} is Python {version}, 3.11 to 3.13 is required", remedy)
     elif "torch" not in facts["versions"]:
-        out.failure("torch", f"{python} has no torch", f"run {front_end.playbook('site')}, or correct cluster_python")
+        # The environment of the controller is the user's own: site.yml does not change it.
+        own = f"{python} -m pip install 'trainyard[node]'" if python == sys.executable else front_end.playbook("site")
+        out.failure("torch", f"{python} has no torch", f"run {own}, or correct cluster_python")
     if not facts["may_write"]:
         out.failure("disk", f"cannot write to {data_dir}", "correct its permissions, or set cluster_data_dir")
     if facts.get("busy_with") and not state.host.lease:  # Slurm has leased other processors to that run

@@ -2,64 +2,50 @@
 
 from __future__ import annotations
 
-import fcntl
+import base64
 import hashlib
 import importlib.metadata
-import io
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
+import tomllib
 from pathlib import Path
 
+import trainer
 from trainer.common.files import write_atomic
-from trainyard.python_env.resolve import EnvironmentBuildError
+from trainyard.project_folder import shared_folder
+from trainyard.wire.trainer_archive import zip_files
 
-PIP_WHEEL = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
 
-
-def trainer_version(top: Path) -> str:
+def trainer_version() -> str:
     """Return the trainer's version with the digest of its sources as local version: 0.1.0+3f2a91c0d1e2."""
-    match = re.search(r'^version = "([^"]+)"$', (top / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    version = tomllib.loads((shared_folder() / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     total = hashlib.sha256()
-    for path in sorted((top / "trainer").rglob("*.py")):
-        total.update(f"{path.relative_to(top)}\0{path.read_text(encoding='utf-8')}\0".encode())
-    return f"{match[1] if match else '0'}+{total.hexdigest()[:12]}"
+    for name, content in _trainer_files().items():
+        total.update(f"{name}\0{content.decode()}\0".encode())
+    return f"{version}+{total.hexdigest()[:12]}"
 
 
-def trainer_wheel(top: Path, work: Path) -> Path:
-    """Return the path of the trainer's wheel in `work`; build it with setuptools if it is missing. Raises EnvironmentBuildError."""
-    version = trainer_version(top)
+def _trainer_files() -> dict[str, bytes]:
+    """Return {path in the wheel: content} of the trainer."""
+    folder = Path(trainer.__path__[0])
+    return {str(path.relative_to(folder.parent)): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+
+
+def trainer_wheel(work: Path) -> Path:
+    """Return the path of the trainer's wheel in `work`; write it if it is missing. The same sources result in the same bytes."""
+    version = trainer_version()
     target = work / f"trainyard-{version}-py3-none-any.whl"
+    if target.exists():
+        return target
+    info = f"trainyard-{version}.dist-info"
+    files = _trainer_files() | {
+        f"{info}/licenses/LICENSE": (shared_folder() / "LICENSE").read_bytes(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: trainyard\nVersion: {version}\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: trainyard\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {name: base64.urlsafe_b64encode(hashlib.sha256(content).digest()) for name, content in files.items()}
+    record = [f"{name},sha256={digest.decode().rstrip('=')},{len(files[name])}" for name, digest in digests.items()]
+    files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
     work.mkdir(parents=True, exist_ok=True)
-    with (work / ".lock").open("w", encoding="utf-8") as lock, tempfile.TemporaryDirectory() as folder:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return target
-        source = Path(folder) / "source"
-        shutil.copytree(top / "trainer", source / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("README.md", "LICENSE"):
-            shutil.copy(top / name, source)
-        text = (top / "pyproject.toml").read_text(encoding="utf-8")
-        (source / "pyproject.toml").write_text(
-            re.sub(r'^version = ".*"$', f'version = "{version}"', text, flags=re.M), encoding="utf-8"
-        )
-        done = subprocess.run(
-            [*PIP_WHEEL, "-w", folder, source],
-            # The same sources result in the same bytes.
-            env=os.environ | {"SOURCE_DATE_EPOCH": "315532800"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        built = list(Path(folder).glob("*.whl"))
-        if done.returncode or not built:
-            last = (done.stderr.strip().splitlines() or ["pip printed no message"])[-1]
-            raise EnvironmentBuildError(f"cannot build the trainer's wheel on the controller (run make setup): {last}")
-        write_atomic(target, built[0].read_bytes())
+    write_atomic(target, zip_files(files))
     return target
 
 
@@ -74,10 +60,10 @@ def pip_archive(work: Path) -> Path:
     if target.exists():
         return target
     work.mkdir(parents=True, exist_ok=True)
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(pip.files or [], key=str):
-            if path.parts[0].startswith("pip") and path.suffix != ".pyc" and path.name != "RECORD":
-                archive.writestr(zipfile.ZipInfo(str(path)), path.read_binary(), zipfile.ZIP_DEFLATED)
-    write_atomic(target, content.getvalue())
+    files = {
+        str(path): path.read_binary()
+        for path in sorted(pip.files or [], key=str)
+        if path.parts[0].startswith("pip") and path.suffix != ".pyc" and path.name != "RECORD"
+    }
+    write_atomic(target, zip_files(files))
     return target

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.common.files import sha256_file, write_atomic
 from trainer.common.formats import table
+from trainyard.project_folder import shared_folder
 from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
 from trainyard.python_env.conda_lock import about, rattler_wheel, solve_lock
@@ -42,7 +43,7 @@ def plan_environments(
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
     """
-    packages = options["packages"]
+    packages, shared = options["packages"], shared_folder()
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     cuda = options["torch"] and resolve.choose_flavour(options["flavour"], managed) != "cpu"
     extras = [
@@ -51,9 +52,9 @@ def plan_environments(
         *([packages] if packages != "standard" else []),
     ]
     request = EnvironmentRequest(
-        resolve.requirements(top / "pyproject.toml", extras, options["torch"]),
-        resolve.read_constraints(Path(options["lock"] or top / resolve.FLAVOURS[packages])),
-        trainer_version(top),
+        resolve.requirements(shared / "pyproject.toml", extras, options["torch"]),
+        resolve.read_constraints(Path(options["lock"] or shared / resolve.FLAVOURS[packages])),
+        trainer_version(),
         options["flavour"],
         _conda_lock(top, managed, options, build),
         packages,
@@ -63,7 +64,7 @@ def plan_environments(
     conda = [info for info in infos.values() if info["env"] == "conda"]
     todo = any(entry["todo"] != "none" for entry in plans.values())
     folder = top / ".trainyard" / "python"
-    kit = {"pip": str(pip_archive(folder)), "trainer": str(trainer_wheel(top, folder))} if todo and build else {}
+    kit = {"pip": str(pip_archive(folder)), "trainer": str(trainer_wheel(folder))} if todo and build else {}
     if kit and any(info["env"] == "conda" and plans[host]["todo"] == "all" for host, info in infos.items()):
         wheel = rattler_wheel(folder, conda[0]["machine"])
         kit |= {"rattler": str(wheel), "rattler_digest": sha256_file(wheel)}

@@ -23,6 +23,7 @@ CONDA_LINE = re.compile(
 CONDA_LOCK = "conda.lock"  # beside the inventory
 
 FLAVOURS = {"standard": "constraints.txt", "unsloth": "constraints-unsloth.txt"}  # sets of packages, and their locks
+NODE_BASE = ("pydantic", "pyyaml")  # what the run spec needs: dependencies of the project that every node gets
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 OLDEST, NEWEST = (3, 11), (3, 13)  # pyproject.toml: requires-python
@@ -69,7 +70,7 @@ def is_supported_python(version: str) -> bool:
 
 
 def requirements(pyproject: Path, extras: Sequence[str], torch: bool) -> tuple[str, ...]:
-    """Return the requirements of a node: the project's dependencies, the extra `node` if `torch`, and `extras`.
+    """Return the requirements of a node: `NODE_BASE`, the extra `node` if `torch`, and `extras`.
 
     Raises:
         EnvironmentBuildError: there is no such extra.
@@ -82,7 +83,8 @@ def requirements(pyproject: Path, extras: Sequence[str], torch: bool) -> tuple[s
                 f"python_extras: there is no extra {name!r}; {pyproject.name} has {', '.join(sorted(known))}"
             )
     groups = ["node", *extras] if torch else extras
-    return tuple(dict.fromkeys([*project["dependencies"], *(line for name in groups for line in known[name])]))
+    base = [line for line in project["dependencies"] if normal_name(line) in NODE_BASE]
+    return tuple(dict.fromkeys([*base, *(line for name in groups for line in known[name])]))
 
 
 def read_constraints(lock: Path) -> tuple[str, ...]:

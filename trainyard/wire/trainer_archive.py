@@ -11,6 +11,7 @@ from types import ModuleType
 
 import trainer
 from trainer.common.files import write_atomic
+from trainyard.project_folder import SHARE
 
 
 def trainer_archive(work: Path) -> Path:
@@ -25,20 +26,22 @@ def trainer_archive(work: Path) -> Path:
 
 def zip_packages(*packages: ModuleType, suffixes: Collection[str] = (".py",)) -> bytes:
     """Return the files of packages whose names have one of the suffixes as one zip file. Equal files give equal bytes."""
-    files: dict[str, Path] = {}
+    files: dict[str, bytes] = {}
     for package in packages:
         folder = Path(package.__path__[0])
-        paths = sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
-        files |= {str(path.relative_to(folder.parent)): path for path in paths}
+        paths = sorted(
+            path for path in folder.rglob("*") if path.suffix in suffixes and folder / SHARE not in path.parents
+        )
+        files |= {str(path.relative_to(folder.parent)): path.read_bytes() for path in paths}
     return zip_files(files)
 
 
-def zip_files(files: Mapping[str, Path]) -> bytes:
-    """Return a zip file of {path in it: file}. Equal files give equal bytes."""
+def zip_files(files: Mapping[str, bytes]) -> bytes:
+    """Return a zip file of {path in it: content}. Equal files give equal bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, path in files.items():
+        for name, content in files.items():
             entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             entry.external_attr = 0o644 << 16
-            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+            archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()

@@ -1,0 +1,25 @@
+"""What pyproject.toml cannot declare: the wheel holds the playbooks, roles and plugins, as `trainyard/share`."""
+
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+TOP = Path(__file__).parent
+SHARED = (
+    *("LICENSE", "ansible.cfg", "constraints*.txt", "pyproject.toml", "site.yml", "train.yml"),
+    *("inventory/hosts.example.yml", "inventory/local.yml", "inventory/ollama.yml"),
+    *("group_vars/all/*.yml", "playbooks/*.yml", "plugins/**/*.py", "roles/**/*"),
+)
+
+
+class BuildPy(build_py):
+    """Build the packages, and copy the files of `SHARED`."""
+
+    def _get_data_files(self) -> list[tuple[str, str, str, list[str]]]:
+        found = (path.relative_to(TOP) for pattern in SHARED for path in sorted(TOP.glob(pattern)) if path.is_file())
+        names = [str(path) for path in found if "__pycache__" not in path.parts]
+        return [*super()._get_data_files(), ("trainyard", ".", f"{self.build_lib}/trainyard/share", names)]
+
+
+setup(cmdclass={"build_py": BuildPy})

@@ -1,0 +1,125 @@
+"""The wheel in an environment without a checkout: `trainyard init`, then the playbooks and the program in the new folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from run_hosts import TOP
+from test_run_session import dataset
+
+pytestmark = pytest.mark.slow
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("ANSIBLE_CONFIG", "PYTHONPATH")}
+FINISHED = "run first finished: 2 of 2 steps on 2 ranks"
+PROGRAM = "#!{python}\nimport sys\nfrom ansible.cli.{name} import main\nsys.exit(main())\n"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel without the network, and install it beside the packages of this environment. Returns the folder of programs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "docs", "runs", "store", "tests")
+    shutil.copytree(TOP, folder / "source", ignore=ignored)
+    (folder / "source/inventory/hosts.yml").write_text("cluster: {hosts: {secret: {}}}\n")
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "-w", folder]
+    subprocess.run([*pip, "wheel", *options, folder / "source"], check=True)
+    (wheel,) = folder.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.endswith("inventory/hosts.yml") or "__pycache__" in name]
+    assert {name.split("/")[0] for name in names} == {"trainer", "trainyard", "trainyard-0.2.0.dist-info"}
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    python = folder / "env/bin/python"
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], env=CLEAN, check=True)
+    site = next((folder / "env/lib").glob("python*")) / "site-packages"
+    (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for name in ("playbook", "inventory", "doc"):
+        program = folder / f"env/bin/ansible-{name}"
+        program.write_text(PROGRAM.format(python=python, name=name))
+        program.chmod(0o755)
+    return python.parent
+
+
+def run(folder: Path, installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = CLEAN | {"PATH": f"{installed}:/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "ANSIBLE_NOCOLOR": "1"}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_new_folder_trains_and_discovers_as_a_checkout(installed: Path, tmp_path: Path) -> None:
+    outside = run(tmp_path, installed, "trainyard", "status")
+    assert outside.returncode == 2 and outside.stderr.endswith(
+        "is no project: run trainyard init, or cd to the folder in which you ran it\n"
+    )
+    made = run(tmp_path, installed, "trainyard", "init", "mine")
+    assert made.returncode == 0, made.stderr
+    folder = tmp_path / "mine"
+    (folder / "group_vars/all/mine.yml").write_text("progress_interval: 0.5\n")
+
+    options = [
+        "-e",
+        "model=tiny",
+        "-e",
+        f"dataset={dataset(tmp_path)}",
+        "-e",
+        "max_steps=2",
+        "-e",
+        "epochs=20",
+        "-e",
+        "run=first",
+    ]
+    trained = run(folder, installed, "ansible-playbook", "train.yml", *options)
+    assert trained.returncode == 0 and FINISHED in trained.stdout, trained.stdout[-2000:]
+    assert (folder / "runs/first/adapter/adapter_config.json").is_file()
+    assert (folder / ".trainyard/node2/runs/first").is_dir()
+    listed = run(folder, installed, "trainyard", "status", "--json", "--no-hardware", "--all")
+    found = [entry["run_dir"] for entry in json.loads(listed.stdout)["runs"]]
+    assert found == [f"{folder}/runs/first", f"{folder}/.trainyard/node2/runs/first"], listed.stderr
+    stopped = run(folder, installed, "ansible-playbook", "playbooks/stop.yml", "-e", "run=first")
+    assert stopped.returncode == 0 and "first" in stopped.stdout, stopped.stdout
+    assert run(folder, installed, "ansible-playbook", "site.yml", "--syntax-check").returncode == 0
+
+    text = (folder / "inventory/ollama.yml").read_text().replace("networks: [auto]", "networks: [127.0.0.2/32]")
+    (folder / "inventory/ollama.yml").write_text(text)
+    graph = run(folder, installed, "ansible-inventory", "-i", "inventory/ollama.yml", "--graph")
+    assert graph.returncode == 0 and "|--@discovered:" in graph.stdout, graph.stdout + graph.stderr
+
+
+def test_the_installed_package_has_what_site_sends_to_hosts(installed: Path, tmp_path: Path) -> None:
+    """The trainer's wheel, pip, pinned versions and the program of the dashboard are those of the checkout."""
+    made = {}
+    for name, python, environment in (
+        ("checkout", Path(sys.executable), {"PYTHONPATH": str(TOP)}),
+        ("wheel", installed / "python", {}),
+    ):
+        code = (
+            "import json, pathlib, sys\n"
+            "from trainyard.dashboard.pack import pack\n"
+            "from trainyard.python_env.bundle import trainer_version, trainer_wheel\n"
+            "from trainyard.python_env.resolve import FLAVOURS, read_constraints, requirements\n"
+            "from trainyard.project_folder import shared_folder\n"
+            "from trainyard.extra_vars import known_variables\n"
+            "here, shared = pathlib.Path(sys.argv[1]), shared_folder()\n"
+            "trainer_wheel(here)\n"
+            "packed = pack(here)\n"
+            "print(json.dumps([trainer_version(), packed['sha256'], packed['packages'], len(known_variables(here)),"
+            " requirements(shared / 'pyproject.toml', ['nvml'], True),"
+            " [read_constraints(shared / name) for name in FLAVOURS.values()]]))\n"
+        )
+        done = subprocess.run(
+            [python, "-c", code, tmp_path / name],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin"} | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        made[name] = (json.loads(done.stdout), sorted(path.name for path in (tmp_path / name).iterdir()))
+    assert made["wheel"] == made["checkout"]
