@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Commands find the project's Python environment first on PATH.
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
-# pip installs torch's CPU build where one is offered; the constraints keep other packages from replacing it.
-PIP := PYTHONPATH=. $(BIN)/python tools/install_packages.py --constraint constraints.txt
+# uv installs torch's CPU build where one is offered; the constraints keep other packages from replacing it.
+UV := $(BIN)/python tools/uv_install.py --constraint constraints.txt
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
@@ -43,14 +43,13 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt
 	@tools/need-python $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV), which takes minutes, once. Step 1 of 2: torch"
-	@$(PIP) torch
-	@echo "setting up $(VENV), step 2 of 2: the other packages"
-	@$(PIP) --no-build-isolation setuptools wheel
-	@$(PIP) --no-build-isolation --editable '.[dashboard,node,dev]'
+	@echo "setting up $(VENV), which takes a minute, once"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@$(UV) torch setuptools wheel
+	@$(UV) --no-build-isolation --editable '.[dashboard,node,dev]'
 	@touch $@
 
 train: $(READY)
