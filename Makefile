@@ -14,7 +14,7 @@ UV := $(BIN)/python tools/uv_install.py --constraint constraints.txt
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site pictures dashboard-picture lock lock-unsloth clean
+.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site pictures dashboard-picture lock clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
@@ -37,8 +37,7 @@ help:
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make lab-status, lab-down, lab-clean          list the labs, stop the lab, remove all labs and their caches"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
-	@echo "make lock                                     update constraints.txt to the newest versions"
-	@echo "make lock-unsloth                             update constraints-unsloth.txt (python_flavour=unsloth)"
+	@echo "make lock [ARGS='--upgrade unsloth']          pin what pyproject.toml requires, for every flavour: constraints*.txt"
 	@echo "make clean                                    remove the environment and the caches"
 
 setup: $(READY)
@@ -99,11 +98,8 @@ pictures:
 dashboard-picture: $(READY)
 	@$(RUN) PYTHONPATH=.:tests/support python tools/draw_dashboard.py docs/dashboard.png
 
-lock:
-	@tools/lock $(PYTHON)
-
-lock-unsloth:
-	@$(PYTHON) tools/lock_unsloth.py
+lock: $(READY)
+	@$(RUN) PYTHONPATH=. python tools/lock.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site

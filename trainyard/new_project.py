@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -14,7 +13,7 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
-from trainyard.project_folder import LINK, is_checkout, shared_folder
+from trainyard.project_folder import LINK, is_checkout, package_version, shared_folder
 
 _GITIGNORE = "/.trainyard/\n/runs/\n/store/\n/deployed/\n"  # what runs and playbooks write
 _COPIED = ("group_vars/all/*.yml", "inventory/*.yml")
@@ -58,7 +57,7 @@ def make_project(folder: Path, check: bool) -> dict[str, Any]:
                 _write_link(folder / name, links[name])
         except OSError as error:
             raise UserError(f"cannot write the project to {folder}: {error.strerror}: {error.filename}") from None
-    written, version = sorted([*new, *to_link]), importlib.metadata.version("trainyard")
+    written, version = sorted([*new, *to_link]), package_version()
     tops = Counter(name.partition("/")[0] for name in written)
     lines = [f"{'would write' if check else 'wrote'} {name}{_files(count)}" for name, count in tops.items()]
     lines += [

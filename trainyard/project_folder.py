@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tomllib
 from pathlib import Path
 
 from trainer.common.errors import UserError
@@ -17,6 +18,12 @@ def shared_folder() -> Path:
     """Return the folder with the playbooks, roles, plugins and pinned versions: in the installed package, or the checkout."""
     installed = _PACKAGE / SHARE
     return installed if installed.is_dir() else _PACKAGE.parent
+
+
+def package_version() -> str:
+    """Return the version of this package, of a checkout without its metadata, too."""
+    version: str = tomllib.loads((shared_folder() / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    return version
 
 
 def project_folder(config: str = "") -> Path:

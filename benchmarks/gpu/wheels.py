@@ -1,7 +1,6 @@
 """Collect what `make test-gpu` needs besides torch into one file of at most 60 MB, for a machine without a network.
 
     make gpu-wheels GPU_PYTHON=3.12 GPU_CUDA=13.0
-    python -m benchmarks.gpu.wheels --lock             write constraints-gpu.txt with the newest digests of constraints.txt
 
 pip downloads the wheels in constraints-gpu.txt for Linux on x86-64 and checks their SHA-256. Files that the checks never
 import are removed: tests, headers, pyarrow's clients of remote services, and the libraries of bitsandbytes for other
@@ -30,7 +29,7 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).parents[2] / "constraints-gpu.txt"
 ARCHIVE, MANIFEST = "wheels.tar.xz", "manifest.json"
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")  # the oldest first: its versions run on all of them
 LIMIT = 60_000_000  # bytes
 SOURCE = "deepspeed"  # on the package index as source only; its wheel has no compiled code
 # Library of bitsandbytes by the major version of CUDA: it takes the newest one of the same major version.
@@ -124,68 +123,17 @@ def pip(*arguments: str) -> None:
         raise WheelError(f"pip {arguments[0]} failed: {lines[0] if lines else 'it wrote nothing'}")
 
 
-def download(requirements: Path, python: str, folder: Path, *, hashes: bool) -> None:
+def download(requirements: Path, python: str, folder: Path) -> None:
     """Download the wheels for a version of Python, and build those that exist as source only. Raises WheelError."""
     wanted, source = folder / "wheels.txt", folder / "source.txt"
     folder.mkdir(parents=True, exist_ok=True)
     blocks = re.split(r"\n(?=\S)", requirements.read_text().strip())
     wanted.write_text("\n".join(block for block in blocks if not block.startswith(SOURCE)) + "\n")
     source.write_text("\n".join(block for block in blocks if block.startswith(SOURCE)) + "\n")
-    common = ["--quiet", "--no-deps", *(["--require-hashes"] if hashes else [])]
+    common = ["--quiet", "--no-deps", "--require-hashes"]
     target = [f"--python-version={python}", "--implementation=cp", "--only-binary=:all:", *_PLATFORMS]
     pip("download", *common, *target, f"--dest={folder}", f"--requirement={wanted}")
-    if hashes:
-        pip("wheel", *common, "--no-build-isolation", f"--wheel-dir={folder}", f"--requirement={source}")
-    else:
-        pip(
-            "download",
-            *common,
-            "--no-build-isolation",
-            "--no-binary=:all:",
-            f"--dest={folder}",
-            f"--requirement={source}",
-        )
-
-
-def lock() -> None:
-    """Write constraints-gpu.txt: the versions of constraints.txt, and the digests of their files. Raises WheelError."""
-    pinned = {}
-    for line in (TOP / "constraints.txt").read_text().splitlines():
-        if "==" in line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            pinned[_normal(name)] = version
-    plain = [f"{name}=={pinned[_normal(name)]}" if _normal(name) in pinned else _pinned(name) for name in PACKAGES]
-    digests: dict[str, set[str]] = {}
-    with tempfile.TemporaryDirectory() as work:
-        names = Path(work) / "names.txt"
-        names.write_text("\n".join(plain) + "\n")
-        for python in PYTHONS:
-            folder = Path(work) / python
-            download(names, python, folder, hashes=False)
-            for file in folder.glob("*"):
-                if file.suffix != ".txt":
-                    digests.setdefault(_normal(file.name.split("-")[0]), set()).add(_sha256(file))
-                    if file.suffix == ".whl":
-                        plain = [_with_version(line, file) for line in plain]
-    lines = [
-        "# What make test-gpu installs besides torch, for Linux on x86-64. "
-        "'python -m benchmarks.gpu.wheels --lock' writes this file."
-    ]
-    for line in sorted(plain, key=str.lower):
-        hashes = sorted(digests[_normal(line.split("==")[0])])
-        lines.append(" \\\n".join([line, *(f"    --hash=sha256:{digest}" for digest in hashes)]))
-    REQUIREMENTS.write_text("\n".join(lines) + "\n")
-
-
-def _pinned(name: str) -> str:
-    """Return the requirement of pyproject.toml for a package that constraints.txt does not list, or its name."""
-    found = re.search(rf'"({re.escape(name)}==[^";]+)"', (TOP / "pyproject.toml").read_text())
-    return found.group(1) if found else name
-
-
-def _with_version(requirement: str, wheel: Path) -> str:
-    name, version = wheel.name.split("-")[:2]
-    return f"{requirement}=={version}" if _normal(requirement) == _normal(name) else requirement
+    pip("wheel", *common, "--no-build-isolation", f"--wheel-dir={folder}", f"--requirement={source}")
 
 
 def _normal(name: str) -> str:
@@ -250,7 +198,7 @@ def build(python: str, cuda: str, out: Path) -> str:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        download(REQUIREMENTS, python, folder, hashes=True)
+        download(REQUIREMENTS, python, folder)
         wheels = sorted(folder.glob("*.whl"))
         aside = out / f".{ARCHIVE}.tmp"
         size = pack(wheels, aside, major)
@@ -276,14 +224,9 @@ def main() -> int:
     parser.add_argument("--python", default="3.12", help="version of Python on the machine with the GPU")
     parser.add_argument("--cuda", default="13.0", help="version of CUDA of its torch")
     parser.add_argument("--out", type=Path, default=TOP / ".gpu-wheels")
-    parser.add_argument("--lock", action="store_true", help="write constraints-gpu.txt")
     a = parser.parse_args()
     try:
-        if a.lock:
-            lock()
-            print(f"{REQUIREMENTS} is up to date")
-        else:
-            print(build(a.python, a.cuda, a.out))
+        print(build(a.python, a.cuda, a.out))
     except (WheelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tarfile
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import wheels
+from tools.lock import read_pins
+from trainyard.python_env.resolve import normal_name
 
 TOP = Path(__file__).resolve().parents[2]
 SAFE = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4 on
@@ -80,14 +81,10 @@ def test_repacked_wheels_have_one_cuda_library_and_install(tmp_path: Path) -> No
 
 
 def test_requirements_pin_the_versions_of_the_project() -> None:
-    text = wheels.REQUIREMENTS.read_text()
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", text, re.M))
-    assert {wheels._normal(name) for name in pinned} == {wheels._normal(name) for name in wheels.PACKAGES}
-    constraints = dict(re.findall(r"^([\w.-]+)==(\S+)$", (TOP / "constraints.txt").read_text(), re.M))
-    constraints = {wheels._normal(name): version for name, version in constraints.items()}
-    differing = {name for name, version in pinned.items() if constraints.get(wheels._normal(name), version) != version}
-    assert not differing, "run python -m benchmarks.gpu.wheels --lock"
-    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", block) for block in re.split(r"\n(?=\w)", text)[1:])
+    pinned, constraints = read_pins("constraints-gpu.txt"), read_pins("constraints.txt")
+    assert pinned.keys() == {normal_name(name) for name in wheels.PACKAGES}
+    differing = {name for name, version in pinned.items() if constraints.get(name, version) != version}
+    assert not differing, "run make lock ARGS=gpu"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_an_environment_on_python_310_is_refused_with_its_remedy(tmp_path: Path,
     assert played.rc != 0
     assert f"error: jammy: {PYTHON} is Python 3.10." in played.stdout, played.stdout
     assert (
-        "3.11 to 3.13 is required: set python_base to an installed one, or set python_env: conda, which installs its own"
+        "3.11 to 3.14 is required: set python_base to an installed one, or set python_env: conda, which installs its own"
     ) in played.stdout
     assert not (tmp_path / "data").exists()
 

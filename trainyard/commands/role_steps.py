@@ -31,7 +31,9 @@ class EnvironmentOptions(PlaybookOptions):
     conda_channel: str = declare(
         "https://conda.anaconda.org/conda-forge", "channel of conda that is solved without a lock"
     )
-    conda_python: Literal["3.11", "3.12", "3.13"] = declare("3.12", "version of Python that is solved without a lock")
+    conda_python: Literal["3.11", "3.12", "3.13", "3.14"] = declare(
+        "3.12", "version of Python that is solved without a lock"
+    )
 
 
 def plan_python(call: Call) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def environment(state: HostState) -> list[Finding]:
         )
     elif (version := facts["versions"].get("python")) and not is_supported_python(version):
         remedy = f"set python_base to a supported one, or python_env: conda, and run {front_end.playbook('site')}"
-        out.failure("python", f"{python} is Python {version}, 3.11 to 3.13 is required", remedy)
+        out.failure("python", f"{python} is Python {version}, 3.11 to 3.14 is required", remedy)
     elif "torch" not in facts["versions"]:
         # The environment of the controller is the user's own: site.yml does not change it.
         own = f"{python} -m pip install 'trainyard[node]'" if python == sys.executable else front_end.playbook("site")

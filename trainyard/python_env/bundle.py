@@ -5,22 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
-import tomllib
 from pathlib import Path
 
 import trainer
 from trainer.common.files import write_atomic
-from trainyard.project_folder import shared_folder
+from trainyard.project_folder import package_version, shared_folder
 from trainyard.wire.trainer_archive import zip_files
 
 
 def trainer_version() -> str:
     """Return the trainer's version with the digest of its sources as local version: 0.1.0+3f2a91c0d1e2."""
-    version = tomllib.loads((shared_folder() / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     total = hashlib.sha256()
     for name, content in _trainer_files().items():
         total.update(f"{name}\0{content.decode()}\0".encode())
-    return f"{version}+{total.hexdigest()[:12]}"
+    return f"{package_version()}+{total.hexdigest()[:12]}"
 
 
 def _trainer_files() -> dict[str, bytes]:

@@ -194,7 +194,7 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
         )
     if not resolve.is_supported_python(info["version"]):
         raise EnvironmentBuildError(
-            f"{host}: {info['base']} is Python {info['version']}, 3.11 to 3.13 is required: set python_base to an "
+            f"{host}: {info['base']} is Python {info['version']}, 3.11 to 3.14 is required: set python_base to an "
             "installed one, or set python_env: conda, which installs its own"
         )
     if not info["has_venv"]:

@@ -26,7 +26,7 @@ FLAVOURS = {"standard": "constraints.txt", "unsloth": "constraints-unsloth.txt"}
 NODE_BASE = ("pydantic", "pyyaml")  # what the run spec needs: dependencies of the project that every node gets
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
-OLDEST, NEWEST = (3, 11), (3, 13)  # pyproject.toml: requires-python
+OLDEST, NEWEST = (3, 11), (3, 14)  # those for which all pinned packages have wheels
 
 
 class EnvironmentBuildError(Exception):
