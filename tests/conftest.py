@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,13 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELI
 import ansible.module_utils
 import hypothesis
 import pytest
+
+# Every Ansible process of the tests appends its output, with the deprecations, to this file.
+ANSIBLE_LOG = Path(tempfile.mkdtemp(prefix="trainyard-log-"), "ansible.log")
+ANSIBLE_LOG.parent.chmod(0o755)
+ANSIBLE_LOG.touch()
+ANSIBLE_LOG.chmod(0o666)  # tests run playbooks as other users, too
+os.environ["ANSIBLE_LOG_PATH"] = str(ANSIBLE_LOG)
 
 # The imports of torch and of the tests leave almost no garbage. The collector is enabled again when all tests are collected.
 gc.disable()
@@ -94,6 +104,22 @@ def pytest_collection_finish() -> None:
     """Enable the garbage collector, which leaves the imported objects alone."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def deprecations() -> Iterator[None]:
+    """Fail a test in which Ansible reported that something is deprecated."""
+    before = ANSIBLE_LOG.stat().st_size
+    yield
+    with ANSIBLE_LOG.open(errors="replace") as log:
+        log.seek(before)
+        found = [line for line in log if "[DEPRECATION WARNING]" in line]
+    assert not found, "".join(found)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the log."""
+    shutil.rmtree(ANSIBLE_LOG.parent, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,6 +21,7 @@ EXCEPT = (
     "extra_vars.py",
     "workflows/merge_runs.py",
     "ansible_adapter.py",
+    "new_project.py",
 )
 
 
