@@ -47,6 +47,18 @@ def test_a_finished_run_answers_questions(tmp_path: Path, model_folder: Path) ->
         table = "questions: 3 questions\n"
         assert table in first.stdout and f"base -> {RUN}: " in first.stdout
 
+        # With addresses of two machines, each answers a part.
+        document["all"]["children"]["cluster"]["children"]["workers"]["hosts"]["node2"]["cluster_address"] = "127.0.0.2"
+        (tmp_path / "two.yml").write_text(yaml.safe_dump(document))
+        asked = {"subjects": f"base,{RUN}", "questions": given["eval_questions"], "save": str(tmp_path / "parts.json")}
+        both = run_playbook("playbooks/evaluate.yml", tmp_path / "two.yml", asked)
+        assert both.rc == 0 and f"asking 3 questions of base, {RUN} on node1, node2" in both.stdout, both.stdout
+        parts = json.loads((tmp_path / "parts.json").read_text())
+        for one, other in zip(found["questions"], parts["questions"], strict=True):
+            for subject in ("base", RUN):
+                ours, theirs = one["answers"][subject], other["answers"][subject]
+                assert theirs["text"] == ours["text"] and theirs["loss"] == pytest.approx(ours["loss"], abs=1e-5)
+
         again = run_playbook("train.yml", tmp_path / "inventory.yml", given)
         assert again.rc == 0 and "is finished: nothing to do" in again.stdout and table in again.stdout
         assert "asking" in first.stdout and "asking" not in again.stdout

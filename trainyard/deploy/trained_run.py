@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ class TrainedRun:
     folder: str  # on that host
     kind: str  # adapter or model
     weights: str  # digest
-    base: dict[str, Any]  # config.json of the base model; empty for a whole model
+    base: dict[str, Any] = field(default_factory=dict)  # config.json of the base model; empty for a whole model
     base_name: str = ""  # name of the base model's folder
+    seq_length: int = 0  # tokens of a row of the training; 0 if it is unknown
+    prepend: bool = False  # whether the system message is the beginning of the first question
+    model: str = ""  # folder of the base model on that host, as the spec says
 
 
 def find_run(
@@ -43,6 +46,19 @@ def find_run(
     Raises:
         UserError: no host has the run, or its files are not valid.
     """
+    found = find_copies(run, hosts, connections)[0]
+    if not with_base or found.kind != "adapter":
+        return found
+    base = _base_config(connections[found.host.name], found.model)
+    return replace(found, base=base, base_name=Path(found.model).name if base else "")
+
+
+def find_copies(run: str, hosts: Mapping[str, Host], connections: Mapping[str, HostConnection]) -> list[TrainedRun]:
+    """Return the run on every host that has its result with the same weights as the first.
+
+    Raises:
+        UserError: no host has the run, or its files are not valid.
+    """
     request = {"text": ["result.json", "spec.yml"]}
     folders = {name: f"{host.data_dir}/runs/{run}" for name, host in hosts.items()}
     asked = FanOut(
@@ -51,6 +67,7 @@ def find_run(
             for name, folder in folders.items()
         }
     ).wait(_LIMIT)
+    found: list[TrainedRun] = []
     for name in hosts:
         text = asked.answers.get(name, {}).get("text", {})
         if not text.get("result.json") or not text.get("spec.yml"):
@@ -58,26 +75,37 @@ def find_run(
         try:
             result = checked_reply("trained result.json", untrusted_json(text["result.json"]))
             spec = parse_yaml(text["spec.yml"])
+            fields = spec if isinstance(spec, dict) else {}
         except (ReplyError, YamlError) as error:
+            if found:
+                continue
             raise UserError(f"{name}: {folders[name]}: {error}") from None
         kind = next((kind for kind in ("adapter", "model") if result.get(f"{kind}_sha256")), "")
-        if kind:
-            base = _base_config(connections[name], spec) if kind == "adapter" and with_base else {}
-            base_name = Path(str(spec.get("model"))).name if base else ""
-            return TrainedRun(hosts[name], folders[name], kind, str(result[f"{kind}_sha256"]), base, base_name)
+        weights = str(result.get(f"{kind}_sha256"))
+        if kind and (not found or found[0].weights == weights):
+            length, model = fields.get("seq_length"), fields.get("model")
+            row = length if type(length) is int else 0
+            prepend = fields.get("system") == "prepend"
+            about: dict[str, Any] = {
+                "seq_length": row,
+                "prepend": prepend,
+                "model": model if isinstance(model, str) else "",
+            }
+            found.append(TrainedRun(hosts[name], folders[name], kind, weights, **about))
+    if found:
+        return found
     where = "; ".join(f"{name}: {why}" for name, why in asked.errors.items())
     raise UserError(
         f"no host has a finished run {run}{f' ({where})' if where else ''}; {front_end.command('status')} lists the runs"
     )
 
 
-def _base_config(connection: HostConnection, spec: Any) -> dict[str, Any]:
+def _base_config(connection: HostConnection, folder: str) -> dict[str, Any]:
     """Return config.json of the base model of a run, which its host has. Empty if it is not readable, or not of a model.
 
     Code of a rank can write the spec, and put links in folders of runs.
     """
-    folder = spec.get("model") if isinstance(spec, dict) else None
-    if not isinstance(folder, str) or not folder.startswith("/"):
+    if not folder.startswith("/"):
         return {}
     try:
         runs = f"{connection.host.data_dir}/runs"

@@ -17,7 +17,7 @@ from trainer.common.formats import counted
 from trainer.common.inputs import user_path
 from trainer.config import OBSERVATORY
 from trainer.config.fields import Words, declare
-from trainyard.deploy.trained_run import find_run
+from trainyard.deploy.trained_run import TrainedRun, find_copies
 from trainyard.evaluate.kept_evaluations import keep_evaluation
 from trainyard.evaluate.questions import Question, read_questions
 from trainyard.evaluate.scores import Answered, Report, summarise
@@ -110,8 +110,7 @@ def evaluate(
     by_name = {host.name: host for host in hosts}
     runs = dict.fromkeys(each.model for each in subjects if each.kind not in _SERVER_KINDS)
     connections = {host.name: connect(host) for host in hosts} if runs else {}
-    found_runs = {run: find_run(run, by_name, connections, with_base=False) for run in runs}
-    places = {run: (found.host.name, found.folder) for run, found in found_runs.items()}
+    places = {run: _one_of_each_machine(find_copies(run, by_name, connections)) for run in runs}
     servers = {each: server_nodes(each, hosts, report) for each in subjects if each.kind in _SERVER_KINDS}
     if check:
         return {
@@ -119,9 +118,11 @@ def evaluate(
             "msg": f"would ask {len(questions)} questions of {', '.join(options.subjects)}",
         }
     what = [counted(len(questions), "question"), *options.tasks]
-    report(f"asking {', '.join(what)} of {', '.join(options.subjects)}")
+    where = ", ".join(dict.fromkeys(copy.host.name for copies in places.values() for copy in copies))
+    report(f"asking {', '.join(what)} of {', '.join(options.subjects)}{where and f' on {where}'}")
     found = _ask_runs(subjects, places, questions, options, by_name, connect, launch, home)
-    settings = {"temperature": 0.0, "num_predict": options.max_tokens, "seed": 1}
+    greedy = {"temperature": 0.0, "repeat_penalty": 1.0, "seed": 1}  # Ollama penalizes repetition by default
+    settings = greedy | {"num_predict": options.max_tokens}
     for subject, nodes in servers.items():
         found[subject.name] = ask_servers(subject, nodes, questions, settings, report)
     result, lines = summarise(questions, [found[each.name] for each in subjects], options.show)
@@ -140,9 +141,14 @@ def evaluate(
     return {"changed": bool(target), "result": result, "lines": lines}
 
 
+def _one_of_each_machine(copies: Sequence[TrainedRun]) -> list[TrainedRun]:
+    """Return the copies of a run on different addresses: two hosts on one machine would only share its cores."""
+    return list({each.host.address: each for each in reversed(copies)}.values())[::-1]
+
+
 def _ask_runs(
     subjects: Sequence[Subject],
-    places: Mapping[str, tuple[str, str]],
+    places: Mapping[str, Sequence[TrainedRun]],
     questions: Sequence[Question],
     options: EvaluateOptions,
     hosts: Mapping[str, Host],
@@ -150,44 +156,40 @@ def _ask_runs(
     launch: LaunchOptions,
     home: Path,
 ) -> dict[str, Report]:
-    """Let the models of runs answer on the hosts that have them; the hosts work at the same time. Raises RunError.
+    """Let the models of runs answer. All hosts that have a run answer a part of its questions at the same time.
 
     Args:
-        places: host and run folder of each run.
+        places: the copies of each run. The first one does the tasks.
+
+    Raises:
+        RunError: a host cannot evaluate its part.
     """
-    by_host: dict[str, list[Subject]] = {}
-    for subject in subjects:
-        if subject.model in places and subject.kind not in _SERVER_KINDS:
-            by_host.setdefault(places[subject.model][0], []).append(subject)
+    asked = [each for each in subjects if each.kind not in _SERVER_KINDS]
+    by_host: dict[str, list[tuple[Subject, TrainedRun, slice]]] = {}
+    for subject in asked:
+        copies = places[subject.model][: max(1, len(questions))]
+        for number, copy in enumerate(copies):
+            part = slice(number, None, len(copies))
+            by_host.setdefault(copy.host.name, []).append((subject, copy, part))
     if not by_host:
         return {}
     trainer = trainer_file(home / ".trainyard")
-    request = {
-        "questions": [{"messages": list(each.messages), "reference": each.answer} for each in questions],
-        "max_tokens": options.max_tokens,
-        "batch_size": options.eval_batch,
-        "tasks": list(options.tasks),
-        "task_limit": options.task_limit,
-    }
-
+    texts = [{"messages": list(each.messages), "reference": each.answer} for each in questions]
+    request = {"max_tokens": options.max_tokens, "batch_size": options.eval_batch, "task_limit": options.task_limit}
     connections = {name: connect(hosts[name]) for name in by_host}  # in the main thread
 
-    def work(name: str) -> dict[str, Any]:
-        found = {}
-        for subject in by_host[name]:
-            folder = places[subject.model][1]
-            values = request | {"folder": folder, "base": subject.kind == "base"}
-            reply = connections[name].call(
-                "evaluate",
-                apart_request(hosts[name], trainer, folder, values, EVALUATE_LIMIT) | {"online": bool(options.tasks)},
-            )
-            if len(reply["answers"]) != len(questions):
-                raise RemoteError(f"answered {len(reply['answers'])} of {len(questions)} questions")
-            answers = [Answered(**{name: each[name] for name in ANSWERED}) for each in reply["answers"]]
-            seconds = max(reply["seconds"], 1e-3)
-            speed = sum(each.tokens for each in answers) / seconds
-            found[subject.name] = Report(subject.name, answers, speed, reply.get("tasks", {}))
-        return found
+    def work(name: str) -> list[tuple[str, slice, dict[str, Any]]]:
+        replies = []
+        for subject, copy, part in by_host[name]:
+            tasks = list(options.tasks) if part.start == 0 else []
+            values = request | {"folder": copy.folder, "base": subject.kind == "base"}
+            values |= {"questions": texts[part], "tasks": tasks}
+            apart = apart_request(hosts[name], trainer, copy.folder, values, EVALUATE_LIMIT)
+            reply = connections[name].call("evaluate", apart | {"online": bool(tasks)})
+            if len(reply["answers"]) != len(texts[part]):
+                raise RemoteError(f"answered {len(reply['answers'])} of {len(texts[part])} questions")
+            replies.append((subject.name, part, reply))
+        return replies
 
     try:
         entries = [copy_entry(hosts[name]) for name in by_host]
@@ -199,4 +201,17 @@ def _ask_runs(
     done = FanOut({name: functools.partial(work, name) for name in by_host}).wait(EVALUATE_LIMIT)
     for name, why in done.errors.items():
         raise RunError(f"{name}: {why}")
-    return {name: report for reports in done.answers.values() for name, report in reports.items()}
+    parts = [part for replies in done.answers.values() for part in replies]
+    return {each.name: _joined(each.name, len(questions), parts) for each in asked}
+
+
+def _joined(subject: str, count: int, parts: Sequence[tuple[str, slice, dict[str, Any]]]) -> Report:
+    """Return the report of a subject from the parts that the hosts have sent: the subject's name, which questions, reply."""
+    answers: list[Answered | None] = [None] * count
+    seconds, tasks = 1e-3, dict[str, Any]()
+    for name, part, reply in parts:
+        if name == subject:
+            answers[part] = [Answered(**{key: each[key] for key in ANSWERED}) for each in reply["answers"]]
+            seconds = max(seconds, reply["seconds"])
+            tasks |= reply.get("tasks", {})
+    return Report(subject, answers, sum(each.tokens for each in answers if each) / seconds, tasks)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trainer.common.errors import UserError
-from trainyard.deploy.trained_run import TrainedRun, find_run
+from trainyard.deploy.trained_run import TrainedRun, find_copies, find_run
 from trainyard.wire.connection import Host, HostConnection
 from trainyard.wire.openssh import LocalTransport
 
@@ -50,3 +50,13 @@ def test_no_other_file_is_taken_for_it(tmp_path: Path) -> None:
     assert not find(tmp_path, yaml.safe_dump({"model": str(secret)})).base
     (secret / "config.json").write_text(json.dumps(CONFIG))
     assert not find(tmp_path, yaml.safe_dump({"model": str(model)})).base, "a link in a folder of runs"
+
+
+def test_only_hosts_with_the_same_weights_have_the_run(tmp_path: Path) -> None:
+    hosts = {}
+    for number, digest in enumerate(("a", "b", "a")):
+        name = f"node{number + 1}"
+        find(tmp_path / name, "model: /m", adapter_sha256=digest * 64)
+        hosts[name] = Host(name, "127.0.0.1", str(tmp_path / name / "data"), sys.executable)
+    connections = {name: HostConnection(host, LocalTransport()) for name, host in hosts.items()}
+    assert [copy.host.name for copy in find_copies("r", hosts, connections)] == ["node1", "node3"]
