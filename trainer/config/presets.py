@@ -26,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "seq_length": 256,
         "lr": 1e-3,
         "total_batch_size": 4,
-        "epochs": 4,
+        "epochs": 6,
         "precision": "bf16-mixed",
         "eval_split": 0.0,
     },
