@@ -18,6 +18,7 @@ from trainyard.commands.command_options import SHORT
 from trainyard.commands.groups import COMMON
 from trainyard.commands.table import COMMANDS
 from trainyard.dashboard.dashboard_options import DashboardOptions
+from trainyard.deploy.deploy_options import DeployOptions
 from trainyard.evaluate.side_by_side import OPTIONS as EVALUATE_OPTIONS
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.playbook_options import option_table
@@ -291,6 +292,11 @@ def distill(text: str) -> str:
     return text
 
 
+def deploy(text: str) -> str:
+    """Return docs/deploy.md with the current table of options."""
+    return with_block(text, "deploy", option_table(DeployOptions.model_fields))
+
+
 def evaluate(text: str) -> str:
     """Return docs/evaluate.md with the current table of options."""
     return with_block(text, "evaluate", option_table(EVALUATE_OPTIONS))
@@ -341,6 +347,7 @@ def pages() -> dict[Path, str]:
         docs / "command-line.md": command_line((docs / "command-line.md").read_text(encoding="utf-8")),
         docs / "dashboard.md": dashboard((docs / "dashboard.md").read_text(encoding="utf-8")),
         docs / "distill.md": distill((docs / "distill.md").read_text(encoding="utf-8")),
+        docs / "deploy.md": deploy((docs / "deploy.md").read_text(encoding="utf-8")),
         docs / "evaluate.md": evaluate((docs / "evaluate.md").read_text(encoding="utf-8")),
         docs / "queue.md": queue((docs / "queue.md").read_text(encoding="utf-8")),
         docs / "roles.md": roles_page(roles),

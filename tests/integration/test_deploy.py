@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,7 +114,7 @@ def base_info(site: Site) -> dict[str, Any]:
     vocabulary = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
     shape = {"block_count": 4, "embedding_length": 192, "feed_forward_length": 512}
     shape |= {"attention.head_count": 6, "attention.head_count_kv": 2}
-    info = {f"llama.{name}": value for name, value in shape.items()}
+    info = {f"llama.{name}": value for name, value in (shape | {"context_length": 4096}).items()}
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     return info | {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
 
@@ -163,8 +164,49 @@ def test_answers_stop_at_the_end_of_a_turn(site: Site) -> None:
             site.keep_answers(stop)
             assert site.deployment(urls, deploy_base="base").deploy()["changed"], stop
             old, new = (server.models[NAME] for server in servers)
-            assert new.get("parameters") == ({"stop": [stop]} if stop else None)
-            assert ('PARAMETER stop "<|im_end|>"' in old["modelfile"]) == bool(stop)
+            ends = [stop, "<|end|>"] if stop else ["<|end|>"]
+            assert new["parameters"] == {"stop": ends, "num_ctx": 4096}, "the context of the model"
+            lines = [line for line in old["modelfile"].splitlines() if line.startswith("PARAMETER")]
+            assert lines == [f'PARAMETER stop "{end}"' for end in ends] + ["PARAMETER num_ctx 4096"]
+
+
+@pytest.mark.slow
+def test_the_system_message_is_set_after_the_proof(site: Site) -> None:
+    """The prompts of the proof have none, so that the created model must not have it yet."""
+    site.keep_answers()
+    with targets(site, ["0.5.4", "0.9.3"]) as servers:
+        for server in servers:
+            server.answer = lambda made, question: ANSWERS[question] if "Be brief" not in str(made) else "no"
+        urls = [server.url for server in servers]
+        options: dict[str, Any] = {"deploy_base": "base", "deploy_system": "Be brief."}
+        servers[1].version = "0.30.0"  # 0.9.3 takes no adapters
+        assert site.deployment(urls, **options).deploy()["changed"]
+        assert [server.show(NAME, False)["system"] for server in servers] == ["Be brief."] * 2
+        assert not site.deployment(urls, **options).deploy()["changed"]
+        assert site.deployment(urls, deploy_base="base").deploy()["changed"], "another system message"
+        assert [server.show(NAME, False)["system"] for server in servers] == [""] * 2
+        with pytest.raises(RunError, match="node1: deploy_context: 5000 tokens are more than the 4096 of the model"):
+            site.deployment(urls, deploy_context="5000", **options).deploy()
+
+
+@pytest.mark.slow
+def test_a_server_quantizes_the_merged_model(site: Site) -> None:
+    """Of the same file as f16; a server that cannot is named before it gets the file, and the others have the model."""
+    site.keep_answers()
+    with targets(site, ["0.5.4", "0.9.3"]) as servers:
+        urls, options = [server.url for server in servers], {"deploy_as": "merged", "deploy_quantize": "q4_K_M"}
+        done = site.deployment(urls, **options).deploy()
+        assert done["lines"][-1] == "node2: deployed mine (merged, q4_K_M): 20 of 20 answers as trained"
+        assert [server.models[NAME]["quantize"] for server in servers] == ["q4_K_M"] * 2
+        assert [path.name[-8:] for path in site.run_dir.glob("deploy/*.gguf")] == ["f16.gguf"]
+        assert not site.deployment(urls, **options).deploy()["changed"]
+        kept = dict(servers[1].models)
+        servers[1].log.clear()
+        with pytest.raises(
+            RunError, match=r"node2: Ollama 0\.9\.3 cannot quantize to q6_K: set .* to q4_K_M, q4_K_S or q8_0"
+        ):
+            site.deployment(urls, **options | {"deploy_quantize": "q6_K"}).deploy()
+        assert servers[1].models == kept and not any("blobs" in line for line in servers[1].log)
 
 
 @pytest.mark.slow
@@ -295,7 +337,7 @@ def test_missing_runs_and_servers_are_reported(site: Site) -> None:
         ({"run": "r", "deploy_name": "m\n"}, "expected the name of a model"),
         (
             {"run": "r", "deploy_name": "m", "deploy_quantize": "q2"},
-            "deploy_quantize: expected one of f16, q8_0, got 'q2'",
+            "deploy_quantize: expected one of f16, q8_0, q6_K, q5_K_M, q5_K_S, q4_K_M, q4_K_S, got 'q2'",
         ),
     ],
 )
@@ -381,6 +423,35 @@ def test_real_ollama_with_a_base_that_is_found(site: Site, monkeypatch: pytest.M
         assert not again["changed"] and any(
             "an earlier deployment tried the adapter" in line for line in again["lines"]
         )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")
+def test_real_servers_of_both_forms_quantize(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained model that the server has quantized, with its settings; nothing of it remains afterwards."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = [f"dataset={site.folder}/data.jsonl", "run=small", "model=tiny", "lora_r=0", "lr=2e-3", "max_steps=80"]
+    words += ["epochs=100", "seq_length=64", "--data-dir", str(site.folder / "node1")]
+    subprocess.run([sys.executable, "-P", "-m", "trainer", *words], check=True, cwd=TOP, stdout=subprocess.DEVNULL)
+    programs = [real_ollama.PROGRAM, *real_ollama.OTHERS]
+    # Servers of one machine are told apart by their port.
+    places = [f"127.0.11.39:{18435 + number}" for number in range(len(programs))]
+    with real_ollama.serve(places, site.folder, programs=programs) as clients:
+        urls = [client.url for client in clients]
+        for kind in ("q4_K_M", "q8_0"):
+            options = {"run": "small", "deploy_quantize": kind, "deploy_system": 'Say "yes".\\'}
+            done = site.deployment(urls, **options).deploy()
+            assert len([line for line in done["lines"] if f"(merged, {kind}): " in line]) == len(clients), done
+            for client in clients:
+                shown = client.show(NAME)
+                assert shown["details"]["quantization_level"] == kind.upper()
+                assert shown["system"] == options["deploy_system"]
+                assert sorted(shown["parameters"].split()) == ['"<|end|>"', "4096", "num_ctx", "stop"]
+            assert not site.deployment(urls, **options).deploy()["changed"], kind
+        files = [path for path in site.folder.glob("models?/blobs/*") if path.stat().st_size > 100_000]
+        assert len(files) == len(clients), "neither the file of f16 nor that of the replaced model"
+        assert site.deployment(urls).remove()["changed"]
+        assert not list(site.folder.glob("models?/blobs/*")) and not any(client.tags() for client in clients)
 
 
 def printable_answers_only(site: Site) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,8 +35,9 @@ class Target:
         name = name if name in self.models else f"{name}:latest"
         made, info = self.models[name], self.infos.get(name, self.info)
         text = made.get("modelfile") or "\nADAPTER /blob" * bool(made.get("adapters"))
+        system = re.search('SYSTEM """(.*?)"""', text) or {1: made.get("system", "")}
         more = {} if verbose else {"tokenizer.ggml.tokens": None}
-        return {"modelfile": f"# generated\n{text}", "system": made.get("system", ""), "model_info": info | more}
+        return {"modelfile": f"# generated\n{text}", "system": system[1], "model_info": info | more}
 
     def create(self, body: dict[str, Any]) -> str:
         """Create a model; return the error, or an empty string."""
@@ -45,9 +47,13 @@ class Target:
         text = body.get("modelfile", "")
         used = {**body.get("files", {}), **body.get("adapters", {})}.values() if new else []
         used = list(used) + [word[1:] for word in text.split() if word.startswith("@sha256:")]
-        if not used or not all(blob in self.blobs for blob in used):
+        if not all(blob in self.blobs for blob in used):
             return "blob not found"
-        self.models[body["model"]] = body
+        source = body.get("from") or (text.split()[1] if text and "FROM @" not in text else "")
+        if source and not {source, f"{source}:latest"} & set(self.models):
+            return "model not found"
+        made = self.models.get(source, {})
+        self.models[body["model"]] = made | body | {"modelfile": made.get("modelfile", "") + text}
         return ""
 
 

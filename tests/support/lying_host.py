@@ -197,7 +197,7 @@ def gguf_export(host: Host) -> dict[str, Any]:
     answers = {"created": "2026-01-02T03:04:05", "max_tokens": 28, "bos": "<s>", "prompts": prompts, "answers": ANSWERS}
     path = f"{host.data_dir}/runs/{RUN}/deploy/model.gguf"
     digest = hashlib.sha256(GGUF).hexdigest()
-    gguf = {"path": path, "bytes": len(GGUF), "sha256": digest, "adds_bos": False}
+    gguf = {"path": path, "bytes": len(GGUF), "sha256": digest, "adds_bos": False, "context": 4096}
     return {"answers": answers, "gguf": gguf, "needs_converter": False}
 
 
@@ -208,6 +208,7 @@ def ollama_state() -> dict[str, Any]:
         "architecture": "llama",
         "shape": [4, 192, 512, 6, 2],
         "tokens": "2" * 64,
+        "context": 4096,
     }
     return {
         "server": "", "version": [0, 5, 4], "adapters": True, "digest": "3" * 64, "models": 1, "read": 1,

@@ -1,4 +1,4 @@
-"""Real servers of the `ollama` on PATH, each with a store of its own."""
+"""Real servers of the `ollama` on PATH and of other versions below .trainyard, each with a store of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from pathlib import Path
 from netlab import daemon
 
 from trainer.common.files import sha256_file
+from trainyard.remote.ollama import create_body
 from trainyard.remote.ollama_client import OllamaClient, OllamaError
 
 START_LIMIT = 60.0  # s
 PROGRAM = shutil.which("ollama")
+TOP = Path(__file__).resolve().parents[2]
+OTHERS = [str(path) for path in sorted(TOP.glob(".trainyard/ollama-*/bin/ollama"))]  # see .ci/run
 
 
 def weights() -> Path | None:
@@ -28,7 +31,7 @@ def put_model(client: OllamaClient, name: str, path: Path) -> str:
     """Create a model of a GGUF file; return the SHA-256 of the file."""
     digest = sha256_file(path)
     client.put_blob(path, digest)
-    client.create({"model": name, "modelfile": f"FROM @sha256:{digest}"})
+    client.create(create_body(client.version(), name, f"@sha256:{digest}"))
     return digest
 
 
@@ -42,18 +45,27 @@ def create(client: OllamaClient, name: str) -> str:
 
 @contextlib.contextmanager
 def serve(
-    places: Sequence[str], folder: Path, prefix: Callable[[int, list[str]], list[str]] = lambda number, words: words
+    places: Sequence[str],
+    folder: Path,
+    prefix: Callable[[int, list[str]], list[str]] = lambda number, words: words,
+    programs: Sequence[str | None] = (PROGRAM,),
 ) -> Iterator[list[OllamaClient]]:
     """Run servers at these places (ADDRESS:PORT) until the block ends; their stores are folder/models0 and so on.
 
     Args:
         prefix: makes the command of a server from its number and its words.
+        programs: of the servers, in turn.
     """
     with contextlib.ExitStack() as stack:
         clients = []
         for number, place in enumerate(places):
             settings = {"OLLAMA_HOST": place, "OLLAMA_MODELS": str(folder / f"models{number}"), "HOME": str(folder)}
-            words = ["env", *(f"{key}={value}" for key, value in settings.items()), str(PROGRAM), "serve"]
+            words = [
+                "env",
+                *(f"{key}={value}" for key, value in settings.items()),
+                str(programs[number % len(programs)]),
+            ]
+            words.append("serve")
             stack.enter_context(daemon(None, prefix(number, words), folder / f"log{number}"))
             clients.append(OllamaClient(f"http://{place}"))
         for client in clients:

@@ -15,6 +15,7 @@ import yaml
 
 from trainyard.commands.command_options import LogsOptions
 from trainyard.dashboard.dashboard_options import DashboardOptions
+from trainyard.deploy.deploy_options import DeployOptions
 from trainyard.evaluate.side_by_side import OPTIONS as EVALUATE_OPTIONS
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
@@ -34,11 +35,12 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 # Variables that playbooks read from -e, in addition to the run spec, the launch options and the variables of roles.
 PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "host", "json", "quick", "run"}
-PLAYBOOK_VARIABLES |= {"deploy_as", "deploy_base", "deploy_name", "deploy_quantize", "deploy_replace", "template"}
 PLAYBOOK_VARIABLES |= (
     set(DISTILL_OPTIONS) | set(MERGE_OPTIONS) | set(EVALUATE_OPTIONS) | set(QUEUE_OPTIONS) | {"do", "file"}
 )
-PLAYBOOK_VARIABLES |= set(DashboardOptions.model_fields) | set(LogsOptions.model_fields)
+PLAYBOOK_VARIABLES |= (
+    set(DashboardOptions.model_fields) | set(LogsOptions.model_fields) | set(DeployOptions.model_fields)
+)
 PLAYBOOK_VARIABLES |= {"deepspeed"}  # the path of a file that becomes a field
 # What an error message in the documentation is about.
 UNKNOWN_ON_PURPOSE = {"lerning_rate"}

@@ -23,7 +23,7 @@ from trainer.common.errors import UserError, first_line
 from trainer.common.files import sha256_file, write_atomic
 from trainer.common.lost_connection import end_with_connection
 from trainer.distributed.worker_process import die_with_launcher
-from trainer.gguf.metadata import adds_bos, is_byte_level
+from trainer.gguf.metadata import adds_bos, context_length, is_byte_level
 from trainer.gguf.special import complete
 from trainer.models.greedy_answers import greedy_answers, known_answers
 
@@ -40,7 +40,7 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
             empty string if the host does not have it yet.
 
     Returns:
-        `answers` as greedy_answers returns them; `gguf`: `path`, `bytes`, `sha256` and `adds_bos` of the file, or None;
+        `answers` as greedy_answers returns them; `gguf`: `path`, `bytes`, `sha256`, `adds_bos` and `context` of the file, or None;
         `needs_converter`: nothing was done, because the model needs the converter.
 
     Raises:
@@ -69,7 +69,7 @@ def _known_gguf(run_dir: Path, request: dict[str, Any]) -> dict[str, Any] | None
         target = _target(run_dir, request, writer)
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text(encoding="utf-8"))
-            if target.stat().st_size == found["bytes"]:
+            if target.stat().st_size == found["bytes"] and "context" in found:  # an earlier version has not written it
                 return found
     return None
 
@@ -103,12 +103,13 @@ def _write_plain(run_dir: Path, request: dict[str, Any]) -> dict[str, Any] | Non
             fields = write_llama(Path(spec["model"]) if adapter else own, own, adapter, aside, request["quantize"])
         except UnsupportedModelError:
             return None
-        return _keep(aside, _target(run_dir, request, _plain_writer()), adds_bos(fields))
+        return _keep(aside, _target(run_dir, request, _plain_writer()), fields)
 
 
-def _keep(aside: Path, target: Path, first: bool) -> dict[str, Any]:
-    """Move a GGUF file to its place, remove those of other weights or writers, and return its description."""
-    described = {"path": str(target), "bytes": aside.stat().st_size, "sha256": sha256_file(aside), "adds_bos": first}
+def _keep(aside: Path, target: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Move a GGUF file with these fields to its place, remove those of other weights or writers, and return its description."""
+    described = {"path": str(target), "bytes": aside.stat().st_size, "sha256": sha256_file(aside)}
+    described |= {"adds_bos": adds_bos(fields), "context": context_length(fields)}
     for old in [*target.parent.glob("*.gguf"), *target.parent.glob("*-*.json")]:
         if old.name.partition("-")[0] != target.name.partition("-")[0]:
             old.unlink()
@@ -149,12 +150,12 @@ def compute(request: dict[str, Any], work: Path) -> None:
         merge_adapter(spec, run_dir)
     zipfile.ZipFile(request["converter"]).extractall(work / "converter")
     aside = work / "model.gguf"
-    first = convert(str(work / "converter"), str(model), str(aside), request["quantize"])
-    _keep(aside, _target(run_dir, request, request["converter_id"]), first)
+    fields = convert(str(work / "converter"), str(model), str(aside), request["quantize"])
+    _keep(aside, _target(run_dir, request, request["converter_id"]), fields)
 
 
-def convert(converter: str, model: str, target: str, quantize: str) -> bool:
-    """Run llama.cpp's converter in this process; return whether the model's tokenizer adds the first token."""
+def convert(converter: str, model: str, target: str, quantize: str) -> dict[str, Any]:
+    """Run llama.cpp's converter in this process; return the fields of the tokenizer without tokens, and the context."""
     sys.path[:0] = [converter, f"{converter}/gguf-py"]
     import conversion.base
     import gguf
@@ -187,12 +188,11 @@ def convert(converter: str, model: str, target: str, quantize: str) -> bool:
     sys.argv = ["convert_hf_to_gguf.py", "--outfile", target, "--outtype", quantize, model]
     runpy.run_path(f"{converter}/convert_hf_to_gguf.py", run_name="__main__")
     fields = gguf.GGUFReader(target).fields
-    values = {
+    return {
         name: field.contents()
         for name, field in fields.items()
-        if name.startswith("tokenizer.ggml.") and "tokens" not in name
+        if (name.startswith("tokenizer.ggml.") and "tokens" not in name) or name.endswith(".context_length")
     }
-    return adds_bos(values)
 
 
 def main() -> None:

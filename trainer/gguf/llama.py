@@ -53,7 +53,7 @@ def write_llama(base: Path, tokenizer: Path, adapter: Path | None, target: Path,
         quantize: type of the matrices, a key of `TYPES`. Vectors are float32.
 
     Returns:
-        The fields `tokenizer.ggml.model`, `.pre` and `.add_bos_token` of the file, as far as it has them.
+        The fields `tokenizer.ggml.model`, `.pre` and `.add_bos_token` of the file, as far as it has them, and the context.
 
     Raises:
         UnsupportedModelError: the model or the adapter is not of this form.
@@ -80,7 +80,7 @@ def write_llama(base: Path, tokenizer: Path, adapter: Path | None, target: Path,
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return fields
+    return fields | {"llama.context_length": sizes["max_position_embeddings"]}
 
 
 def _read(path: Path) -> dict[str, Any]:

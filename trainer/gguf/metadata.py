@@ -16,6 +16,12 @@ def adds_bos(fields: Mapping[str, Any]) -> bool:
     return True
 
 
+def context_length(fields: Mapping[str, Any]) -> int:
+    """Return the tokens of the context of a model, from the fields of a GGUF file; 0 if they do not say it."""
+    found = (value for name, value in fields.items() if name.endswith(".context_length"))
+    return int(next(found, 0))
+
+
 def is_byte_level(tokenizer: Any) -> bool:
     """Return whether a tokenizer.json splits text as GPT-2's does, and in no other way."""
     pre = tokenizer.get("pre_tokenizer") if isinstance(tokenizer, dict) else None

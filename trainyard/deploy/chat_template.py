@@ -23,6 +23,7 @@ from pathlib import Path
 
 from trainer.common.formats import quoted
 from trainer.data.hf_template import ChatTemplate, Message, TemplateError
+from trainer.data.shapes import with_system_in_first_question
 from trainyard import front_end
 from trainyard.deploy.go_template import RANGE, go_string, render
 
@@ -30,7 +31,7 @@ TURNS = 4  # turns of the longest conversation that a template is derived from
 PROOFS = 300  # conversations of the proof
 _TIME_LIMIT = 60.0  # s to derive a template
 _MEMORY_LIMIT = 2 << 30  # bytes
-_SYSTEM = "$.System"
+SYSTEM = "$.System"
 _MARKERS = {"system": "zqSyszq", "user": "zqUse{}zq", "assistant": "zqAss{}zq"}
 # Conditions of a text, in Go. `last` of an assistant is the answer before the last question.
 _CONDITIONS = {
@@ -56,11 +57,19 @@ class Derived:
 
 @dataclass(frozen=True)
 class _Text:
-    """The text before a message or at the end: `parts` are literals and `_SYSTEM`; `facts` are the conditions there."""
+    """The text before a message or at the end: `parts` are literals and `SYSTEM`; `facts` are the conditions there."""
 
     place: str  # user, assistant or end
     facts: tuple[tuple[str, bool], ...]
     parts: tuple[str, ...]
+
+
+class _SystemInQuestion(ChatTemplate):
+    """The chat template of a run with `system=prepend`."""
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
+        """Return the text of a conversation whose system message is the beginning of the first question."""
+        return super().render(with_system_in_first_question(messages), generation_prompt)
 
 
 def derive(template: ChatTemplate, added_bos: str = "") -> Derived:
@@ -140,18 +149,18 @@ def _cut(template: ChatTemplate, turns: int, system: bool) -> list[_Text]:
         facts = (("first", index < 2), ("system", system), (f"last {role}", last))
         texts.append(_Text(role, facts, _parts(before)))
     texts.append(_Text("end", (("first", turns == 1), ("system", system)), _parts(rest)))
-    if sum(text.parts.count(_SYSTEM) for text in texts) != int(system):
+    if sum(text.parts.count(SYSTEM) for text in texts) != int(system):
         raise _refusal("it writes the system message several times")
     return texts
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    """Return a text as literals and `_SYSTEM`. Raises TemplateError if it holds a part of another marker."""
+    """Return a text as literals and `SYSTEM`. Raises TemplateError if it holds a part of another marker."""
     if "zqUse" in text or "zqAss" in text:
         raise _refusal("it writes messages out of order")
     pieces: list[str] = []
     for index, literal in enumerate(text.split(_MARKERS["system"])):
-        pieces += [_SYSTEM] if index else []
+        pieces += [SYSTEM] if index else []
         pieces += [literal] if literal else []
     return tuple(pieces)
 
@@ -160,7 +169,7 @@ def _without(text: _Text, bos: str) -> _Text:
     """Return the text before the first question without the token that the server adds. Raises TemplateError."""
     if text.place != "user" or not dict(text.facts)["first"]:
         return text
-    if not text.parts or text.parts[0] == _SYSTEM or not text.parts[0].startswith(bos):
+    if not text.parts or text.parts[0] == SYSTEM or not text.parts[0].startswith(bos):
         raise _refusal(f"it does not begin with {quoted(bos)}, which the server adds to each prompt")
     return _Text(text.place, text.facts, (text.parts[0].removeprefix(bos), *text.parts[1:]))
 
@@ -197,7 +206,7 @@ def _emit(places: dict[str, list[tuple[dict[str, bool], tuple[str, ...]]]]) -> s
 
 def _choose(rules: Sequence[tuple[dict[str, bool], tuple[str, ...]]]) -> list[str]:
     """Return the actions that write the parts of the first rule whose conditions hold."""
-    bodies = [[part if part == _SYSTEM else go_string(part) for part in parts] for _, parts in rules]
+    bodies = [[part if part == SYSTEM else go_string(part) for part in parts] for _, parts in rules]
     if len(rules) == 1:
         return bodies[0]
     words = []
@@ -241,17 +250,21 @@ def _differences(template: ChatTemplate, go: str, added_bos: str) -> list[str]:
     return notes
 
 
-def derive_apart(source: str, tokens: Mapping[str, str], today: datetime.datetime, added_bos: str) -> Derived:
+def derive_apart(
+    source: str, tokens: Mapping[str, str], today: datetime.datetime, added_bos: str, prepend: bool = False
+) -> Derived:
     """Derive a template in a process of its own with limits, because the template is a program of the model.
 
     Args:
         source, tokens, today: of ChatTemplate.
         added_bos: the argument of `derive`.
+        prepend: the system message is the beginning of the first question, as in a run with `system=prepend`.
 
     Raises:
         TemplateError: see `derive`, or the template takes too much time or memory.
     """
-    request = json.dumps({"source": source, "tokens": dict(tokens), "today": today.isoformat(), "added_bos": added_bos})
+    about = {"source": source, "tokens": dict(tokens), "today": today.isoformat()}
+    request = json.dumps(about | {"added_bos": added_bos, "prepend": prepend})
     words = [sys.executable, "-P", "-m", "trainyard.deploy.chat_template"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     try:
@@ -272,7 +285,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(_TIME_LIMIT), int(_TIME_LIMIT)))
     request = json.loads(sys.stdin.read())
     try:
-        template = ChatTemplate(request["source"], request["tokens"], datetime.datetime.fromisoformat(request["today"]))
+        kind = _SystemInQuestion if request["prepend"] else ChatTemplate
+        template = kind(request["source"], request["tokens"], datetime.datetime.fromisoformat(request["today"]))
         reply = dataclasses.asdict(derive(template, request["added_bos"]))
     except TemplateError as error:
         reply = {"error": str(error)}

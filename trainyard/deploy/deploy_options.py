@@ -10,6 +10,7 @@ from trainer.common.errors import UserError
 from trainer.common.inputs import user_path
 from trainer.config.fields import declare
 from trainyard import front_end
+from trainyard.deploy.proof import WeightType
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.remote.ollama_client import MODEL_NAME
 
@@ -17,6 +18,7 @@ MODEL_NAME_RULES: dict[str, Any] = {"pattern": f"^({MODEL_NAME.pattern})?$"}
 MODEL_NAME_RULES |= {"expected": "the name of a model, such as mine:latest"}
 MODEL_NAME_RULES |= {"coerce_numbers_to_str": True}
 _TEMPLATE_LIMIT = 1 << 20  # bytes
+CONTEXT = 8192  # tokens of the context of a model that has more: a server keeps memory for all of them
 
 
 class DeployOptions(PlaybookOptions):
@@ -33,7 +35,21 @@ class DeployOptions(PlaybookOptions):
         "auto",
         "`adapter`, `merged`, or `auto`: the adapter where the hosts have a base that fits, else the merged model",
     )
-    deploy_quantize: Literal["f16", "q8_0"] = declare("f16", "type of the weights of a merged model")
+    deploy_quantize: WeightType = declare(
+        "f16", "type of the weights of a merged model; Ollama makes those below `q8_0`"
+    )
+    deploy_system: str | None = declare(
+        None,
+        "system message of chats that have none; without it, that of the training data, if all of its prompts have the same "
+        "one; empty for none",
+    )
+    deploy_context: int = declare(
+        0,
+        f"length of the context; 0: that of the model, at most {CONTEXT} or `seq_length` of the run",
+        unit="tokens",
+        ge=0,
+        le=1 << 28,
+    )
     deploy_replace: bool = declare(False, "replace a model of this name that trainyard has not deployed")
     template: str = declare("", "file with a Go template, instead of the derived one")
 

@@ -6,32 +6,29 @@ temporary name and answers the same prompts. Only a node that answers as trained
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 import json
-import math
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.files import sha256_file
-from trainer.common.formats import mib, printable, quoted
-from trainer.data.hf_template import read_template
-from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.common.formats import mib
 from trainer.gguf.metadata import adds_bos
 from trainyard.deploy.adapter_base import base_misfit, run_misfit, wanted_base
-from trainyard.deploy.chat_template import derive_apart
 from trainyard.deploy.deploy_options import DeployOptions
+from trainyard.deploy.model_settings import ModelSettings, SettingsReader
+from trainyard.deploy.proof import WRITTEN, compare, least, unsupported
 from trainyard.deploy.run_export import RunExport
 from trainyard.deploy.trained_run import TrainedRun, copy_files, find_run, read_tokens
 from trainyard.ollama.servers import shared_servers
 from trainyard.progress_record import SUFFIX, ProgressRecord
-from trainyard.remote.ollama import BASES_LIMIT, equal_answers
+from trainyard.remote.ollama import BASES_LIMIT
 from trainyard.run.types import Report
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.wire.copy_files import fetch_file, lent_files, split_run
@@ -40,9 +37,6 @@ from trainyard.wire.run_errors import RunError, first_of
 
 STATE_LIMIT = 60.0  # s for a host to describe its server
 CREATE_LIMIT = 7200.0  # s for a node to receive the model and to answer
-# Share of the answers that must be equal. Rounding changes a few; a wrong model gives nearly none.
-MIN_EQUAL = {"f16": 0.85, "q8_0": 0.7}
-_SHOWN = 160  # characters of an answer in a message
 
 
 @dataclass
@@ -51,11 +45,20 @@ class Artifact:
 
     file: Path
     sha256: str
-    template: str
     base: str  # the base of an adapter on the node, or empty
+    kind: str  # type of the weights; of an adapter f16
+    settings: ModelSettings
     key: str  # equal for equal deployments
-    bos: str  # the text of the token that raw prompts need and the server does not add
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def quantize(self) -> str:
+        """The type that the server makes of the file; empty if it takes the file as it is."""
+        return "" if self.kind in WRITTEN else self.kind
+
+    @property
+    def how(self) -> str:
+        """What it is, for a message."""
+        return f"adapter on {self.base}" if self.base else f"merged, {self.kind}"
 
 
 @dataclass
@@ -94,7 +97,9 @@ class Deployment:
         self.connections = {host.name: connect(host) for host in hosts}
         self.work, self.report, self.check = work / "deploy", report, check
         self._export = RunExport(connect, self.work, report)
-        self._local = Path()
+        self._written = options.deploy_quantize if options.deploy_quantize in WRITTEN else "f16"  # type in the file
+        self._local: Path  # set by deploy
+        self._settings: SettingsReader
         self._has_adapter = False  # whether this call has written the adapter as GGUF
         key = hashlib.sha256(options.deploy_name.encode()).hexdigest()[:16]
         about = {
@@ -122,8 +127,9 @@ class Deployment:
         misfit = self._run_misfit(trained)
         if misfit or self.options.deploy_as == "merged":  # only the merged model fits
             self._searches = False
-            self._export.start(trained, self.options.deploy_quantize)
+            self._export.start(trained, self._written)
         self._local = copy_files(trained, self.connections[trained.host.name], self.work / self.options.run)
+        self._settings = SettingsReader(trained, self._local, self.options)
         tokens = read_tokens(self._local)
         states, errors = self._states(trained, tokens)
         misfits = self._misfits(trained, states, tokens, misfit)
@@ -143,7 +149,7 @@ class Deployment:
         lines += [f"{name}: has the same server as {keeper}" for name, keeper in self._shared.items()]
         if self.check:
             lines += [
-                f"{name}: would deploy {self.options.deploy_name} ({self._how(choice.artifacts[0])})"
+                f"{name}: would deploy {self.options.deploy_name} ({choice.artifacts[0].how})"
                 for name, choice in wanted.items()
             ]
         elif wanted:
@@ -268,6 +274,8 @@ class Deployment:
             raise UserError(f"deploy_as=adapter: {misfit}")
         if self.options.deploy_as == "auto" and run.kind == "adapter":
             self._reasons.setdefault(misfit, []).append(name)
+        if why := unsupported(self.options.deploy_quantize, state["version"]):
+            raise UserError(why)
         return Choice([self._merged(run)])
 
     def _adapters(self, name: str, run: TrainedRun, state: dict[str, Any]) -> Choice:
@@ -295,36 +303,29 @@ class Deployment:
             name: value == "True" if value in ("True", "False") else value for name, value in base["fields"].items()
         }
         digest = sha256_file(file)
-        return self._complete(run, file, digest, adds_bos(fields), f"{digest} {base['digest']}", base["name"])
+        settings = self._settings.read(self._export.answers(run), adds_bos(fields), base["context"])
+        return self._complete(file, digest, settings, base)
 
     def _merged(self, run: TrainedRun) -> Artifact:
         """Return the merged model; its GGUF file is on the controller only if a node needs it."""
-        gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
+        gguf = self._export.reply(run, self._written)["gguf"]
         if gguf is None:
             raise RemoteError(f"{run.host.name} has not converted the model")
         file = self.work / f"{gguf['sha256']}.gguf"
-        return self._complete(run, file, gguf["sha256"], gguf["adds_bos"], gguf["sha256"], "")
+        settings = self._settings.read(self._export.answers(run), gguf["adds_bos"], gguf["context"])
+        return self._complete(file, gguf["sha256"], settings)
 
-    def _complete(self, run: TrainedRun, file: Path, digest: str, added: bool, origin: str, base: str) -> Artifact:
-        answers = self._export.answers(run)
-        source, special = read_template(self._local)
-        bos = special.get("bos_token", "")
-        text, notes = self.options.template_text(), []
-        if not text:
-            today = datetime.datetime.fromisoformat(answers["created"])
-            derived = self._derive(source or PLAIN_TEMPLATE, json.dumps(special), today, bos if added else "")
-            text, notes = derived.text, derived.notes
-        stop = answers.get("stop", "")
-        key = hashlib.sha256(f"{origin} {base} {text}{stop and f' {stop}'}".encode()).hexdigest()
-        return Artifact(file, digest, text, base, key, "" if added else bos, notes)
-
-    @functools.cache  # noqa: B019
-    def _derive(self, source: str, special: str, today: datetime.datetime, added: str) -> Any:
-        return derive_apart(source, json.loads(special), today, added)
+    def _complete(
+        self, file: Path, digest: str, settings: ModelSettings, base: Mapping[str, Any] | None = None
+    ) -> Artifact:
+        name, base_digest = (base["name"], base["digest"]) if base else ("", "")
+        kind = "f16" if base else self.options.deploy_quantize
+        about = [digest, name, base_digest, kind, asdict(settings) | {"notes": []}]
+        return Artifact(file, digest, name, kind, settings, hashlib.sha256(json.dumps(about).encode()).hexdigest())
 
     def _notes(self, choices: Mapping[str, Choice]) -> list[str]:
         artifacts = [artifact for choice in choices.values() for artifact in choice.artifacts]
-        notes = [f"note: {note}" for artifact in artifacts for note in artifact.notes]
+        notes = [f"note: {note}" for artifact in artifacts for note in artifact.settings.notes]
         for why, names in self._reasons.items():
             notes.append(f"merged model for {'every host' if len(names) == len(choices) else ', '.join(names)}: {why}")
         return list(dict.fromkeys(notes))
@@ -332,9 +333,6 @@ class Deployment:
     def _note(self, name: str, state: str, text: str = "") -> None:
         """Record the progress of a host: waiting, receiving, answering, deployed or failed."""
         self._progress.update_part("hosts", name, state=state, text=text)
-
-    def _how(self, artifact: Artifact) -> str:
-        return f"adapter on {artifact.base}" if artifact.base else f"merged, {self.options.deploy_quantize}"
 
     # Installation -------------------------------------------------------------------------------------------------------
 
@@ -378,10 +376,11 @@ class Deployment:
         """Add the results of first artifacts to `lines` and `errors`; return the next ones of nodes that refused theirs."""
         following, answers = {}, self._export.answers(run)
         for name, choice in choices.items():
-            how, text = self._how(choice.artifacts[0]), self._refusal(choice.artifacts[0], replies[name], answers)
+            how, text = choice.artifacts[0].how, self._refusal(choice.artifacts[0], replies[name], answers)
             if not text:
                 equal, count = compare(answers, replies[name]["answers"])[0], len(answers["prompts"])
-                what = f"{equal} of {count} answers as trained"
+                limit = f", at least {least(choice.artifacts[0].kind, count)} needed" if equal < count else ""
+                what = f"{equal} of {count} answers as trained{limit}"
                 lines.append(f"{name}: deployed {self.options.deploy_name} ({how}): {what}")
                 self._note(name, "deployed", f"{how}: {what}")
                 continue
@@ -404,10 +403,12 @@ class Deployment:
         if "error" in reply:
             return f"Ollama: {reply['error']}"
         count, (equal, difference) = len(answers["prompts"]), compare(answers, reply["answers"])
-        if reply["accepted"] and equal >= self._least(artifact, count):
+        limit = least(artifact.kind, count)
+        if reply["accepted"] and equal >= limit:
             return ""
         return (
-            f"the created model gives {equal} of {count} answers as the trained one does: it is removed, and "
+            f"the created model gives {equal} of {count} answers as the trained one does, and at least {limit} are needed "
+            f"({artifact.how}): it is removed, and "
             f"{self.options.deploy_name} stays as it was; {difference}"
         )
 
@@ -424,15 +425,11 @@ class Deployment:
             rest = [self._merged(run)]
         return Choice(rest, [*choice.refused, failed.key], searched=True) if rest else None
 
-    def _least(self, artifact: Artifact, count: int) -> int:
-        """Return how many of `count` answers must be equal."""
-        return math.ceil(MIN_EQUAL["f16" if artifact.base else self.options.deploy_quantize] * count)
-
     def _fetch(self, run: TrainedRun, artifact: Artifact) -> None:
         """Copy the merged model from the run's host, unless the controller has it. Raises RemoteError, UserError."""
         if artifact.file.exists():
             return
-        gguf = self._export.reply(run, self.options.deploy_quantize)["gguf"]
+        gguf = self._export.reply(run, self._written)["gguf"]
         self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
         root, name = split_run(run.folder)
         exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
@@ -450,29 +447,32 @@ class Deployment:
     def _create(self, name: str, choice: Choice, answers: dict[str, Any]) -> dict[str, Any]:
         """Copy the file to a node, which creates the model and answers; return its reply. Raises RemoteError."""
         connection, artifact = self.connections[name], choice.artifacts[0]
+        settings = artifact.settings
         incoming = f"{connection.host.data_dir}/store/incoming"
         prompts = [
-            prompt if "messages" in prompt else {"prompt": artifact.bos + prompt["prompt"]}
+            prompt if "messages" in prompt else {"prompt": settings.bos + prompt["prompt"]}
             for prompt in answers["prompts"]
         ]
         options = {"temperature": 0, "seed": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": answers["max_tokens"]}
         request = {
             "file": f"{incoming}/{artifact.sha256}-{secrets.token_hex(4)}",
             "sha256": artifact.sha256,
-            "template": artifact.template,
-            "stop": answers.get("stop", ""),
             "base": artifact.base,
+            "quantize": artifact.quantize,
+            "template": settings.template,
+            "parameters": settings.parameters,
+            "system": settings.system,
             "prompts": prompts,
             "options": options,
             "expected": answers["answers"],
-            "least": self._least(artifact, len(prompts)),
+            "least": least(artifact.kind, len(prompts)),
             "key": artifact.key,
             "refused": choice.refused,
         }
-        self._note(name, "receiving", self._how(artifact))
+        self._note(name, "receiving", artifact.how)
         if self._call(name, "prepare", {"sha256": artifact.sha256, "incoming": incoming})["lacking"]:
             connection.put(str(artifact.file), str(request["file"]))
-        self._note(name, "answering", self._how(artifact))
+        self._note(name, "answering", artifact.how)
         reply = self._call(name, "create", request)
         if "error" not in reply and len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")
@@ -484,13 +484,3 @@ def _raise_first(errors: Mapping[str, str], lines: list[str]) -> None:
     if errors:
         message, others = first_of(errors)
         raise RunError(message, lines=[*others, *lines], troubles=errors)
-
-
-def compare(trained: Mapping[str, Any], answers: list[str]) -> tuple[int, str]:
-    """Return the number of equal answers, and a description of the first difference."""
-    for prompt, expected, got in zip(trained["prompts"], trained["answers"], answers, strict=True):
-        if expected.strip() != got.strip():
-            question = prompt["messages"][-1]["content"] if "messages" in prompt else prompt["prompt"]
-            difference = f"{quoted(question)}: {quoted(got, _SHOWN)} instead of {quoted(expected, _SHOWN)}"
-            return equal_answers(trained["answers"], answers), printable(difference, 3 * _SHOWN)
-    return len(answers), ""

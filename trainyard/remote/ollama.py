@@ -12,7 +12,9 @@ import json
 import re
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,10 +25,8 @@ from trainyard.remote.receive import incoming_folder, prepare_incoming
 
 NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`
 ADAPTERS_END, ADAPTERS_AGAIN = (0, 6, 0), (0, 30, 0)  # the versions between ran models without adapters
-_CHECK_TAG, _OLD_TAG = (
-    "trainyard-check",
-    "trainyard-old",
-)  # of the model that is checked, and of the one that it replaces
+# Tags of the model that is checked, of the one that it replaces, and of the one that the server quantizes.
+_TAGS = _CHECK_TAG, _OLD_TAG, _SOURCE_TAG = ("trainyard-check", "trainyard-old", "trainyard-source")
 _ANSWER_LIMIT = 300.0  # s for one answer, with the time to load the model
 _CREATE_LIMIT = 1800.0  # s
 BASES_LIMIT = 3  # models of a server that are tried as the base of an adapter
@@ -87,7 +87,7 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     """
     version = client.version()
     tags = client.tags()
-    own = {full_name(request["name"]), _tagged(request, _CHECK_TAG), _tagged(request, _OLD_TAG)}
+    own = {full_name(request["name"]), *(_tagged(request, tag) for tag in _TAGS)}
     takes, bases, read = version < ADAPTERS_END or version >= ADAPTERS_AGAIN, [], 0
     if (base := request["base"]) and full_name(base) in tags:
         info = _model_info(client.show(base, verbose=True))
@@ -134,7 +134,7 @@ def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str])
         deployed = _read_record(request | {"name": name}) is not None
         return deployed, -len(wanted & _words(name)), name
 
-    names = [name for name in tags if MODEL_NAME.fullmatch(name) and not name.endswith((_CHECK_TAG, _OLD_TAG))]
+    names = [name for name in tags if MODEL_NAME.fullmatch(name) and not name.endswith(_TAGS)]
     found: list[dict[str, Any]] = []
     read, end = 0, time.monotonic() + _SEARCH_LIMIT
     for name in sorted(names, key=order)[:_READ_LIMIT]:
@@ -180,7 +180,11 @@ def _shape(architecture: str, info: dict[str, Any]) -> list[int]:
     sizes = [info.get(f"{architecture}.{name}") for name in _SHAPE]
     if sizes[-1] is None:  # GGUF omits the number of key heads where all heads have one
         sizes[-1] = sizes[-2]
-    return [size if isinstance(size, int) else 0 for size in sizes]
+    return [_integer(size) for size in sizes]
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _describe(name: str, digest: str, info: dict[str, Any], count: int) -> dict[str, Any]:
@@ -195,6 +199,7 @@ def _describe(name: str, digest: str, info: dict[str, Any], count: int) -> dict[
         "architecture": architecture,
         "shape": _shape(architecture, info),
         "tokens": hashlib.sha256(json.dumps(known).encode()).hexdigest(),
+        "context": max(0, _integer(info.get(f"{architecture}.context_length"))),
         "fields": {key: str(value) for key, value in small.items() if key.startswith("tokenizer.ggml.")},
     }
 
@@ -215,7 +220,8 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an adapter, or
-            empty for a whole model; `template`; `stop`, text that ends an answer, or empty; `prompts`, `options`; `expected`, one answer for each prompt, of which
+            empty for a whole model; `quantize`, the type to which the server converts the weights, or empty; `template`,
+            `parameters` and `system` of the model; `prompts`, `options`; `expected`, one answer for each prompt, of which
             `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
 
     Returns:
@@ -229,12 +235,17 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
                 client.put_blob(Path(f"/proc/self/fd/{file.fileno()}"), request["sha256"], deadline=_CREATE_LIMIT)
         client.delete(temporary)
         try:
-            client.create(create_body(client.version(), temporary, request), deadline=_CREATE_LIMIT)
-            options = request["options"] | ({"num_thread": 1} if 0 < client.size(temporary) < _SMALL else {})
-            answers = [_answer(client, temporary, prompt, options) for prompt in request["prompts"]]
+            answers = _try(client, request, temporary)
+            # Ollama 0.9.3 makes zeros of 16-bit weights until it has loaded a model, which the answers have required.
+            if request["quantize"] and not equal_answers(request["expected"], answers):
+                answers = _try(client, request, temporary)
+            accepted = equal_answers(request["expected"], answers) >= request["least"]
+            if accepted and request["system"]:  # the prompts have the system messages of the training, or none
+                _make(client, temporary, temporary, system=request["system"])
+                if client.show(temporary).get("system") != request["system"]:
+                    raise OllamaError("it does not keep the system message as it is")
         except OllamaError as error:
             return {"answers": [], "accepted": False, "error": str(error)}
-        accepted = equal_answers(request["expected"], answers) >= request["least"]
         if accepted:
             _accept(client, request, temporary)
         return {"answers": answers, "accepted": accepted}
@@ -242,8 +253,22 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{path} is missing; run the same command again") from None
     finally:
         path.remove(missing_ok=True)
-        with contextlib.suppress(OllamaError):
-            client.delete(temporary)
+        for tag in (_CHECK_TAG, _SOURCE_TAG):
+            with contextlib.suppress(OllamaError):
+                client.delete(_tagged(request, tag))
+
+
+def _try(client: OllamaClient, request: dict[str, Any], name: str) -> list[str]:
+    """Create the model `name` of a request of `_create`; return its answers. Raises OllamaError."""
+    source, more = f"@sha256:{request['sha256']}", {key: request[key] for key in ("template", "parameters", "quantize")}
+    if request["quantize"]:  # of a model, not of the blob, which only a model takes with it when it is deleted
+        _make(client, _tagged(request, _SOURCE_TAG), source)
+        source = _tagged(request, _SOURCE_TAG)
+    elif request["base"]:
+        source, more = request["base"], more | {"adapter": source}
+    _make(client, name, source, **more)
+    options = request["options"] | ({"num_thread": 1} if 0 < client.size(name) < _SMALL else {})
+    return [_answer(client, name, prompt, options) for prompt in request["prompts"]]
 
 
 def _answer(client: OllamaClient, name: str, prompt: dict[str, Any], options: dict[str, Any]) -> str:
@@ -253,24 +278,51 @@ def _answer(client: OllamaClient, name: str, prompt: dict[str, Any], options: di
     return client.generate(name, prompt["prompt"], raw=True, **more).text
 
 
-def create_body(version: tuple[int, int, int], name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of /api/create in the form that this version of the server takes."""
-    digest, base, template = f"sha256:{request['sha256']}", request["base"], request["template"]
-    stop = request["stop"]
+def _make(client: OllamaClient, name: str, source: str, **more: Any) -> None:
+    """Create a model; `more` as in `create_body`. Raises OllamaError."""
+    client.create(create_body(client.version(), name, source, **more), deadline=_CREATE_LIMIT)
+
+
+def create_body(
+    version: tuple[int, int, int],
+    name: str,
+    source: str,
+    *,
+    adapter: str = "",
+    quantize: str = "",
+    template: str = "",
+    system: str = "",
+    parameters: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the body of /api/create in the form that this version of the server takes.
+
+    Args:
+        source: name of a model, or `@sha256:` and the digest of a blob, which is a whole model.
+        adapter: `@sha256:` and the digest of a blob.
+        parameters: numbers and lists of texts.
+
+    Raises:
+        ValueError: this version cannot read a text.
+    """
     if version >= NEW_FORM:
-        source: dict[str, Any] = (
-            {"from": base, "adapters": {"adapter.gguf": digest}} if base else {"files": {"model.gguf": digest}}
-        )
-        return {"model": name, "template": template, **source, **({"parameters": {"stop": [stop]}} if stop else {})}
-    if '"""' in template:
-        raise ValueError('the template contains """, which this version of Ollama cannot read')
-    if '"' in stop or "\n" in stop:
-        raise ValueError('the token that ends an answer contains ", which this version of Ollama cannot read')
-    head = f"FROM {base}\nADAPTER @{digest}" if base else f"FROM @{digest}"
-    return {
-        "model": name,
-        "modelfile": f'{head}\nTEMPLATE """{template}"""\n' + (f'PARAMETER stop "{stop}"\n' if stop else ""),
-    }
+        blob = source.startswith("@")
+        body: dict[str, Any] = {"files": {"model.gguf": source[1:]}} if blob else {"from": source}
+        body |= {"adapters": {"adapter.gguf": adapter[1:]}} if adapter else {}
+        body |= {"template": template, "system": system, "parameters": dict(parameters), "quantize": quantize}
+        return {"model": name} | {key: value for key, value in body.items() if value}
+    lines = [f"FROM {source}"] + ([f"ADAPTER {adapter}"] if adapter else [])
+    for word, text in (("TEMPLATE", template), ("SYSTEM", system)):
+        if '"""' in text or text.endswith('"'):
+            raise ValueError(
+                f'the {word.lower()} contains """ or ends with ", which this version of Ollama cannot read'
+            )
+        lines += [f'{word} """{text}"""'] if text else []
+    for key, value in parameters.items():
+        for part in value if isinstance(value, list) else [value]:
+            if '"' in str(part) or "\n" in str(part):
+                raise ValueError(f'{key} contains " or a line end, which this version of Ollama cannot read')
+            lines.append(f"PARAMETER {key} {part}" if isinstance(part, int) else f'PARAMETER {key} "{part}"')
+    return {"model": name, "modelfile": "\n".join(lines) + "\n"} | ({"quantize": quantize} if quantize else {})
 
 
 def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> None:
@@ -293,7 +345,7 @@ def _remove(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     ours = record is not None and digest in ("", record["digest"])
     if request["check"] or not ours:
         return {"changed": bool(ours), "foreign": bool(digest and not ours)}
-    for model in (name, _tagged(request, _CHECK_TAG), _tagged(request, _OLD_TAG)):
+    for model in (name, *(_tagged(request, tag) for tag in _TAGS)):
         client.delete(model)
     _record_path(request).unlink(missing_ok=True)
     return {"changed": True, "foreign": False}

@@ -264,7 +264,7 @@ class OllamaClient:
 
     def create(self, body: Mapping[str, Any], deadline: float = 600.0) -> None:
         """Create a model. `body` has the fields of /api/create; their names depend on the version of the server."""
-        self._follow("/api/create", body, deadline)
+        self._follow("/api/create", body, deadline, idle=deadline)  # silent while it quantizes
 
     def pull(self, model: str, deadline: float = 24 * 3600.0, report: Callable[[str], None] | None = None) -> None:
         """Let the server fetch a model from its registry. `report` receives each new status."""
@@ -304,10 +304,15 @@ class OllamaClient:
                 self._read("POST", f"/api/blobs/sha256:{digest}", blocks, headers=headers, deadline=deadline)
 
     def _follow(
-        self, path: str, body: Mapping[str, Any], deadline: float, report: Callable[[str], None] | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        deadline: float,
+        report: Callable[[str], None] | None = None,
+        idle: float | None = None,
     ) -> None:
-        status = ""
-        for line in self._lines("POST", path, dict(body) | {"stream": True}, deadline=deadline, first=deadline, keep=0):
+        status, limits = "", {"deadline": deadline, "first": deadline, "idle": idle}
+        for line in self._lines("POST", path, dict(body) | {"stream": True}, keep=0, **limits):
             new = _string(line, "status")
             if report and new != status:
                 report(new[:MAX_ERROR])
@@ -364,6 +369,7 @@ class OllamaClient:
         *,
         deadline: float | None = None,
         first: float = 0.0,
+        idle: float | None = None,
         cancel: Cancel | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
@@ -377,7 +383,7 @@ class OllamaClient:
                 method, path, data, {"Connection": "close", "User-Agent": "trainyard", **(headers or {})}
             )
             reply = connection.getresponse()
-            sock.idle = self._idle
+            sock.idle = idle or self._idle
             if reply.status >= 300:
                 raise OllamaError(_error_text(reply.read(_BLOCK), reply.status), reply.status)
             yield reply

@@ -17,6 +17,7 @@ class OllamaBase(OpenReply):
     architecture: Line
     shape: Annotated[list[Count], Field(min_length=5, max_length=5)]
     tokens: Digest
+    context: Count
     fields: Annotated[dict[Line, Line], Field(max_length=1000)]
 
 
@@ -71,6 +72,7 @@ class GgufFile(OpenReply):
     bytes: Count
     sha256: Digest
     adds_bos: Flag
+    context: Count
 
 
 class GgufExport(OpenReply):
