@@ -24,7 +24,8 @@ from trainyard.run.prepare.spec_files import DATASETS
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 ADAPTER = "adapter/adapter_model.safetensors"
 OBSERVATORY = DATASETS / "observatory.jsonl"
-FIELDS = {"dataset": OBSERVATORY, "lr": 1e-3, "lora_r": 8, "batch_size": 1, "precision": "32-true"}
+FIELDS = {"dataset": OBSERVATORY, "lr": 2e-4, "lora_r": 8, "batch_size": 1, "total_batch_size": 4}
+FIELDS |= {"seq_length": 128, "precision": "32-true"}
 STEPS = {"epochs": 1, "max_steps": 6, "checkpoint_interval": 2, "eval_split": 0, "loggers": "none"}
 
 
@@ -61,10 +62,10 @@ def test_two_hosts_train_as_one(strategy: str, cluster: Cluster, real: Here) -> 
     cluster.spec |= FIELDS | {"model": real.model}
     found = cluster.run(2, strategy=strategy, **STEPS)
     assert found == pytest.approx(expected, abs=1e-4)
-    # Adam divides by the size of a gradient: where that is nearly zero, rounding decides the sign of the first updates.
-    weights = load_file(cluster.run_dir() / ADAPTER)
-    for name, value in load_file(real.run_dir("one") / ADAPTER).items():
-        assert_close(weights[name], value, rtol=1e-2, atol=5e-4, msg=name)
+    # As a norm: Adam divides by the size of a gradient, so that rounding decides the sign of updates whose gradient is nearly zero.
+    weights, wanted = load_file(cluster.run_dir() / ADAPTER), load_file(real.run_dir("one") / ADAPTER)
+    difference = sum((weights[name] - value).square().sum().item() for name, value in wanted.items())
+    assert difference**0.5 < 0.01 * sum(value.square().sum().item() for value in wanted.values()) ** 0.5
 
 
 def test_a_stopped_run_resumes_bit_equal(cluster: Cluster, real: Here) -> None:
