@@ -16,7 +16,7 @@ WeightType = Literal["f16", "q8_0", "q6_K", "q5_K_M", "q5_K_S", "q4_K_M", "q4_K_
 WRITTEN = ("f16", "q8_0")  # by the host of the run; a server makes the others of f16
 MIN_EQUAL: dict[str, float] = {
     "f16": 0.85,
-    "q8_0": 0.6,
+    "q8_0": 0.7,
     "q6_K": 0.6,
     "q5_K_M": 0.35,
     "q5_K_S": 0.35,
