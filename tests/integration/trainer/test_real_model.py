@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch.testing import assert_close
 from trainer_runs import TOP, Cluster, Here, losses
 from transformers import AutoModelForCausalLM
 
+from benchmarks.plain_loop import weight_difference
 from trainer.common.errors import UserError
 from trainer.offline.merge import merge, read_request
 from trainyard.run.prepare.smollm2 import smollm2_folder
@@ -62,10 +62,8 @@ def test_two_hosts_train_as_one(strategy: str, cluster: Cluster, real: Here) -> 
     cluster.spec |= FIELDS | {"model": real.model}
     found = cluster.run(2, strategy=strategy, **STEPS)
     assert found == pytest.approx(expected, abs=1e-4)
-    # As a norm: Adam divides by the size of a gradient, so that rounding decides the sign of updates whose gradient is nearly zero.
-    weights, wanted = load_file(cluster.run_dir() / ADAPTER), load_file(real.run_dir("one") / ADAPTER)
-    difference = sum((weights[name] - value).square().sum().item() for name, value in wanted.items())
-    assert difference**0.5 < 0.01 * sum(value.square().sum().item() for value in wanted.values()) ** 0.5
+    # What the adapter adds is up to 7.5e-4. Rounding, which AdamW makes larger where a gradient is near 0, reaches 1.1e-4 with fsdp.
+    assert weight_difference(cluster.run_dir() / "adapter", real.run_dir("one") / "adapter") < 2e-4
 
 
 def test_a_stopped_run_resumes_bit_equal(cluster: Cluster, real: Here) -> None:
