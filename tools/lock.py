@@ -116,14 +116,8 @@ def resolve(flavour: Flavour, python: str, pinned: dict[str, str], folder: Path)
     (folder / "pinned.txt").write_text("\n".join(kept), encoding="utf-8")
     target = folder / f"pylock.{python.replace('.', '-')}.toml"
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
-    command: list[str | Path] = [
-        Path(sys.executable).with_name("uv"),
-        "pip",
-        "compile",
-        "--quiet",
-        "--no-config",
-        "--format=pylock.toml",
-    ]
+    uv = Path(sys.executable).with_name("uv")
+    command: list[str | Path] = [uv, "pip", "compile", "--quiet", "--no-config", "--format=pylock.toml"]
     command += [f"--python-version={python}", f"--python-platform={PLATFORM}", "--only-binary=:all:"]
     command += [f"--no-binary={SOURCE}", *(["--no-deps"] if flavour.same else [])]
     command += ["--constraints", folder / "pinned.txt", "--output-file", target, folder / "requirements.in"]

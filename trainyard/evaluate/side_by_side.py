@@ -143,7 +143,10 @@ def evaluate(
 
 def _one_of_each_machine(copies: Sequence[TrainedRun]) -> list[TrainedRun]:
     """Return the copies of a run on different addresses: two hosts on one machine would only share its cores."""
-    return list({each.host.address: each for each in reversed(copies)}.values())[::-1]
+    found: dict[str, TrainedRun] = {}
+    for each in copies:
+        found.setdefault(each.host.address, each)
+    return list(found.values())
 
 
 def _ask_runs(

@@ -10,21 +10,15 @@ from pathlib import Path
 import trainer
 from trainer.common.files import write_atomic
 from trainyard.project_folder import package_version, shared_folder
-from trainyard.wire.trainer_archive import zip_files
+from trainyard.wire.trainer_archive import package_files, zip_files
 
 
 def trainer_version() -> str:
     """Return the trainer's version with the digest of its sources as local version: 0.1.0+3f2a91c0d1e2."""
     total = hashlib.sha256()
-    for name, content in _trainer_files().items():
+    for name, content in package_files(trainer).items():
         total.update(f"{name}\0{content.decode()}\0".encode())
     return f"{package_version()}+{total.hexdigest()[:12]}"
-
-
-def _trainer_files() -> dict[str, bytes]:
-    """Return {path in the wheel: content} of the trainer."""
-    folder = Path(trainer.__path__[0])
-    return {str(path.relative_to(folder.parent)): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
 
 
 def trainer_wheel(work: Path) -> Path:
@@ -34,7 +28,7 @@ def trainer_wheel(work: Path) -> Path:
     if target.exists():
         return target
     info = f"trainyard-{version}.dist-info"
-    files = _trainer_files() | {
+    files = package_files(trainer) | {
         f"{info}/licenses/LICENSE": (shared_folder() / "LICENSE").read_bytes(),
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: trainyard\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: trainyard\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

@@ -28,12 +28,15 @@ def zip_packages(*packages: ModuleType, suffixes: Collection[str] = (".py",)) ->
     """Return the files of packages whose names have one of the suffixes as one zip file. Equal files give equal bytes."""
     files: dict[str, bytes] = {}
     for package in packages:
-        folder = Path(package.__path__[0])
-        paths = sorted(
-            path for path in folder.rglob("*") if path.suffix in suffixes and folder / SHARE not in path.parents
-        )
-        files |= {str(path.relative_to(folder.parent)): path.read_bytes() for path in paths}
+        files |= package_files(package, suffixes)
     return zip_files(files)
+
+
+def package_files(package: ModuleType, suffixes: Collection[str] = (".py",)) -> dict[str, bytes]:
+    """Return {path from the parent of the package: content} of its files whose names have one of the suffixes."""
+    folder = Path(package.__path__[0])
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in suffixes and folder / SHARE not in path.parents)
+    return {str(path.relative_to(folder.parent)): path.read_bytes() for path in paths}
 
 
 def zip_files(files: Mapping[str, bytes]) -> bytes:
