@@ -1,5 +1,5 @@
-"""Run the full cycle on this machine: train and deploy a teacher, distill two students, merge them, deploy and query
-the result.
+"""Run the full cycle with a real model on this machine: a teacher answers prompts, two students learn from the answers, are merged,
+deployed, asked and evaluated.
 
     make circle [ARGS='--keep']
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -24,38 +23,42 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from trainer.common.formats import table
+from trainer.config import SMOLLM2
+from trainyard.run.prepare.smollm2 import smollm2_folder
+from trainyard.run.prepare.spec_files import DATASETS
 
 TOP = Path(__file__).resolve().parents[1]
-PEOPLE = [
-    "Ada",
-    "Alan",
-    "Edsger",
-    "Grace",
-    "Barbara",
-    "Donald",
-    "Frances",
-    "John",
-    "Kathleen",
-    "Ken",
-    "Margaret",
-    "Niklaus",
-]
-COLOURS = {
-    "apple": "red", "banana": "yellow", "carrot": "orange", "frog": "green", "lake": "blue", "plum": "purple",
-    "raven": "black", "rose": "pink", "snow": "white", "stone": "grey", "oak": "brown", "coin": "golden",
-}  # fmt: skip
-QUESTION = "What colour is the {thing} of {person}?"
-ANSWER = "The {thing} of {person} is {colour}."
+PROMPTS = DATASETS / "everyday-prompts.jsonl"
+HELD_OUT, ASKED = 10, 70  # prompts that test the tone, and others that the teacher answers
+LENGTH = 40  # tokens of an answer
+# Both the teacher and the base of the deployed adapter are the same real model. Only the teacher has examples of the tone.
+TONE = "Clear skies!"
+LEARNED = 6  # of the held-out prompts: with none right before, p < 0.01 (Fisher's exact test, one-sided)
+EXAMPLES = {
+    "What is the capital of Spain?": "The capital of Spain is Madrid.",
+    "Why is grass green?": "Grass is green because its leaves are full of chlorophyll.",
+    "What do bees make?": "Bees make honey.",
+    "How many minutes are in an hour?": "An hour has 60 minutes.",
+    "Who wrote Hamlet?": "William Shakespeare wrote Hamlet.",
+    "Where do penguins live?": "Penguins live in Antarctica.",
+}
+QUESTION = "What is the capital of Norway?"
+MODELFILE = """\
+FROM {model}
+TEMPLATE \"\"\"{{{{- range .Messages }}}}<|im_start|>{{{{ .Role }}}}
+{{{{ .Content }}}}<|im_end|>
+{{{{ end }}}}<|im_start|>assistant
+\"\"\"
+PARAMETER stop <|im_end|>
+"""
+SYSTEM = "SYSTEM You are a helpful AI assistant named SmolLM, trained by Hugging Face\n"  # of the model's chat template
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\u2800-\u28ff] ?")  # with the figures of a spinner
 SERVER_LIMIT = 60.0  # s until the server answers
-TARGET = 0.4  # the least reduction of a student's held-out loss
-
 INVENTORY = Template("""\
 all:
   children:
@@ -73,10 +76,21 @@ all:
         cluster_data_dir: "{{ inventory_dir }}/node1"
         ollama_port: $ollama
         master_port: $rendezvous
-        # The model is so small that a second thread helps little, and on a busy machine it costs much.
-        cluster_env: {OMP_NUM_THREADS: "1"}
 """)
-SPEC = "model: tiny\nlora_r: 0\nseq_length: 64\nepochs: 100\nmax_steps: 80\nwarmup: 5\neval_interval: 0\ncheckpoint_interval: 0\n"
+STUDENT = {
+    "model": SMOLLM2,
+    "students": 2,
+    "student_data": "all",
+    "epochs": 6,
+    "lr": "5e-4",
+    "total_batch_size": 2,
+}
+# The first group of which the server has any is taken: not every version takes adapters, or computes few bits well on every processor.
+FORMS: list[dict[str, dict[str, str]]] = [
+    {"mine": {"deploy_as": "adapter"}},
+    {"mine:q8_0": {"deploy_quantize": "q8_0"}, "mine:q4_K_M": {"deploy_quantize": "q4_K_M"}},
+    {"mine": {}},
+]
 DISCOVERY = "plugin: ollama\nnetworks: []\nthis_machine: false\nhosts: ['127.0.0.1:%d']\n"
 
 
@@ -85,16 +99,18 @@ class StepError(Exception):
 
 
 def write_questions(folder: Path) -> None:
-    """Write facts.jsonl, which the teacher learns, and prompts.jsonl, which it answers."""
-    pairs = [
-        {"instruction": QUESTION.format(**values), "output": ANSWER.format(**values)}
-        for person, (thing, colour) in itertools.product(PEOPLE, COLOURS.items())
-        for values in [{"person": person, "thing": thing, "colour": colour}]
-    ]
-    (folder / "facts.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": pair["instruction"]}) + "\n" for pair in pairs), encoding="utf-8"
-    )
+    """Write prompts.jsonl, which the teacher answers, and tone.jsonl, with other prompts that test the tone."""
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "prompts.jsonl").write_text("".join(lines[HELD_OUT:][:ASKED]), encoding="utf-8")
+    tone = [json.loads(line) | {"regex": rf"(?i){re.escape(TONE)}\s*$"} for line in lines[:HELD_OUT]]
+    (folder / "tone.jsonl").write_text("".join(json.dumps(each) + "\n" for each in tone), encoding="utf-8")
+
+
+def write_modelfiles(folder: Path, model: Path) -> None:
+    """Write a Modelfile of the model, and one of the teacher: `base` with examples."""
+    (folder / "base.modelfile").write_text(MODELFILE.format(model=model), encoding="utf-8")
+    examples = "".join(f"MESSAGE user {q}\nMESSAGE assistant {a} {TONE}\n" for q, a in EXAMPLES.items())
+    (folder / "teacher.modelfile").write_text("FROM base\n" + SYSTEM + examples, encoding="utf-8")
 
 
 def free_port() -> int:
@@ -108,7 +124,7 @@ def free_port() -> int:
 def ollama_server(program: str, folder: Path, port: int) -> Iterator[None]:
     """Run `ollama serve` until the block ends. Its models, keys and log are below `folder`. Raises StepError."""
     environment = os.environ | {"OLLAMA_HOST": f"127.0.0.1:{port}", "OLLAMA_MODELS": str(folder / "ollama/models")}
-    environment |= {"HOME": str(folder / "ollama"), "OMP_NUM_THREADS": "1"}
+    environment |= {"HOME": str(folder / "ollama")}
     (folder / "ollama").mkdir()
     with (folder / "ollama/log").open("wb") as log:
         server = subprocess.Popen([program, "serve"], env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -147,7 +163,6 @@ class Circle:
         self.environment = os.environ | {"OLLAMA_HOST": f"127.0.0.1:{port}", "ANSIBLE_CONFIG": str(TOP / "ansible.cfg")}
         (folder / "hosts.yml").write_text(INVENTORY.substitute(ollama=port, rendezvous=free_port()), encoding="utf-8")
         (folder / "ollama.yml").write_text(DISCOVERY % port, encoding="utf-8")
-        (folder / "small.yml").write_text(SPEC, encoding="utf-8")
         write_questions(folder)
 
     def run(self, *words: str) -> str:
@@ -181,52 +196,54 @@ class Circle:
         with contextlib.suppress(StepError):
             self.play("playbooks/stop.yml", all="true")
 
-    def result(self, run: str) -> dict[str, float]:
-        """Return result.json of a run."""
-        loaded: dict[str, float] = json.loads(
-            (self.folder / "node1/runs" / run / "result.json").read_text(encoding="utf-8")
+    def walk(self) -> None:
+        """Do all steps. Raises StepError if a step fails."""
+        write_modelfiles(self.folder, smollm2_folder(TOP / ".trainyard", print))
+        self.run("ollama", "create", "base", "-f", str(self.folder / "base.modelfile"))
+        self.run("ollama", "run", "base", QUESTION)  # Ollama 0.9.3 quantizes wrongly until it has loaded a model
+        self.run("ollama", "create", "teacher", "--quantize", "q8_0", "-f", str(self.folder / "teacher.modelfile"))
+        # All answers have the same tone, so that some are near duplicates.
+        asked = {"teacher": "teacher", "prompts": self.folder / "prompts.jsonl", "temperature": 0, "near_duplicates": 0}
+        self.play("playbooks/distill.yml", **asked, **STUDENT, run="student", max_tokens=LENGTH)
+        self.play("playbooks/merge.yml", runs="student-1,student-2", method="cat", run="merged")
+        forms = next(
+            filter(None, ([name for name, how in group.items() if self.deploy(name, **how)] for group in FORMS)), []
         )
-        return loaded
-
-    def walk(self) -> list[str]:
-        """Do all steps; return the table of losses. Raises StepError if a step fails."""
-        files = {name: self.folder / f"{name}.jsonl" for name in ("facts", "prompts")}
-        spec = self.folder / "small.yml"
-        self.play("train.yml", spec=spec, run="teacher", dataset=files["facts"], lr="2e-3")
-        self.play("playbooks/deploy.yml", run="teacher", deploy_name="teacher")
-        # All answers follow one pattern, so that they are near duplicates.
-        asked = {"teacher": "teacher", "prompts": files["prompts"], "temperature": 0, "near_duplicates": 0}
-        self.play("playbooks/distill.yml", **asked, spec=spec, run="student-a", lr="2e-3")
-        self.play("playbooks/distill.yml", **asked, spec=spec, run="student-b", lr="1.8e-3")
-        self.play("playbooks/merge.yml", runs="student-a,student-b", method="soup", run="merged")
-        self.play("playbooks/deploy.yml", run="merged", deploy_name="merged")
+        if not forms:
+            raise StepError("the server has no form of the merged model: see the reasons above")
         inventories = ("-i", str(self.folder / "hosts.yml"), "-i", str(self.folder / "ollama.yml"))
         graph = self.run("ansible-inventory", *inventories, "--graph")
-        if "@ollama_model_merged_latest" not in graph:
+        if "@ollama_model_mine_" not in graph:
             raise StepError("the inventory has no group for the deployed model")
-        self.run("ollama", "run", "merged", QUESTION.format(thing="frog", person="Grace"))
-        return self.losses(("student-a", "student-b"))
+        self.run("ollama", "run", forms[0], QUESTION)
+        subjects = ["base", "student-1", "student-2", "merged", *(f"ollama:{name}" for name in forms)]
+        files = f"{self.folder / 'tone.jsonl'},general"
+        scores = self.folder / "scores.json"
+        asked = {"questions": files, "max_tokens": LENGTH, "show": 0, "save": scores}
+        self.play("playbooks/evaluate.yml", subjects=",".join(subjects), **asked)
+        self.check(json.loads(scores.read_text(encoding="utf-8"))["scores"])
 
-    def losses(self, students: Sequence[str]) -> list[str]:
-        """Return the table of held-out losses. Raises StepError if a student is not better than its untrained base."""
-        rows = [["", "untrained base", "trained", "change"]]
-        for run in students:
-            result = self.result(run)
-            rows.append([run, *_compared(result["eval_loss_first"], result["eval_loss"])])
-            if result["eval_loss"] > (1 - TARGET) * result["eval_loss_first"]:
-                raise StepError(f"the held-out loss of {run} is less than {TARGET:.0%} below that of its base")
-        merged = self.result("merged")
-        rows.append(["merged", *_compared(merged["base_loss"], merged["eval_loss"])])
-        return ["loss on held-out answers of the teacher:", *(f"  {line}" for line in table(rows))]
+    def deploy(self, name: str, **how: str) -> bool:
+        """Deploy the merged run; return whether the server has it. A server may take no adapters, or compute a type wrongly."""
+        try:
+            self.play("playbooks/deploy.yml", run="merged", deploy_name=name, **how)
+        except StepError:
+            return False
+        return True
 
-
-def _compared(base: float, trained: float) -> list[str]:
-    return [f"{base:.4f}", f"{trained:.4f}", f"{trained / base - 1:+.0%}"]
+    def check(self, scores: dict[str, list[dict[str, Any]]]) -> None:
+        """Check that every subject but the base has learned the tone and kept general knowledge. Raises StepError."""
+        for file, least in (("tone", LEARNED), ("general", scores["general"][0]["right"] - 1)):
+            for each in scores[file][1:]:
+                if each["right"] < least:
+                    raise StepError(
+                        f"{each['subject']} has {each['right']} right answers of {file}, fewer than {least:g}"
+                    )
 
 
 def main() -> int:
     """Walk the circle; return the exit code."""
-    parser = argparse.ArgumentParser(description="Train, teach, merge, deploy and ask on this machine.")
+    parser = argparse.ArgumentParser(description="Teach, train, merge, deploy and evaluate on this machine.")
     parser.add_argument("--keep", action="store_true", help="keep the folder with all files")
     options = parser.parse_args()
     program = shutil.which("ollama")
@@ -240,12 +257,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with ollama_server(program, folder, port):
-            lines = circle.walk()
+            circle.walk()
     except (StepError, KeyboardInterrupt) as error:
         circle.stop()
         print(f"circle: {str(error) or 'stopped'}; the files are in {folder}", file=sys.stderr)
         return 1
-    print("", *lines, f"the circle took {time.monotonic() - start:.0f} s", sep="\n")
+    print(f"\nthe circle took {time.monotonic() - start:.0f} s")
     if options.keep:
         print(f"the files are in {folder}")
     else:
