@@ -1,6 +1,6 @@
 # make train   set up the environment, then train on this machine as two hosts
 # make test    set up the environment, then run the checks and the fast tests
-# make circle  train, teach, merge and deploy on this machine (needs Ollama)
+# make circle  teach, train, merge and deploy on this machine (needs Ollama)
 # make help    all targets
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +22,7 @@ help:
 	@echo "make setup                                    create .venv, as every other target does first"
 	@echo "make train [ARGS='-e model=... -e lr=1e-3']   train on this machine as two hosts"
 	@echo "make learn                                    train a real chat model on this machine, and ask it before and after"
-	@echo "make circle [ARGS=--keep]                     train, deploy, teach, merge, deploy and ask on this machine (needs Ollama)"
+	@echo "make circle [ARGS=--keep]                     teach, train, merge, deploy and evaluate on this machine (needs Ollama)"
 	@echo "make test [ARGS='-k checkpoint']              lint, unit tests, fast integration tests, one lab test (minutes)"
 	@echo "make test-all                                 every test but the nightly ones (less than an hour)"
 	@echo "make test-rest                                what test-all runs and test does not"
