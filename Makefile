@@ -14,7 +14,7 @@ UV := $(BIN)/python tools/uv_install.py --constraint constraints.txt
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site pictures dashboard-picture lock clean
+.PHONY: help setup train learn circle test test-all test-rest test-long test-gpu gpu-wheels lint docs docs-site pictures dashboard-picture lock dist clean
 
 include molecule/lab.mk benchmarks/bench.mk
 
@@ -37,6 +37,7 @@ help:
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make lab-status, lab-down, lab-clean          list the labs, stop the lab, remove all labs and their caches"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
+	@echo "make dist                                    build the wheel and the Ansible collection: dist/"
 	@echo "make lock [ARGS='--upgrade unsloth']          pin what pyproject.toml requires, for every flavour: constraints*.txt"
 	@echo "make clean                                    remove the environment and the caches"
 
@@ -101,5 +102,9 @@ dashboard-picture: $(READY)
 lock: $(READY)
 	@$(RUN) PYTHONPATH=. python tools/lock.py $(ARGS)
 
+dist: $(READY)
+	@$(BIN)/uv build -q --wheel --out-dir dist
+	@PYTHONPATH=. $(BIN)/python tools/collection.py dist
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache site
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache site

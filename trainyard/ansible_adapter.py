@@ -145,7 +145,9 @@ class ClusterAction(ActionBase):
 
         Raises AnsibleError if an argument is missing, unknown or of the wrong type.
         """
-        path = self._shared_loader_obj.module_loader.find_plugin(self._task.action)
+        path = self._shared_loader_obj.module_loader.find_plugin(
+            self._task.action, collection_list=self._task.collections
+        )
         options = read_docstring(path)["doc"]["options"]
         spec = {name: {key: option[key] for key in SPEC_KEYS if key in option} for name, option in options.items()}
         arguments: dict[str, Any] = plain_data(self.validate_argument_spec(spec)[1])

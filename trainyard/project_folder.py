@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from trainer.common.errors import UserError
 
+COLLECTION = "trainyard.cluster"  # tools/collection.py builds it
 SHARE = "share"  # in an installed package, the folder of what a checkout has beside it; setup.py fills it
 LINK = ".trainyard/package"  # in the folder that `trainyard init` has made, leads to that folder
 _PACKAGE = Path(__file__).resolve().parent
@@ -26,11 +28,12 @@ def package_version() -> str:
     return version
 
 
-def project_folder(config: str = "") -> Path:
+def project_folder(config: str = "", any_folder: bool = False) -> Path:
     """Return the folder of the project: that of Ansible's configuration, the current one, or the checkout of this package.
 
     Args:
         config: the configuration that Ansible reads; empty for that which ANSIBLE_CONFIG names.
+        any_folder: the playbooks are not those of the folder, but of a collection, so that any folder can be a project.
 
     Raises:
         UserError: there is none, or the project belongs to another installation.
@@ -48,7 +51,19 @@ def project_folder(config: str = "") -> Path:
                 )
             _check_link(folder)
             return folder
+        if any_folder and not folder.stat().st_mode & stat.S_IWOTH:
+            return folder
     raise UserError(f"{current} is no project: run trainyard init, or cd to the folder in which you ran it")
+
+
+def check_collection(plugin: Path) -> None:
+    """Check that the collection to which a plugin belongs has the version of this package. Raises UserError."""
+    manifest = json.loads((plugin.parents[2] / "MANIFEST.json").read_text(encoding="utf-8"))
+    if (version := manifest["collection_info"]["version"]) != package_version():
+        raise UserError(
+            f"the collection {COLLECTION} {version} needs the package of the same version, and Ansible's Python has trainyard "
+            f"{package_version()}: pip install trainyard=={version}"
+        )
 
 
 def is_checkout(folder: Path) -> bool:

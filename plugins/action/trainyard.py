@@ -1,5 +1,6 @@
 """Run a command of trainyard for all hosts of the play. Documented in plugins/modules/trainyard.py."""
 
+from pathlib import Path
 from typing import Any
 
 from ansible.constants import CONFIG_FILE
@@ -13,13 +14,14 @@ from trainyard.commands.functions import train_step
 from trainyard.commands.groups import Group
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS
-from trainyard.project_folder import project_folder
+from trainyard.project_folder import check_collection, project_folder
 from trainyard.python_env.resolve import EnvironmentBuildError
 from trainyard.queue.manage import check_verb
 from trainyard.run.launch_options import names as launch_names
 from trainyard.wire.connection import InventoryError, RemoteError
 from trainyard.wire.run_errors import RunError
 
+IN_COLLECTION = __name__.startswith("ansible_collections.")
 ERRORS = (RunError, RemoteError, UserError, InventoryError, EnvironmentBuildError)
 
 
@@ -28,6 +30,8 @@ class ActionModule(ClusterAction):
         super().run(tmp, task_vars)
         arguments, variables = self.arguments(), task_vars or {}
         try:
+            if IN_COLLECTION:
+                check_collection(Path(__file__))
             call = self.call(arguments["command"], arguments["options"], variables)
             if arguments["step"]:
                 return train_step(call, arguments["step"], arguments["session"])
@@ -55,7 +59,7 @@ class ActionModule(ClusterAction):
         given = self.given(own_groups(groups), variables) if options is None else of_task
         keeps = command.keeps_connections if command else False
         cluster = self.lasting_cluster(variables) if keeps else self.cluster(variables, launch)
-        report, check, top = Display().display, self._task.check_mode, project_folder(CONFIG_FILE or "")
+        report, check, top = Display().display, self._task.check_mode, project_folder(CONFIG_FILE or "", IN_COLLECTION)
         return Call(name, groups, given, extra_vars, extra_vars, cluster, top, report, check)
 
     def given(self, groups: list[Group], variables: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class CallbackModule(Default):
             role = result.result.get("validate_args_context", {}).get("name", "")
             message = f"role {role}: {'; '.join(map(str, errors))}"
         elif action_name(result.task) in MESSAGE_ONLY:
-            message, _, table = message.partition("\n\n")
+            message, _blank, table = message.partition("\n\n")
         task = result.task
         host = "" if task.run_once or is_live(task) else f"{self.host_label(result)}: "
         stderr = self.get_option("display_failed_stderr")

@@ -8,7 +8,7 @@ class ModuleDocFragment:
 
     DOCUMENTATION = r"""
 options: {}
-author: trainyard
+author: The trainyard authors (@trainyard)
 """
 
     # For modules that only read.

@@ -18,7 +18,7 @@ options:
     description: Name of the plugin.
     type: str
     required: true
-    choices: [ollama]
+    choices: [ollama, trainyard.cluster.ollama]
   networks:
     description:
       - Networks to scan, in CIDR notation. V(auto) means every private IPv4 network to which this machine is attached,

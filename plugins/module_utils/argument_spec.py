@@ -20,7 +20,7 @@ _ENTRY = re.compile(r" *(\w+): *(.*)")
 def argument_spec(documentation: str) -> dict[str, dict[str, Any]]:
     """Return `{option: {"type": ..., "default": ..., "options": {...}}}` of a DOCUMENTATION string."""
     lines = [line for line in documentation.splitlines() if line.strip()]
-    for key, _, body in _entries(lines):
+    for key, _text, body in _entries(lines):
         if key == "options":
             return _options(body)
     return {}
@@ -28,7 +28,7 @@ def argument_spec(documentation: str) -> dict[str, dict[str, Any]]:
 
 def _options(lines: list[str]) -> dict[str, dict[str, Any]]:
     spec: dict[str, dict[str, Any]] = {}
-    for name, _, body in _entries(lines):
+    for name, _text, body in _entries(lines):
         option: dict[str, Any] = {}
         for key, value, nested in _entries(body):
             if key in KEYS:

@@ -28,7 +28,7 @@ def ssh_session() -> SshSession | None:
         except OSError:
             return None
         for entry in environment:
-            name, _, value = entry.partition(b"=")
+            name, _equals, value = entry.partition(b"=")
             words = value.decode(errors="replace").split()
             if name == b"SSH_CONNECTION" and len(words) == 4 and words[3].isdigit():
                 return SshSession(words[2].partition("%")[0], int(words[3]), words[0].partition("%")[0])

@@ -47,7 +47,7 @@ def alive_seconds(settings: dict[str, str]) -> float:
 
 def read_settings(output: str) -> dict[str, str]:
     """Return the settings that `sshd -T` prints, by their names in lower case."""
-    return {name: value for name, _, value in (line.partition(" ") for line in output.splitlines())}
+    return {name: value for name, _space, value in (line.partition(" ") for line in output.splitlines())}
 
 
 def stricter_lines(base: dict[str, str], texts: str) -> list[str]:

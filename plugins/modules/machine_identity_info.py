@@ -59,7 +59,7 @@ def host_keys() -> list[str]:
 
 def links(module: AnsibleModule) -> list[dict[str, Any]]:
     """Return every address with its network device."""
-    code, out, _ = module.run_command([module.get_bin_path("ip", required=True), "-json", "address"])
+    code, out, _err = module.run_command([module.get_bin_path("ip", required=True), "-json", "address"])
     found = []
     for link in json.loads(out) if code == 0 else []:
         device = Path("/sys/class/net", link["ifname"])

@@ -36,7 +36,7 @@ options:
   files:
     description: For V(imported) the RV(ollama_store#module:models) entry of the model on its source.
     type: dict
-extends_documentation_fragment: [trainyard.files]
+extends_documentation_fragment: [trainyard, trainyard.files]
 """
 
 EXAMPLES = r"""

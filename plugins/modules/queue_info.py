@@ -94,7 +94,7 @@ def gpus() -> list[dict[str, Any]]:
 
 def policy(module: AnsibleModule, packages: list[str]) -> dict[str, tuple[str, str]]:
     """Return {package: (installed version, version that apt would install)}; an empty string for none."""
-    _, out, _ = module.run_command(["apt-cache", "policy", *packages], environ_update={"LC_ALL": "C"})
+    _code, out, _err = module.run_command(["apt-cache", "policy", *packages], environ_update={"LC_ALL": "C"})
     pattern = re.compile(r"^(\S+):\n  Installed: (\S+)\n  Candidate: (\S+)$", re.MULTILINE)
     return {
         name: (installed.replace("(none)", ""), candidate.replace("(none)", ""))

@@ -32,7 +32,7 @@ attributes:
   check_mode:
     support: full
     description: Hosts are asked, and nothing is changed. The result says what would be.
-author: trainyard
+author: The trainyard authors (@trainyard)
 """
 
 EXAMPLES = r"""

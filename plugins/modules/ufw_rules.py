@@ -258,7 +258,7 @@ def start_rollback_timer(module: AnsibleModule) -> None:
     module.run_command(["systemctl", "stop", f"{ROLLBACK}.timer"], handle_exceptions=False)
     timeout = module.params["rollback_timeout"]
     argv = ["systemd-run", "--quiet", "--collect", f"--unit={ROLLBACK}", f"--on-active={timeout}"]
-    code, _, err = module.run_command([*argv, "--timer-property=AccuracySec=1s", "ufw", "disable"])
+    code, _out, err = module.run_command([*argv, "--timer-property=AccuracySec=1s", "ufw", "disable"])
     if code:
         module.fail_json(msg=f"firewall: cannot start the rollback timer, ufw stays off: {err.strip()}", plain=True)
 

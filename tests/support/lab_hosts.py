@@ -55,7 +55,7 @@ def run_playbook(
     timeout: float = 600,
     environment: dict[str, str] | None = None,
 ) -> Played:
-    """Run `playbook` (a path in the repository) with ansible-runner; `arguments` are passed to ansible-playbook.
+    """Run `playbook` (a path in the repository, or a name in a collection) with ansible-runner; `arguments` are passed to ansible-playbook.
 
     `timeout` is in seconds. A failed playbook raises nothing: check `rc`.
     """
@@ -63,7 +63,7 @@ def run_playbook(
         done = ansible_runner.run(
             private_data_dir=folder,
             project_dir=str(REPO),
-            playbook=str(REPO / playbook),
+            playbook=str(REPO / playbook) if playbook.endswith(".yml") else playbook,
             inventory=str(inventory),
             extravars=extra_vars or {},
             cmdline=" ".join(arguments),
