@@ -31,6 +31,7 @@ _EXCLUDED = {
     "follow": "the queue host follows the run",
     "render_to": "the queue host starts the run",
     "eval_questions": "evaluate the run when it has finished",
+    "hook": "this machine does not follow the run: use notify",
     "collect_to": "the queue host follows the run, not this machine: once it has finished, call {train} with the same "
     "options, which copies its result",
 }

@@ -186,6 +186,16 @@ class LaunchOptions(PlaybookOptions):
     collect_to: str = declare(
         "", "folder on the controller that receives adapter or model, result, logs and TensorBoard events; empty: none"
     )
+    notify: Words = declare(
+        (),
+        "URLs that are told when the run starts, restarts, stops, fails or finishes, and when the queue is empty; http and https get "
+        "JSON, any other is one of apprise, such as `tgram://...`",
+        max_length=20,
+    )
+    hook: str = declare(
+        "",
+        "program on the controller that runs at these events, with TRAINYARD_EVENT, TRAINYARD_RUN and TRAINYARD_MESSAGE",
+    )
     eval_questions: Words = declare(
         (),
         "files of questions, or the embedded observatory and general, that the run and its base answer when the run has "
