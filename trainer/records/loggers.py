@@ -29,13 +29,9 @@ def open_loggers(spec: RunSpec, run_dir: Path, first: bool, purge_step: int | No
     Raises:
         UserError: a logger is not installed.
     """
-    makers = {
-        "wandb": lambda: _Wandb(spec, run_dir),
-        "trackio": lambda: _Trackio(spec, run_dir),
-        "mlflow": lambda: _Mlflow(spec, run_dir),
-    }
     loggers: list[Logger] = [_TensorBoard(run_dir, purge_step)] if "tensorboard" in spec.loggers else []
-    return loggers + [makers[name]() for name in spec.loggers if first and name in makers]
+    services: dict[str, type[_Wandb | _Trackio | _Mlflow]] = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _Mlflow}
+    return loggers + [services[name](spec, run_dir) for name in spec.loggers if first and name in services]
 
 
 class _TensorBoard:

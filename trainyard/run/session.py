@@ -90,6 +90,7 @@ class RunSession:
         keep_record: keeps a record of each start, with its name and contents, for the service of the dashboard.
         watch: receives each heartbeat of the first rank while the run is followed.
         evaluate: evaluates a run that has finished, by its name and result; returns its `scores` and `lines`.
+        push: puts a run that has finished into a repository, by its name; returns readable lines.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class RunSession:
         keep_record: KeepRecord | None = None,
         watch: Watch = lambda state: None,
         evaluate: Callable[[str, StepResult], StepResult] | None = None,
+        push: Callable[[str], list[str]] | None = None,
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connect_host = connect
@@ -116,6 +118,7 @@ class RunSession:
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
         self.veto, self.keep_record, self.watch, self.evaluate = veto, keep_record, watch, evaluate
+        self.push = push
         self.state = state or SessionState()
         self.announce = Announcer(options, self.report)
         self._result: StepResult = {}  # of `follow`
@@ -321,6 +324,8 @@ class RunSession:
             scored = self.evaluate(self.run_name, collected["result"])
             collected["lines"] += ["", *scored["lines"]]
             collected["scores"] = scored["scores"]
+        if self.push:
+            collected["lines"] += self.push(self.run_name)
         if state.phase != "finished":
             self.announce("finished", self.run_name, "\n".join(collected["lines"]))
         return collected

@@ -77,7 +77,7 @@ class Announcer:
         except subprocess.TimeoutExpired:
             why = f"ended after {HOOK_LIMIT:.0f} s"
         except OSError as error:
-            why = error.strerror
+            why = str(error.strerror)
         if why:
             self.report(f"warning: hook: {self.hook}: {why}")
 

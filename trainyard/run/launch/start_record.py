@@ -42,6 +42,8 @@ NOT_KEPT = {
     "eval_questions",
     "notify",
     "hook",
+    "push",
+    "push_as",
 }
 _NOT_IN_SERVICE = NOT_KEPT | {"collect_to"}  # a folder of the controller
 _NAMES = {"", TINY, SMOLLM2, EMBEDDED_DATASET, OBSERVATORY}  # that are never paths
