@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from receiver import receiver
 from run_hosts import Bed, bed, free_port, until
 from ssh_server import control_folder, server
 
@@ -34,6 +35,12 @@ Connect = Callable[[Host], HostConnection]
 def connect(request: pytest.FixtureRequest) -> Connect:
     login: Login | None = request.getfixturevalue("server").login if request.param == "ssh" else None
     return lambda host: HostConnection(host, OpenSSHTransport(login) if login else LocalTransport())
+
+
+@pytest.fixture
+def events() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    with receiver() as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)
@@ -165,12 +172,15 @@ def test_only_the_first_host_of_a_pipeline_receives_the_files_of_weights(bed: Be
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connect", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
-def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect: Connect) -> None:
+def test_a_run_from_spec_to_result_that_survives_a_killed_rank(
+    bed: Bed, connect: Connect, events: tuple[str, list[dict[str, Any]]]
+) -> None:
     fields = SMALL | {"run": "whole", "dataset": str(dataset(bed.folder)), "epochs": 100, "max_steps": 40}
     lines: list[str] = []
     # A port that no other test can take between the plan of this run and its start, which would cost another restart.
     how = {"max_restarts": 2, "restart_delay": 0.1, "master_port": free_port()}
-    options = make_options(how | {"collect_to": str(bed.folder / "copy")})
+    url, received = events
+    options = make_options(how | {"collect_to": str(bed.folder / "copy"), "notify": [url]})
     session = RunSession(
         hosts(bed.folder),
         connect,
@@ -196,10 +206,17 @@ def test_a_run_from_spec_to_result_that_survives_a_killed_rank(bed: Bed, connect
     assert (base / "model.safetensors").exists() and base.is_relative_to(bed.folder / ".trainyard"), "of the controller"
     assert bed.node(0, "whole")["attempt"] == 2, lines
     assert not bed.live_processes()
+    assert [(one["event"], one["run"]) for one in received] == [
+        ("started", "whole"),
+        ("restarting", "whole"),
+        ("finished", "whole"),
+    ]
+    assert received[1]["message"] == "rank 1 on node2 was killed by SIGKILL"
+    assert url not in "".join(path.read_text() for path in bed.folder.rglob("*.json")) + "".join(lines)
 
     again = RunSession(hosts(bed.folder), connect, options, spec=session.spec, home=bed.folder, report=lines.append)
     done = again.run()
-    assert done["lines"][0] == "run whole is finished: nothing to do" and not done["changed"]
+    assert done["lines"][0] == "run whole is finished: nothing to do" and not done["changed"] and len(received) == 3
     preview = RunSession(hosts(bed.folder), connect, options, spec=session.spec, home=bed.folder).plan(preview=True)
     assert preview["lines"][0].startswith("run whole is finished and will not start again: this is its plan")
     assert {"world size 2", "rows: packed"} <= {line[:12] for line in preview["lines"][1:]}, preview["lines"]

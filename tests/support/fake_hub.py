@@ -6,6 +6,7 @@ datasets/OWNER/NAME.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -18,6 +19,7 @@ from urllib.parse import unquote
 
 _API = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)(?:/revision/[^/?]+)?(?:\?.*)?")
 _TREE = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)/tree/[^/?]+.*")
+_UPLOAD = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main.*")
 _WITHOUT_OWNER = re.compile(r"((?:/api)?/datasets/)([^/?]+)((?:/(?:revision|tree|resolve)/.*|\?.*)?)")
 _FILE = re.compile(r"/(datasets/)?([^/?]+/[^/?]+)/resolve/[^/]+/(.+?)(?:\?.*)?")
 
@@ -28,12 +30,16 @@ class FakeHub:
     def __init__(self, folder: Path, address: str = "127.0.0.1", port: int = 0) -> None:
         hub = self
         self.folder, self.sent, self.downloads = folder, 0, []  # type: ignore[var-annotated]
+        self.created: list[dict[str, Any]] = []
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
                 hub.answer(self, body=True)
+
+            def do_POST(self) -> None:
+                hub.receive(self)
 
             def do_HEAD(self) -> None:
                 hub.answer(self, body=False)
@@ -67,6 +73,34 @@ class FakeHub:
                     self.downloads.append(found[3])
                 return self.send(handler, 200, data, headers, body)
         return self.send(handler, 404, b"{}", {"X-Error-Code": "EntryNotFound"}, body)
+
+    def receive(self, handler: BaseHTTPRequestHandler) -> None:
+        """Create a repository, or write the files of a commit. Only the token `hf_right` may."""
+        body = handler.rfile.read(int(handler.headers["Content-Length"]))
+        if handler.headers["Authorization"] != "Bearer hf_right":
+            return self.send(handler, 401, b"{}", {}, True)
+        answer: dict[str, Any] = {"errors": [], "warnings": []}
+        if handler.path == "/api/repos/create":
+            values = json.loads(body)
+            self.created.append(values)
+            name = f"{values.get('organization') or 'me'}/{values['name']}"
+            (self.folder / "models" / name).mkdir(parents=True, exist_ok=True)
+            answer = {"url": f"{self.url}/{name}"}
+        elif found := _UPLOAD.fullmatch(handler.path):
+            if found[2] == "preupload":
+                answer = {
+                    "files": [
+                        one | {"uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]
+                    ]
+                }
+            else:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        file = self.folder / "models" / found[1] / line["value"]["path"]
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        file.write_bytes(base64.b64decode(line["value"]["content"]))
+                answer = {"commitUrl": f"{self.url}/{found[1]}/commit/1", "commitOid": "1" * 40}
+        return self.send(handler, 200, json.dumps(answer).encode(), {}, True)
 
     def send(
         self, handler: BaseHTTPRequestHandler, status: int, data: bytes, headers: dict[str, str], body: bool

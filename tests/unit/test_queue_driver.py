@@ -331,3 +331,24 @@ def test_a_host_that_answers_again_has_not_failed_the_run(
     state = drive(tmp_path)
     assert world.orders == [order] and state["attempts"][0]["reason"] == str(error)
     assert state["phase"] == ("waiting" if order == AGAIN else "failed")
+
+
+@pytest.mark.parametrize(("other", "more"), [("finished", ["queue empty"]), ("waiting", [])])
+def test_the_end_of_a_run_and_of_the_queue_are_announced(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, more: list[str]
+) -> None:
+    events: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(module.Announcer, "__call__", lambda self, *words: events.append(words))
+    folder = tmp_path / "queue/r"
+    folder.mkdir(parents=True)
+    for name in ("session.json", "state.json"):
+        (tmp_path / name).rename(folder / name)
+    (tmp_path / "queue/other").mkdir()
+    (tmp_path / "queue/other/state.json").write_text(json.dumps({"job": 6, "phase": other}))
+    world.lost, world.outcome = {"node1": "it was preempted"}, [RunError("the lease was lost")]
+    world.jobs = [running(), Job(5, "PENDING", 1), Job(5, "PENDING", 1)]
+    drive(folder)
+    world.lost, world.outcome, world.jobs = {}, [RunError("no such model")], [running(1), ended("COMPLETED", 1)]
+    drive(folder)
+    assert [event for event, *_ in events] == ["started", "restarting", "failed", *more]
+    assert events[2][1:] == ("r", "no such model")

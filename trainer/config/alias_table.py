@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from trainer.common.formats import printable
-from trainer.config.fields import MAX_COUNT, NO_WORDS, word_for
+from trainer.config.fields import LOGGERS, MAX_COUNT, NO_WORDS, word_for
 
 Fields = Mapping[str, Any]  # values by field
 
@@ -84,8 +84,8 @@ def _loggers(value: Any) -> Fields:
     names = tuple(as_text(word) for word in words)
     if len(names) == 1 and names[0] in NO_WORDS:
         return {"loggers": ("none",)}
-    if not names or not set(names) <= {"tensorboard", "wandb"}:
-        raise ValueError("one of none, tensorboard, wandb, or tensorboard,wandb")
+    if not names or not set(names) <= set(LOGGERS):
+        raise ValueError(f"none, or some of {', '.join(LOGGERS)}")
     return {"loggers": names}
 
 

@@ -18,6 +18,7 @@ MAX_NUMBER = 1e38  # of a learning rate and its kin; within the range of float32
 _MAX_INTEGER = 10**1000
 # Control characters and separators, at which a file or a terminal begins a new line, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 NO_WORDS = ("no", "off", "false", "none")
 YES_WORDS = ("yes", "on", "true")
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))

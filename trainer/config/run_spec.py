@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     StrategyName = str
 else:
     StrategyName = Literal[(*STRATEGIES, AUTO)]
-Logger = Literal["tensorboard", "wandb", "none"]
+Logger = Literal["tensorboard", "wandb", "trackio", "mlflow", "none"]
 Interval = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["epoch"]
 _INTERVAL = f"a number of steps from 0 to {MAX_COUNT}, or epoch"
 _WORD = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
@@ -360,7 +360,9 @@ class RunSpec(BaseModel):
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(split_words)] = declare(
         ("tensorboard",), "metric loggers", mutable=True, min_length=1
     )
-    wandb_project: str = declare("trainyard", "project of wandb", mutable=True, min_length=1)
+    wandb_project: str = declare(
+        "trainyard", "project of wandb and trackio, experiment of mlflow", mutable=True, min_length=1
+    )
     collective_timeout: float = declare(
         600.0,
         "timeout of a collective; the run fails when it expires",

@@ -1,4 +1,4 @@
-"""Telemetry of a run: heartbeats, metrics and samples per step, TensorBoard or wandb, and progress lines in the log."""
+"""Telemetry of a run: heartbeats, metrics and samples per step, values for the loggers, and progress lines in the log."""
 
 import contextlib
 import json
@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainer.common.errors import DiskError, UserError
+from trainer.common.errors import DiskError
 from trainer.common.files import to_json, write_atomic
 from trainer.common.formats import clock
 from trainer.config import RunSpec
 from trainer.records.gpu_use import gpu_use, gpu_uuid
+from trainer.records.loggers import Logger, open_loggers
 from trainer.records.run_state import RunHistory
 
 if TYPE_CHECKING:  # the first heartbeat is written before torch is imported
@@ -159,8 +160,7 @@ class Recorder:
             self._samples = (run_dir / "samples" / f"rank{world.global_rank}.jsonl").open("a", encoding="utf-8")
             self._metrics: TextIO | None = None
             self._evals: TextIO | None = None
-            self._tensorboard: Any = None
-            self._wandb: Any = None
+            self._loggers: list[Logger] = []
             if world.is_host_leader:
                 self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
                 self._evals = (run_dir / "evals.jsonl").open("a", encoding="utf-8")
@@ -172,15 +172,12 @@ class Recorder:
             raise _not_writable(run_dir, error) from None
         if not self._is_head:
             return
-        if "tensorboard" in spec.loggers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge_step = None if history.head_moved else history.step + 1
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
-            for record in _records(run_dir / "metrics.jsonl") if history.head_moved else []:
-                self.scalars(_scalars(record), record["step"])
-        if "wandb" in spec.loggers and world.global_rank == 0:
-            self._wandb = _start_wandb(spec, run_dir)
+        purge_step = None if history.head_moved else history.step + 1
+        self._loggers = open_loggers(spec, run_dir, world.global_rank == 0, purge_step)
+        for record in (
+            _records(run_dir / "metrics.jsonl") if history.head_moved and "tensorboard" in spec.loggers else []
+        ):
+            self._loggers[0].log(_scalars(record), record["step"])  # TensorBoard, whose files are new on this host
 
     def samples(self, step: int, rows: list[list[int]]) -> None:
         """Record the samples of this rank in `step`, row by row; before ranks synchronize, so that no checkpoint is newer.
@@ -220,27 +217,22 @@ class Recorder:
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Send values to the loggers of the spec."""
-        if self._tensorboard:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb:
-            self._wandb.log(values, step=step)
+        for logger in self._loggers:
+            logger.log(values, step)
 
     def flush(self) -> None:
         """Flush all records: a checkpoint must never be newer than the records."""
         self._samples.flush()
         if self._metrics:
             self._metrics.flush()
-        if self._tensorboard:
-            self._tensorboard.flush()
+        for logger in self._loggers:
+            logger.flush()
 
     def close(self) -> None:
         """Flush all records and close the loggers."""
         self.flush()
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.finish()
+        for logger in self._loggers:
+            logger.close()
 
     @staticmethod
     def _write(file: TextIO, record: dict[str, Any]) -> None:
@@ -261,20 +253,3 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     scalars |= {f"rows/rank{rank}": value for rank, value in enumerate(record.get("rows", []))}
     gpus = enumerate(record.get("gpus", []))
     return scalars | {f"gpu_{name}/rank{rank}": value for rank, gpu in gpus for name, value in gpu.items()}
-
-
-def _start_wandb(spec: RunSpec, run_dir: Path) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "loggers: wandb is not installed on this host: pip install 'trainyard[wandb]', or set loggers=tensorboard"
-        ) from None
-    return wandb.init(
-        project=spec.wandb_project,
-        name=spec.run,
-        id=spec.run,
-        dir=str(run_dir),
-        resume="allow",
-        config=spec.model_dump(mode="json"),
-    )

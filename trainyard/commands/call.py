@@ -16,6 +16,7 @@ from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import KeepRecord, RunSession
 from trainyard.service_records import ServiceRecords, service_records
+from trainyard.workflows.push_run import FinalPush, check_push
 
 Options = TypeVar("Options", bound=PlaybookOptions)
 # Names of -e that a playbook takes, for another command: queue.yml, remove_host.yml, preflight.yml.
@@ -109,6 +110,9 @@ class Call:
         keep, launch, hosts, connect = self.keep_record, self.launch, self.cluster.hosts, self.cluster.connect
         if spec := start.get("spec"):
             check_eval_questions(launch, spec)
+        if launch.push:
+            start["push"] = FinalPush(hosts, connect, launch, self.top, self.report)
+            check_push(start["push"].options("run"))
         if launch.eval_questions:
             start["evaluate"] = FinalEvaluation(hosts, connect, launch, self.work, self.report, keep)
         start |= {"home": self.top, "report": self.report, "check": self.check, "keep_record": keep}

@@ -45,6 +45,7 @@ from trainyard.workflows.check_training import check_spec
 from trainyard.workflows.check_training import check_training as train_alone
 from trainyard.workflows.distill import distill as run_distill
 from trainyard.workflows.merge_runs import make_merge_options, merge_runs
+from trainyard.workflows.push_run import PushOptions, push_run
 
 
 def train(call: Call) -> dict[str, Any]:
@@ -155,6 +156,13 @@ def evaluate(call: Call) -> dict[str, Any]:
     how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
     how["keep_record"] = call.keep_record
     return run_evaluate(options, cluster.hosts, cluster.connect, call.launch, **how)
+
+
+def push(call: Call) -> dict[str, Any]:
+    """Put the result of a run into a repository of the hub."""
+    options, cluster = PushOptions.from_variables(call.given, "push"), call.cluster
+    how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
+    return push_run(options, cluster.hosts, cluster.connect, **how)
 
 
 def deploy(call: Call) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from trainyard.queue.manage import CHANGE_OPTIONS, FILE
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.queue.steps import DEPLOY_OPTIONS, STUDENT_OPTIONS
 from trainyard.workflows.merge_runs import OPTIONS as MERGE_OPTIONS
+from trainyard.workflows.push_run import OPTIONS as PUSH_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,11 @@ _TABLE = (
         "evaluate",
         "let models answer questions, side by side: runs, their base, models of servers",
         *(functions.evaluate, (_own(EVALUATE_OPTIONS), LIMITS), "subjects"),
+    ),
+    Command(
+        "push",
+        "put the result of a run into a repository of the Hugging Face Hub, with a model card",
+        *(functions.push, (_own(PUSH_OPTIONS), LIMIT), "run"),
     ),
     Command(
         "deploy",

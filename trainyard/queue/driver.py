@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from trainyard.queue.slurm_lease import (
 from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, has_model, with_dataset
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
+from trainyard.run.follow.announce import Announcer, Event
 from trainyard.run.follow.restart_policy import furthest_step
 from trainyard.run.host_run import HostRun
 from trainyard.run.launch.start_ranks import stop_parts
@@ -71,6 +73,7 @@ class Driver:
             raise UserError(f"{folder / 'state.json'} is missing: add the run again")
         self.state: dict[str, Any] = state
         self.run = self.session.prepared.run
+        self.announce = Announcer(self.session.options, self.report)
         self.copy = CheckpointCopy(folder, self.run, self.connect, self.report)
         self.reached = max((attempt.get("reached", 0) for attempt in state["attempts"]), default=0)  # furthest step
 
@@ -210,7 +213,8 @@ class Driver:
         session = RunSession(
             hosts,
             lambda host: self.connect_host(here[host.name]),
-            self.session.options.model_copy(update={"limit": "cluster", "head": self.head(hosts)}),
+            # The driver announces the events: what ends an attempt may not end the run.
+            self.session.options.model_copy(update={"limit": "cluster", "head": self.head(hosts), "notify": ()}),
             home=self.folder,
             report=self.report,
             state=SessionState(prepared=prepared),
@@ -275,6 +279,7 @@ class Driver:
         leases.end(code)
         self.wait_for_end(job)
         self.save(phase=phase_of(code, reason), exit={"code": code, "reason": reason})
+        self.announce_end()
         if reason == TIME_LIMIT and (now := self.job()) is not None and now.state not in ENDED:
             # The steps had ended before the order, and Slurm has returned the job to the queue.
             tell_slurm("scancel", now)
@@ -326,6 +331,7 @@ class Driver:
         if order in (FINISHED, FAILED) and (job is None or last.get("restart") == job.restart):
             reason = last.get("reason", "")
             self.save(phase=phase_of(order, reason), exit={"code": order, "reason": reason})
+            self.announce_end()
             return True
         if job is not None and job.state not in FINAL:
             self.report(f"the job ended with {job.state}: it returns to the queue")
@@ -343,6 +349,7 @@ class Driver:
             reason = REASONS.get(job.state, f"its job ended: {job.state}")
         self.report(f"ended: {reason}")
         self.save(phase=phase, exit={"code": FAILED, "reason": reason})
+        self.announce_end()
         return True
 
     def submit_again(self) -> bool:
@@ -375,7 +382,15 @@ class Driver:
             shown = {host.name: {"gpus": list(host.gpus or ()), "cpus": list(host.cpus)} for host in hosts}
             attempts.append({"restart": job.restart, "begin": time.time(), "end": None, "hosts": shown, "order": None})
             self.report(f"has {', '.join(shown)}")
+            self.announce("restarting" if len(attempts) > 1 else "started", self.run, f"on {', '.join(shown)}")
         self.save(phase="running")
+
+    def announce_end(self) -> None:
+        """Announce the end of the run, and that no other run waits or is active."""
+        ends: dict[str, Event] = {"finished": "finished", "failed": "failed"}
+        self.announce(ends.get(self.state["phase"], "stopped"), self.run, self.state["exit"]["reason"])
+        if not any(live_runs(self.folder.parent)):
+            self.announce("queue empty", self.run)
 
     def record(self, job: Job, order: int, reason: str) -> None:
         """Record the end of an attempt."""
@@ -393,6 +408,13 @@ class Driver:
     def report(self, line: str) -> None:
         """Write a line to the log of the driver, which is standard output."""
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
+
+
+def live_runs(folder: Path) -> Iterator[Path]:
+    """Yield the folders of the runs of the queue that wait or are active."""
+    for path in folder.glob("*/state.json"):
+        if (read_json(path) or {}).get("phase") in LIVE:
+            yield path.parent
 
 
 def tell_slurm(words: str, job: Job) -> bool:

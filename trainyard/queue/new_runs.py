@@ -31,6 +31,9 @@ _EXCLUDED = {
     "follow": "the queue host follows the run",
     "render_to": "the queue host starts the run",
     "eval_questions": "evaluate the run when it has finished",
+    "push": "push the run when it has finished: {push}",
+    "push_as": "push the run when it has finished: {push}",
+    "hook": "this machine does not follow the run: use notify",
     "collect_to": "the queue host follows the run, not this machine: once it has finished, call {train} with the same "
     "options, which copies its result",
 }
@@ -82,7 +85,9 @@ def make_run(
     """Return a run that may be added to a queue. Raises UserError for options that cannot be set for it."""
     for name, why in _EXCLUDED.items():
         if getattr(launch, name) != launch_options.OPTIONS[name].default:
-            raise UserError(f"{name}: cannot be set for the queue: {why.format(train=front_end.playbook('train'))}")
+            raise UserError(
+                f"{name}: cannot be set for the queue: {why.format(train=front_end.playbook('train'), push=front_end.playbook('push'))}"
+            )
     run = NewRun(options, spec, launch, grid, steps or Steps())
     run.steps.check(spec)
     try:

@@ -6,7 +6,10 @@ import json
 import subprocess
 
 PACKAGES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy", "pydantic", "tensorboard")
-OPTIONAL = ("datasets", "wandb", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn", "deepspeed", "torchft")
+OPTIONAL = (
+    *("datasets", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn", "deepspeed", "torchft"),
+    *("wandb", "trackio", "mlflow-skinny"),  # a part of mlflow, which has all that a run needs
+)
 TIME_LIMIT = 60.0  # s
 # Reads the versions of CUDA and NCCL without importing torch, which takes seconds.
 _PROGRAM = """

@@ -33,6 +33,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A line of the file `env` ends with a line feed, and a variable ends with NUL. UTF-8 has no surrogates.
 _NOT_IN_VARIABLE = re.compile("[\0\n\ud800-\udfff]")
 _MAX_VARIABLES = 1000
+HUB_ID = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}"
+PUSH_FORMS = (
+    "what is pushed: result (adapter or model), merged (of a run with merge=true), gguf (for llama.cpp and Ollama)"
+)
 _MAX_VARIABLE = 64 * 1024  # characters; Linux refuses to start a process with a variable of more than 128 KiB
 
 
@@ -186,6 +190,23 @@ class LaunchOptions(PlaybookOptions):
     collect_to: str = declare(
         "", "folder on the controller that receives adapter or model, result, logs and TensorBoard events; empty: none"
     )
+    notify: Words = declare(
+        (),
+        "URLs that are told when the run starts, restarts, stops, fails or finishes, and when the queue is empty; http and https get "
+        "JSON, any other is one of apprise, such as `tgram://...`",
+        max_length=20,
+    )
+    hook: str = declare(
+        "",
+        "program on the controller that runs at these events, with TRAINYARD_EVENT, TRAINYARD_RUN and TRAINYARD_MESSAGE",
+    )
+    push: str = declare(
+        "",
+        "repository of the Hugging Face Hub, OWNER/NAME, which gets the result when the run has finished; the token is in HF_TOKEN",
+        pattern=_or_empty(HUB_ID),
+        expected="OWNER/NAME",
+    )
+    push_as: Words = declare(("result",), PUSH_FORMS, min_length=1)
     eval_questions: Words = declare(
         (),
         "files of questions, or the embedded observatory and general, that the run and its base answer when the run has "

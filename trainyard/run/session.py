@@ -23,6 +23,7 @@ from trainer.config import RunSpec
 from trainer.distributed import COPY_STAGES, TEACHER_TOKEN
 from trainer.supervise.start import STOPPED
 from trainyard.run.follow.absent_hosts import end_standby, stop_absent, watch_absent
+from trainyard.run.follow.announce import Announcer
 from trainyard.run.follow.artifacts import collect_artifacts
 from trainyard.run.follow.follower import follow_parts
 from trainyard.run.follow.monitor import Watch
@@ -89,6 +90,7 @@ class RunSession:
         keep_record: keeps a record of each start, with its name and contents, for the service of the dashboard.
         watch: receives each heartbeat of the first rank while the run is followed.
         evaluate: evaluates a run that has finished, by its name and result; returns its `scores` and `lines`.
+        push: puts a run that has finished into a repository, by its name; returns readable lines.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class RunSession:
         keep_record: KeepRecord | None = None,
         watch: Watch = lambda state: None,
         evaluate: Callable[[str, StepResult], StepResult] | None = None,
+        push: Callable[[str], list[str]] | None = None,
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connect_host = connect
@@ -115,7 +118,9 @@ class RunSession:
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
         self.veto, self.keep_record, self.watch, self.evaluate = veto, keep_record, watch, evaluate
+        self.push = push
         self.state = state or SessionState()
+        self.announce = Announcer(options, self.report)
         self._result: StepResult = {}  # of `follow`
         self._speeds = Speeds()
         self._failed_at: float | None = None  # when the start before the next one failed
@@ -184,6 +189,7 @@ class RunSession:
         with contextlib.ExitStack() as stack:
             if self.options.launcher == "slurm":
                 check_options(self.options, len(self.hosts), self.spec)
+            self.announce.check()
             check_teacher_host(self.spec, list(self.hosts.values()), self.options)
             work = self.home / ".trainyard"
             if self.check:
@@ -239,12 +245,24 @@ class RunSession:
                 "msg": f"would start {self.run_name} on {', '.join(e.host for e in state.plan)}",
             }
         try:
-            return {"changed": True} | self._launch()
+            launched = {"changed": True} | self._launch()
+            self.announce("started", self.run_name, f"on {', '.join(entry.host for entry in state.plan)}")
+            return launched
         except RunError as error:
             return self._postpone(error)
 
     def follow(self) -> StepResult:
         """Monitor the run to its end, and restart it when it fails, as the launch options allow."""
+        try:
+            result = self._follow()
+        except RunError as error:
+            self.announce("failed", self.run_name, "\n".join([str(error), *error.details.get("lines", [])]))
+            raise
+        if result.get("status") == "stopped":
+            self.announce("stopped", self.run_name)
+        return result
+
+    def _follow(self) -> StepResult:
         state = self.state
         if self.check or state.phase == "finished" or self.options.render_only:
             return _SKIPPED
@@ -277,6 +295,7 @@ class RunSession:
                 for line in policy.lines(failure):
                     self.report(line)
                 due = time.monotonic() + policy.wait()
+                self.announce("restarting", self.run_name, failure["msg"])
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
                 lost = failure.get("lost", [])
                 state.staged = [name for name in state.staged if name not in lost] if policy.failures == 1 else []
@@ -305,6 +324,10 @@ class RunSession:
             scored = self.evaluate(self.run_name, collected["result"])
             collected["lines"] += ["", *scored["lines"]]
             collected["scores"] = scored["scores"]
+        if self.push:
+            collected["lines"] += self.push(self.run_name)
+        if state.phase != "finished":
+            self.announce("finished", self.run_name, "\n".join(collected["lines"]))
         return collected
 
     def _access(self, hosts: Iterable[Host] | None = None) -> HostAccess:
@@ -478,6 +501,8 @@ class RunSession:
     def _postpone(self, error: RunError) -> StepResult:
         """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error."""
         if not (error.retryable and self.options.max_restarts) or self.options.render_only:
+            if not self.check:
+                self.announce("failed", self.run_name, str(error))
             raise error
         self.state.phase = "failed"
         self.state.failure = _failure(error) | {"lost": list(error.details.get("troubles", []))}

@@ -266,7 +266,7 @@ def test_names_of_other_tools_as_extra_variables() -> None:
         ("--load_in_8bit", "load_in_8bit in the flags: weights in 8 bits are not supported: set quantize=nf4"),
         ("--hv.local_step 5", "unknown name 'hv.local_step' in the flags; did you mean 'hv.local_steps'?"),
         ("--output_dir /", "output_dir: expected a path whose last part consists of letters"),
-        ("--report_to comet_ml", "report_to: expected one of none, tensorboard, wandb, or tensorboard,wandb"),
+        ("--report_to comet_ml", "report_to: expected none, or some of tensorboard, wandb, trackio, mlflow"),
         ("--gradient_accumulation_steps -1", "gradient_accumulation_steps: expected an integer >= 1, got '-1'"),
         ("--gradient_accumulation_steps many", "gradient_accumulation_steps: expected an integer >= 1, got 'many'"),
     ],

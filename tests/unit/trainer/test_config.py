@@ -168,7 +168,7 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
         ("packing", "maybe", "auto, true or false"),
         ("run", "../evil", "letters, digits, '.', '_' and '-', at most 64"),
         ("run", "a\n", "letters, digits, '.', '_' and '-', at most 64"),
-        ("loggers", "tensorboard,mlflow", "one or more of tensorboard, wandb, none"),
+        ("loggers", "tensorboard,comet", "one or more of tensorboard, wandb, trackio, mlflow, none"),
         ("lora_targets", "", "a list such as all-linear"),
         ("columns", "prompt", "names of a shape and of columns, such as {prompt: question, completion: answer}"),
     ],

@@ -31,7 +31,20 @@ from trainyard.wire.connection import Host
 LIMIT = 4 << 20  # bytes of a record for the service
 CONFIG = "config.json"
 # Launch options that may hold secrets, or that were only for this start.
-NOT_KEPT = {"run_env", "spec", "limit", "render_only", "render_to", "master_port", "follow", "eval_questions"}
+NOT_KEPT = {
+    "run_env",
+    "spec",
+    "limit",
+    "render_only",
+    "render_to",
+    "master_port",
+    "follow",
+    "eval_questions",
+    "notify",
+    "hook",
+    "push",
+    "push_as",
+}
 _NOT_IN_SERVICE = NOT_KEPT | {"collect_to"}  # a folder of the controller
 _NAMES = {"", TINY, SMOLLM2, EMBEDDED_DATASET, OBSERVATORY}  # that are never paths
 

@@ -24,6 +24,8 @@ from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.wire.run_errors import HostUnreachableError, PlanError
 
+LOGGER_PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow-skinny"}  # mlflow has it too
+
 FACTS_LIMIT = 60.0  # s for a host to return its facts
 GRACE = 1.0  # s, after the other hosts' answers, for a host that was lost
 
@@ -218,7 +220,7 @@ def check_requirements(hosts: list[HostState], spec: RunSpec) -> None:
     needs = {
         "bitsandbytes": (eight and "optimizer=adamw8bit") or (four and "quantize=nf4"),
         **plan_of(spec).needs_packages(spec),
-        "wandb": "wandb" in spec.loggers and "loggers=wandb",
+        **{package: f"loggers={name}" for name, package in LOGGER_PACKAGES.items() if name in spec.loggers},
         "unsloth": spec.backend == "unsloth" and "backend=unsloth",
         "datasets": bool(dataset) and not spec.fake_data and not spec.script and f"dataset={printable(dataset)}",
     }
