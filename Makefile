@@ -37,7 +37,7 @@ help:
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make lab-status, lab-down, lab-clean          list the labs, stop the lab, remove all labs and their caches"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
-	@echo "make dist                                    build the wheel and the Ansible collection: dist/"
+	@echo "make dist                                     build the sdist, the wheel and the Ansible collection: dist/"
 	@echo "make lock [ARGS='--upgrade unsloth']          pin what pyproject.toml requires, for every flavour: constraints*.txt"
 	@echo "make clean                                    remove the environment and the caches"
 
@@ -103,7 +103,7 @@ lock: $(READY)
 	@$(RUN) PYTHONPATH=. python tools/lock.py $(ARGS)
 
 dist: $(READY)
-	@$(BIN)/uv build -q --wheel --out-dir dist
+	@$(BIN)/uv build -q --out-dir dist
 	@PYTHONPATH=. $(BIN)/python tools/collection.py dist
 
 clean:

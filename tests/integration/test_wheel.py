@@ -23,14 +23,16 @@ PROGRAM = "#!{python}\nimport sys\nfrom ansible.cli.{name} import main\nsys.exit
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel without the network, and install it beside the packages of this environment. Returns the folder of programs."""
+    """Build sdist and wheel without the network, and install them beside the packages of this environment. Returns the programs' folder."""
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "docs", "runs", "store", "tests")
     shutil.copytree(TOP, folder / "source", ignore=ignored)
     (folder / "source/inventory/hosts.yml").write_text("cluster: {hosts: {secret: {}}}\n")
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     options = ["--no-build-isolation", "--no-deps", "--no-index", "-w", folder]
-    subprocess.run([*pip, "wheel", *options, folder / "source"], check=True)
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, folder], cwd=folder / "source", stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([*pip, "wheel", *options, *folder.glob("*.tar.gz")], check=True)
     (wheel,) = folder.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.endswith("inventory/hosts.yml") or "__pycache__" in name]
