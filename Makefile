@@ -30,7 +30,7 @@ help:
 	@echo "make test-gpu [PYTHON=python3]                check the trainer on one NVIDIA GPU (10 minutes, no network)"
 	@echo "make gpu-wheels [GPU_PYTHON=3.12 GPU_CUDA=13.0]  what test-gpu needs besides torch, as one file of 60 MB"
 	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
-	@echo "make docs                                     generate docs/run-spec.md and the tables of the role READMEs"
+	@echo "make docs                                     generate reference pages, READMEs of roles and docs/trainyard.1"
 	@echo "make docs-site                                build the documentation site into site/"
 	@echo "make pictures                                 draw the pictures of docs/architecture.md (needs Graphviz)"
 	@echo "make dashboard-picture                        take the picture of docs/dashboard.md (needs chromium)"

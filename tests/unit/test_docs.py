@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from trainyard.commands.command_options import LogsOptions
+from trainyard.commands.table import COMMANDS
 from trainyard.dashboard.dashboard_options import DashboardOptions
 from trainyard.deploy.deploy_options import DeployOptions
 from trainyard.evaluate.side_by_side import OPTIONS as EVALUATE_OPTIONS
@@ -243,6 +245,20 @@ def test_generated_page_that_differs_is_reported(
     monkeypatch.setattr(sys, "argv", ["write_docs.py"])
     assert module.main() == 0
     assert page.read_text() == "new\n"
+
+
+def test_the_man_page_shows_every_command_and_flag_as_it_is_typed() -> None:
+    if not shutil.which("groff"):
+        pytest.skip("needs groff (Debian package groff-base)")
+    command = ["groff", "-man", "-Tutf8", "-ww", "-P-c", "-P-bou", TOP / "docs/trainyard.1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not done.stderr
+    shown = set(re.split(r"[\s,]+", done.stdout))
+    fields = {name for command in COMMANDS.values() for group in command.all_groups for name in group.fields}
+    assert {f"--{name.replace('_', '-')}" for name in fields} | set(" ".join(COMMANDS).split()) <= shown
+    roff = generator().roff
+    assert roff("'tiny' or `.x`: a-b\\n,c") == r"\(aqtiny\(aq or \fB.x\fR: a\-b\en,\:c"
+    assert roff(".TP") == r"\&.TP"
 
 
 def test_pictures_are_current() -> None:
