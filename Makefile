@@ -91,7 +91,7 @@ docs: $(READY)
 
 docs-site: $(READY)
 	@$(BIN)/python -m mkdocs build --strict --site-dir site
-	@echo "open site/index.html in a browser"
+	@echo "to read and search it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
 pictures:
 	@tools/draw-pictures

@@ -1,9 +1,8 @@
-"""The documentation: links resolve, what it names exists, generated pages are current, and the site builds strictly."""
+"""The documentation: links resolve, what it names exists, and generated pages are current."""
 
 import hashlib
 import importlib.util
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -293,19 +292,3 @@ def test_metadata_is_consistent() -> None:
     assert yaml.safe_load((TOP / "mkdocs.yml").read_text())["repo_url"] == repository
     for package in ("trainer", "trainyard"):
         assert (TOP / package / "py.typed").exists()
-
-
-@pytest.mark.slow
-def test_site_builds_strictly(tmp_path: Path) -> None:
-    if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed: make setup installs it")
-    command = f"{shlex.quote(sys.executable)} -m mkdocs build --strict --site-dir {shlex.quote(str(tmp_path / 'site'))}"
-    # An unreachable proxy: the build must not use the network.
-    environment = {"PATH": "/usr/bin:/bin", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    done = subprocess.run(shlex.split(command), cwd=TOP, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "site" / "run-spec" / "index.html").exists()
-    remote = re.compile(
-        r"<(?:script|link|img)[^>]+(?:src|href)=\"(?:https?:)?//(?!trainyard\.github\.io)", re.IGNORECASE
-    )
-    assert not [str(page) for page in (tmp_path / "site").glob("**/*.html") if remote.search(page.read_text())]
