@@ -284,6 +284,12 @@ def test_targets_of_the_makefile_run_tools_that_exist() -> None:
     assert not [name for name in named if not (TOP / name).is_file()]
 
 
+def test_changes_are_one_line_each() -> None:
+    unreleased = (TOP / "CHANGELOG.md").read_text().partition("## [Unreleased]\n")[2].partition("\n## [")[0]
+    lines = [line for line in unreleased.splitlines() if line]
+    assert not [line for line in lines if not line.startswith(("- ", "### ")) or len(line) > 160]
+
+
 def test_metadata_is_consistent() -> None:
     project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
     assert f"## [{project['version']}]" in (TOP / "CHANGELOG.md").read_text()
