@@ -30,14 +30,14 @@ help:
 	@echo "make test-gpu [PYTHON=python3]                check the trainer on one NVIDIA GPU (10 minutes, no network)"
 	@echo "make gpu-wheels [GPU_PYTHON=3.12 GPU_CUDA=13.0]  what test-gpu needs besides torch, as one file of 60 MB"
 	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
-	@echo "make docs                                     generate docs/run-spec.md and the tables of the role READMEs"
+	@echo "make docs                                     generate reference pages, READMEs of roles and docs/trainyard.1"
 	@echo "make docs-site                                build the documentation site into site/"
 	@echo "make pictures                                 draw the pictures of docs/architecture.md (needs Graphviz)"
 	@echo "make dashboard-picture                        take the picture of docs/dashboard.md (needs chromium)"
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make lab-status, lab-down, lab-clean          list the labs, stop the lab, remove all labs and their caches"
 	@echo "make bench NAME=speed [ARGS='--rounds 5']     run a benchmark; make bench lists them"
-	@echo "make dist                                    build the wheel and the Ansible collection: dist/"
+	@echo "make dist                                     build the sdist, the wheel and the Ansible collection: dist/"
 	@echo "make lock [ARGS='--upgrade unsloth']          pin what pyproject.toml requires, for every flavour: constraints*.txt"
 	@echo "make clean                                    remove the environment and the caches"
 
@@ -91,7 +91,7 @@ docs: $(READY)
 
 docs-site: $(READY)
 	@$(BIN)/python -m mkdocs build --strict --site-dir site
-	@echo "open site/index.html in a browser"
+	@echo "to read and search it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
 pictures:
 	@tools/draw-pictures
@@ -103,7 +103,7 @@ lock: $(READY)
 	@$(RUN) PYTHONPATH=. python tools/lock.py $(ARGS)
 
 dist: $(READY)
-	@$(BIN)/uv build -q --wheel --out-dir dist
+	@$(BIN)/uv build -q --out-dir dist
 	@PYTHONPATH=. $(BIN)/python tools/collection.py dist
 
 clean:

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot declare: the wheel holds the playbooks, roles and plugins, as `trainyard/share`."""
+"""What pyproject.toml cannot declare: sdist and wheel hold the playbooks, roles and plugins, the wheel as `trainyard/share`."""
 
 from pathlib import Path
 
@@ -17,9 +17,16 @@ class BuildPy(build_py):
     """Build the packages, and copy the files of `SHARED`."""
 
     def _get_data_files(self) -> list[tuple[str, str, str, list[str]]]:
+        return [*super()._get_data_files(), self._shared()]
+
+    def get_data_files_without_manifest(self) -> list[tuple[str, str, str, list[str]]]:
+        """Return what the sdist holds besides the modules."""
+        return [*super().get_data_files_without_manifest(), self._shared()]
+
+    def _shared(self) -> tuple[str, str, str, list[str]]:
         found = (path.relative_to(TOP) for pattern in SHARED for path in sorted(TOP.glob(pattern)) if path.is_file())
         names = [str(path) for path in found if "__pycache__" not in path.parts]
-        return [*super()._get_data_files(), ("trainyard", ".", f"{self.build_lib}/trainyard/share", names)]
+        return ("trainyard", ".", f"{self.build_lib}/trainyard/share", names)
 
 
 setup(cmdclass={"build_py": BuildPy})

@@ -23,18 +23,21 @@ PROGRAM = "#!{python}\nimport sys\nfrom ansible.cli.{name} import main\nsys.exit
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel without the network, and install it beside the packages of this environment. Returns the folder of programs."""
+    """Build sdist and wheel without the network, and install them beside the packages of this environment. Returns the programs' folder."""
     folder = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "docs", "runs", "store", "tests")
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "runs", "store", "tests")
     shutil.copytree(TOP, folder / "source", ignore=ignored)
     (folder / "source/inventory/hosts.yml").write_text("cluster: {hosts: {secret: {}}}\n")
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     options = ["--no-build-isolation", "--no-deps", "--no-index", "-w", folder]
-    subprocess.run([*pip, "wheel", *options, folder / "source"], check=True)
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, folder], cwd=folder / "source", stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([*pip, "wheel", *options, *folder.glob("*.tar.gz")], check=True)
     (wheel,) = folder.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.endswith("inventory/hosts.yml") or "__pycache__" in name]
-    assert {name.split("/")[0] for name in names} == {"trainer", "trainyard", "trainyard-0.2.0.dist-info"}
+    parts = {"trainer", "trainyard", "trainyard-0.2.0.data", "trainyard-0.2.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == parts
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
     python = folder / "env/bin/python"
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], env=CLEAN, check=True)
@@ -57,6 +60,9 @@ def test_a_new_folder_trains_and_discovers_as_a_checkout(installed: Path, tmp_pa
     assert outside.returncode == 2 and outside.stderr.endswith(
         "is no project: run trainyard init, or cd to the folder in which you ran it\n"
     )
+    if shutil.which("man"):
+        manual = run(tmp_path, installed, "man", "-w", "trainyard")
+        assert manual.stdout == f"{installed.parent}/share/man/man1/trainyard.1\n"
     made = run(tmp_path, installed, "trainyard", "init", "mine")
     assert made.returncode == 0, made.stderr
     folder = tmp_path / "mine"

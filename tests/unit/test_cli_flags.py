@@ -18,6 +18,7 @@ from trainyard.commands.groups import COMMON, LAUNCH, SPEC, Group
 from trainyard.commands.table import COMMANDS
 
 TOP = Path(__file__).resolve().parents[2]
+CHEAT_SHEET = (TOP / "docs/cheat-sheet.md").read_text()
 
 
 def parsed(command: str, *words: str) -> Arguments:
@@ -180,6 +181,7 @@ def documented() -> list[list[str]]:
         r"^```console\n(.*?)^```", "\n".join(page.read_text() for page in pages), re.DOTALL | re.MULTILINE
     )
     lines = re.findall(r"^(?:\$ )?trainyard (.*)$", "\n".join(blocks), re.MULTILINE)
+    lines += re.findall(r"`trainyard ([a-z][^`]*)`", CHEAT_SHEET)
     return [re.split(r"\s+", re.split(r"  #| [|>] ", line)[0].strip()) for line in lines]
 
 
@@ -190,6 +192,12 @@ def test_documented_commands_are_accepted() -> None:
         name, *rest = program.with_verb(words)
         if name != "completion":
             parsed(name, *rest)
+
+
+def test_flags_of_the_cheat_sheet_exist() -> None:
+    named = re.findall(r"`--([a-z-]+)", CHEAT_SHEET)
+    known = {name for group in COMMANDS["train"].all_groups for name in group.fields}
+    assert len(named) > 10 and {name.replace("-", "_") for name in named} <= known
 
 
 def test_a_group_has_no_flag_without_a_description() -> None:

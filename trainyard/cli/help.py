@@ -101,9 +101,9 @@ def _command_help(command: Command) -> str:
         section = parser.add_argument_group(group.title)
         for name, option in group.fields.items():
             kind: dict[str, Any] = (
-                {"metavar": _metavar(option)} if option.annotation is not bool else {"action": "store_true"}
+                {"metavar": metavar(option)} if option.annotation is not bool else {"action": "store_true"}
             )
-            section.add_argument(*_flags(name, option), help=_help(group, name, option).replace("%", "%%"), **kind)
+            section.add_argument(*flags(name, option), help=help_of(group, name, option).replace("%", "%%"), **kind)
     return parser.format_help().rstrip("\n")
 
 
@@ -111,7 +111,8 @@ def _groups(command: Command) -> tuple[Group, ...]:
     return command.groups if command is _OTHERS["completion"] else command.all_groups
 
 
-def _flags(name: str, option: FieldInfo) -> Iterator[str]:
+def flags(name: str, option: FieldInfo) -> Iterator[str]:
+    """Yield the flags of an option: one letter, the word, and its opposite."""
     flag = name.replace("_", "-")
     yield from (f"-{letter}" for letter, long in SHORT.items() if long == name)
     yield f"--{flag}"
@@ -119,7 +120,8 @@ def _flags(name: str, option: FieldInfo) -> Iterator[str]:
         yield f"--no-{flag}"
 
 
-def _help(group: Group, name: str, option: FieldInfo) -> str:
+def help_of(group: Group, name: str, option: FieldInfo) -> str:
+    """Return the description of an option, with its default."""
     text = describe(name) if isinstance(group, SpecGroup) else str(option.description)
     default = option.default
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
@@ -130,7 +132,7 @@ def _choices(option: FieldInfo) -> list[str]:
     return [str(word) for word in get_args(option.annotation)] if get_origin(option.annotation) is Literal else []
 
 
-def _metavar(option: FieldInfo) -> str:
+def metavar(option: FieldInfo) -> str:
     """Return the placeholder of a flag's value."""
     if choices := _choices(option):
         return f"{{{','.join(choices)}}}"
