@@ -167,10 +167,14 @@ ROWS: Rows = {
     **rows_of(
         Impossible("it is not among the loggers"),
         """
-        use_mlflow use_swanlab use_otel_metrics use_comet trackio_project_name trackio_run_name swanlab_project
-        swanlab_experiment_name swanlab_description swanlab_mode swanlab_workspace swanlab_log_model otel_metrics_host
-        otel_metrics_port mlflow_tracking_uri mlflow_experiment_name
+        use_swanlab use_otel_metrics use_comet swanlab_project swanlab_experiment_name swanlab_description swanlab_mode
+        swanlab_workspace swanlab_log_model otel_metrics_host otel_metrics_port
         """,
+    ),
+    "use_mlflow": Alias("loggers", {"true": {"loggers": ("mlflow",)}, "false": {}}),
+    **rows_of(
+        Impossible("loggers=mlflow and loggers=trackio take the name from wandb_project, and addresses from run_env"),
+        "trackio_project_name trackio_run_name mlflow_tracking_uri mlflow_experiment_name",
     ),
     "use_wandb": Unused("wandb_project selects wandb"),
     "saves_per_epoch": every_epochs("checkpoint_interval"),

@@ -214,7 +214,10 @@ TRANSFORMERS_ROWS: Rows = {
         Impossible(REFUSED["push_to_hub"]),
         "hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision",
     ),
-    **rows_of(Impossible("it is not among the loggers"), "trackio_space_id trackio_bucket_id trackio_static_space_id"),
+    **rows_of(
+        Impossible("trackio takes it from run_env, such as TRACKIO_SPACE_ID"),
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    ),
     **rows_of(NO_SCHEDULE, "lr_scheduler_kwargs"),
     **rows_of(OPTIMIZER, "optim_args optim_target_modules"),
     "label_smoothing_factor": usual(0.0, LOSS),
