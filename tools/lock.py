@@ -2,7 +2,7 @@
 
     python tools/lock.py [--upgrade] [FLAVOUR...]     standard, unsloth, gpu; without a name all of them
 
-uv resolves the versions for Linux on x86_64. It reads metadata only and downloads no wheels. Present pins stay, so that a new
+uv resolves the versions for Linux on x86_64; a file with digests also has those of aarch64. It reads metadata only and downloads no wheels. Present pins stay, so that a new
 requirement changes no other package. --upgrade takes the newest versions, but for the packages in HELD.
 """
 
@@ -16,15 +16,16 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.wheels import PACKAGES, PYTHONS, SOURCE
-from trainyard.python_env.resolve import normal_name, requirements
+from trainyard.python_env.resolve import MACHINES, normal_name, requirements
 
 TOP = Path(__file__).resolve().parents[1]
-PLATFORM = "x86_64-manylinux_2_28"
+PLATFORM = "manylinux_2_28"
 HELD = ("torch", "liger-kernel", "torchft", "gguf")  # the code uses their internals: change the pin, and run all tests
 # The first version of Python for which the pinned release was not made.
 NEWER = {"ansible-core": "3.14"}
@@ -54,13 +55,14 @@ class Flavour:
 
 @dataclass
 class Pins:
-    """The versions of a package by the first Python that has each, and the digests of its files."""
+    """The versions of a package by the first Python that has each, the digests of its files, and the architectures that need it."""
 
     versions: dict[str, str] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
+    machines: set[str] = field(default_factory=set)
 
-    def lines(self, name: str) -> list[str]:
-        """Return the lines of the file."""
+    def lines(self, name: str, machines: Sequence[str]) -> list[str]:
+        """Return the lines of a file for these architectures."""
         hashes = "".join(f" --hash=sha256:{digest}" for digest in sorted(self.digests))
         firsts = [*self.versions, ""]
         lines = []
@@ -68,6 +70,7 @@ class Pins:
             limits = [f"python_version >= '{first}'"] * (first != firsts[0]) + [f"python_version < '{after}'"] * bool(
                 after
             )
+            limits += [f"platform_machine == '{machine}'" for machine in self.machines if self.machines < set(machines)]
             marker = f"; {' and '.join(limits)}" if limits else ""
             lines.append(f"{name}=={self.versions[first]}{marker}{hashes}")
         return lines
@@ -109,7 +112,7 @@ def read_pins(file: str) -> dict[str, str]:
     return found
 
 
-def resolve(flavour: Flavour, python: str, pinned: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+def resolve(flavour: Flavour, machine: str, python: str, pinned: dict[str, str], folder: Path) -> list[dict[str, Any]]:
     """Return the packages of a flavour for one version of Python, as a pylock has them. `pinned`: versions to keep."""
     (folder / "requirements.in").write_text("\n".join(flavour.wanted), encoding="utf-8")
     kept = [f"{name}=={version}" for name, version in pinned.items() if python < NEWER.get(name, "4")]
@@ -118,7 +121,7 @@ def resolve(flavour: Flavour, python: str, pinned: dict[str, str], folder: Path)
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
     uv = Path(sys.executable).with_name("uv")
     command: list[str | Path] = [uv, "pip", "compile", "--quiet", "--no-config", "--format=pylock.toml"]
-    command += [f"--python-version={python}", f"--python-platform={PLATFORM}", "--only-binary=:all:"]
+    command += [f"--python-version={python}", f"--python-platform={machine}-{PLATFORM}", "--only-binary=:all:"]
     command += [f"--no-binary={SOURCE}", *(["--no-deps"] if flavour.same else [])]
     command += ["--constraints", folder / "pinned.txt", "--output-file", target, folder / "requirements.in"]
     subprocess.run(command, check=True, env=os.environ | {"UV_DEFAULT_INDEX": index})
@@ -130,13 +133,15 @@ def lock(flavour: Flavour, upgrade: bool) -> int:
     """Write the file of a flavour; return the number of packages."""
     held = {name: version for name, version in read_pins("constraints.txt").items() if name in HELD}
     present = read_pins(flavour.same or flavour.file) if flavour.same or not upgrade else {}
+    machines = MACHINES if flavour.complete else MACHINES[:1]
     found: dict[str, Pins] = {}
     with tempfile.TemporaryDirectory() as folder:
         pinned = present | held
-        for python in PYTHONS:
-            for package in resolve(flavour, python, pinned, Path(folder)):
+        for machine, python in itertools.product(machines, PYTHONS):
+            for package in resolve(flavour, machine, python, pinned, Path(folder)):
                 name, version = package["name"], package["version"]
                 pins = found.setdefault(name, Pins())
+                pins.machines.add(machine)
                 if version not in pins.versions.values():
                     pins.versions[python] = version
                 files = [*package.get("wheels", []), *([package["sdist"]] if name == SOURCE else [])]
@@ -144,9 +149,11 @@ def lock(flavour: Flavour, upgrade: bool) -> int:
                 pinned = {name: version, **pinned}
     if not flavour.complete:
         found = {name: pins for name, pins in found.items() if name != "pip" and not OF_TORCH.match(name)}
-    lines = [line for name in sorted(found) for line in found[name].lines(name)]
+    lines = [line for name in sorted(found) for line in found[name].lines(name, machines)]
     about = f"# Pinned versions {flavour.about}\n"
-    supported = f"# Linux, CPython {PYTHONS[0]} to {PYTHONS[-1]}. 'make lock' writes this file.\n"
+    supported = (
+        f"# Linux on {' and '.join(machines)}, CPython {PYTHONS[0]} to {PYTHONS[-1]}. 'make lock' writes this file.\n"
+    )
     (TOP / flavour.file).write_text("\n".join([about + supported.rstrip(), *lines, ""]), encoding="utf-8")
     return len(found)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import venv
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 TOP = Path(__file__).resolve().parents[2]
 LOCK = TOP / "constraints-unsloth.txt"
 PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:")
-WITHOUT_AARCH64 = {"xformers"}  # no wheel of the locked version
 
 
 @pytest.mark.slow
@@ -33,18 +31,3 @@ def test_the_lock_is_installed_and_imported_as_far_as_a_cpu_allows(tmp_path: Pat
     ):
         done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=False)
         assert (raises in done.stderr) if raises else done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_all_but_one_package_have_wheels_for_aarch64(tmp_path: Path) -> None:
-    pins = [line.split()[0] for line in LOCK.read_text().splitlines() if "==" in line and not line.startswith("#")]
-    kept = [pin for pin in pins if pin.partition("==")[0] not in WITHOUT_AARCH64]
-    assert len(kept) == len(pins) - len(WITHOUT_AARCH64)
-    (tmp_path / "pins.txt").write_text("\n".join(kept) + "\n")
-    platforms = ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 40))]
-    where = [f"--platform={platform}" for platform in platforms] + [
-        "--python-version=3.12",
-        f"--target={tmp_path}/none",
-    ]
-    subprocess.run([sys.executable, *PIP, "--dry-run", *where, "-r", tmp_path / "pins.txt"], check=True)

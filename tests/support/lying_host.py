@@ -140,6 +140,7 @@ def health(host: Host) -> dict[str, Any]:
         "gpu": {"cards": 1, "gpus": [{"name": "A", "total_mib": 1, "used_mib": 1}], "users": ["1, x, 2 MiB"]},
         "hardware": hardware(),
         "files": {"damaged": ["/d/x"], "equal": {"datasets/a": "0" * 64}},
+        "wsl": {"networking": "nat", "sshd": False, "driver": ["nvidia-driver-580"], "memory_set": False},
     }  # fmt: skip
 
 

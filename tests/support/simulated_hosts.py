@@ -76,7 +76,7 @@ class Cluster:
         answer = honest(verb, request, host, number)
         if verb == "health":
             answer["names"]["addresses"] = {other.name: [other.address] for other in self.hosts if other is not host}
-            answer |= {"busy": [], "torchruns": [], "clock": [time.time(), time.time()], "files": {}}
+            answer |= {"busy": [], "torchruns": [], "clock": [time.time(), time.time()], "files": {}, "wsl": None}
             answer["gpu"] = {"cards": 0, "gpus": [], "users": []}
         if verb == "begin":
             self.began = self.began or time.monotonic()

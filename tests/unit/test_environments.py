@@ -91,6 +91,30 @@ def test_an_error_is_one_line(host: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_an_aarch64_host_has_an_environment_of_its_own_with_the_same_versions() -> None:
+    made = unsloth_plan({"a": info(), "b": info(machine="aarch64"), "c": info(machine="aarch64")}, packages="standard")
+    assert [made["hosts"][name]["builder"] for name in "abc"] == ["a", "b", "b"]
+    assert [made["hosts"][name]["flavour"] for name in "abc"] == ["cpu"] * 3
+    grace = unsloth_plan({"b": info(machine="aarch64", driver="580.95.05", capabilities=["12.1"])})
+    assert grace["hosts"]["b"]["todo"] == "all" and grace["hosts"]["b"]["flavour"] == "cu130" and grace["locked"]
+
+
+def test_a_package_without_a_wheel_for_the_architecture_is_named() -> None:
+    infos = {"a": info(), "b": info(machine="aarch64")}
+    with pytest.raises(EnvironmentBuildError) as refused:
+        unsloth_plan(infos, packages="standard", extras=["torchft"])
+    assert str(refused.value) == (
+        "b: torchft has no wheels for aarch64: omit it from python_extras, or exclude the host with --limit"
+    )
+    assert unsloth_plan({"a": info()}, packages="standard", extras=["torchft"])["todo"]
+    assert plan({"a": info(machine="riscv64")}, REQUEST)["a"]["todo"] == "all", "without torch"
+    with pytest.raises(
+        EnvironmentBuildError, match="a: torch has no wheels for riscv64, only for x86_64 and aarch64: set"
+    ):
+        unsloth_plan({"a": info(machine="riscv64")}, packages="standard")
+    assert unsloth_plan(infos, packages="standard", extras=["gpu", "deepspeed", "wandb"])["todo"]
+
+
 @pytest.mark.parametrize(
     ("wanted", "hosts", "build"),
     [
@@ -312,11 +336,14 @@ def unsloth_plan(infos: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any
 
 def test_the_lock_of_unsloth_is_the_whole_environment_of_a_node() -> None:
     lock = resolve.read_constraints(TOP / "constraints-unsloth.txt")
-    assert all(re.fullmatch(r"[a-z0-9-]+==[^ ]+( --hash=sha256:[0-9a-f]{64})+", line) for line in lock)
+    assert all(
+        re.fullmatch(r"[a-z0-9-]+==[^ ;]+(; platform_machine == 'x86_64')?( --hash=sha256:[0-9a-f]{64})+", line)
+        for line in lock
+    )
     wanted = [
         Requirement(line) for line in resolve.requirements(TOP / "pyproject.toml", ["unsloth", "nvml"], torch=True)
     ]
-    pinned = {name: version.split()[0] for name, _, version in (line.partition("==") for line in lock)}
+    pinned = {name: re.split("[ ;]", version)[0] for name, _, version in (line.partition("==") for line in lock)}
     for requirement in wanted:
         assert pinned[resolve.normal_name(requirement.name)] in requirement.specifier, requirement
     assert pinned["triton"] and any(name.startswith("nvidia-nccl-cu13") for name in pinned), (
@@ -345,11 +372,6 @@ def test_site_plans_the_environment_of_unsloth() -> None:
         ({"a": info()}, {}, r"capability of 7.5 or higher \(no host has a driver\): install the driver"),
         ({"a": info(driver="550.1", capabilities=["8.9"])}, {}, r"driver 580 or newer .* \(a: driver 550.1\)"),
         ({"a": info(driver="580.1", capabilities=["6.1"])}, {}, "set python_flavour: standard"),
-        (
-            {"a": info(**GPU, machine="aarch64")},
-            {},
-            "a: python_flavour is unsloth, whose lock is for x86_64, but the host",
-        ),
         ({"a": info(**GPU)}, {"extras": ["deepspeed"]}, "python_lock has digests, but not for deepspeed"),
         (
             {"a": info(**GPU)},

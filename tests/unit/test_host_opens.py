@@ -66,6 +66,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainyard/remote/relay.py": {"_umask": KERNEL},
     "trainyard/remote/slurm_checks.py": {"_inspect_nodes": ROOT},
     "trainyard/remote/verified_tree.py": {"": "programs of the queue, which no rank can reach"},
+    "trainyard/remote/wsl.py": {
+        "gather": "the home folders of Windows, which no rank can write",
+        "text": "reads /proc, and a file in a home folder of Windows",
+    },
     "trainyard/queue/carry.py": {
         "": "the folder of the queue, which no rank can reach; hosts are reached through verbs"
     },

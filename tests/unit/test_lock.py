@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tools import lock
-from trainyard.python_env.resolve import normal_name
+from trainyard.python_env.resolve import MACHINES, normal_name
 
 
 @pytest.mark.parametrize("name", list(lock.flavours()))
@@ -22,7 +22,8 @@ def test_every_requirement_has_a_pin_that_it_accepts(name: str) -> None:
     text = (lock.TOP / flavour.file).read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     digests = r"( --hash=sha256:[0-9a-f]{64})+" if flavour.complete else ""
-    assert all(re.fullmatch(rf"[a-z0-9-]+==[^\s;]+(; python_version \S+ '3\.\d+')?{digests}", line) for line in lines)
+    marker = r"(; (python_version \S+ '3\.\d+'|platform_machine == 'x86_64'))?"
+    assert all(re.fullmatch(rf"[a-z0-9-]+==[^\s;]+{marker}{digests}", line) for line in lines)
 
 
 def test_no_requirement_excludes_a_later_release_without_a_reason() -> None:
@@ -33,8 +34,19 @@ def test_no_requirement_excludes_a_later_release_without_a_reason() -> None:
 
 
 def test_a_package_may_have_two_versions() -> None:
-    pins = lock.Pins({"3.11": "2.19", "3.14": "2.21"}, {"b", "a"})
-    assert pins.lines("ansible-core") == [
+    pins = lock.Pins({"3.11": "2.19", "3.14": "2.21"}, {"b", "a"}, set(MACHINES))
+    assert pins.lines("ansible-core", MACHINES) == [
         "ansible-core==2.19; python_version < '3.14' --hash=sha256:a --hash=sha256:b",
         "ansible-core==2.21; python_version >= '3.14' --hash=sha256:a --hash=sha256:b",
+    ]
+
+
+def test_a_package_that_one_architecture_needs_has_a_marker() -> None:
+    pins = lock.Pins({"3.11": "0.1"}, {"a"}, {"x86_64"})
+    assert pins.lines("xformers", MACHINES) == ["xformers==0.1; platform_machine == 'x86_64' --hash=sha256:a"]
+    assert pins.lines("xformers", ["x86_64"]) == ["xformers==0.1 --hash=sha256:a"]
+    pins.versions["3.14"] = "0.2"
+    assert [line.partition("; ")[2] for line in pins.lines("xformers", MACHINES)] == [
+        "python_version < '3.14' and platform_machine == 'x86_64' --hash=sha256:a",
+        "python_version >= '3.14' and platform_machine == 'x86_64' --hash=sha256:a",
     ]

@@ -259,8 +259,10 @@ def test_health_of_this_machine(tmp_path: Path) -> None:
             "memory_mib": 16,
             "address": "127.0.0.1",
             "ollama_port": free_ports(1)[0],
+            "ssh_port": 22,
         }
     )
+    assert answer["wsl"] is None
     assert answer["files"]["damaged"] == [str(store / "0123456789abcdef.jsonl")]
     assert answer["hardware"]["models"] is None and answer["hardware"]["cores"] >= 1 and answer["hardware"]["cpu"]
     assert answer["names"]["addresses"]["localhost"] == ["127.0.0.1"]

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 
 TIME_LIMIT = 20.0  # s
+WSL = (
+    "/usr/lib/wsl/lib/nvidia-smi"  # WSL2 adds this folder to the PATH of its own shells, not to that of an SSH session
+)
+
+
+def program() -> str:
+    """Return the path of nvidia-smi, or an empty string without a driver."""
+    return shutil.which("nvidia-smi") or shutil.which(WSL) or ""
 
 
 def query(*fields: str, subject: str = "gpu") -> list[list[str]]:
@@ -37,9 +46,7 @@ def nvlinks() -> dict[str, int]:
 def _lines(*arguments: str) -> list[str]:
     """Return the lines that nvidia-smi prints; none if it fails."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=TIME_LIMIT, check=False
-        )
+        done = subprocess.run([program(), *arguments], capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []

@@ -14,6 +14,8 @@ from trainyard.preflight.host_state import HostState
 CLOCK_SKEW = 2.0  # s from the median of all clocks
 SLOW_LINK = 300.0  # Mbit/s: a 100 Mbit port or Wi-Fi, not a gigabit link under load
 SLOW_PING = 5.0  # ms round trip
+# Lets other machines connect to WSL2: learn.microsoft.com/windows/wsl/networking
+HYPER_V = "Set-NetFirewallHyperVVMSetting -Name '{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}' -DefaultInboundAction Allow"
 STALL_SIZE = 128  # KiB that `mesh` sends at once to find paths that drop large packets
 
 
@@ -208,6 +210,10 @@ def firewalls(states: Sequence[HostState], high_ports: Sequence[int], head_port:
             which = "high TCP ports (32768-60999), on which gloo and NCCL listen,"
         text = f"{', '.join(blocked)} cannot reach {which} of this host ({error})"
         remedy = f"its firewall drops the connections: {front_end.playbook('site')} opens all TCP ports between cluster addresses"
+        if target.health.get("wsl"):
+            remedy = (
+                f"the Hyper-V firewall of Windows drops the connections: run {HYPER_V} in PowerShell as administrator"
+            )
         found.append(Finding("firewall", target.name, "failure", text, remedy))
     return found
 

@@ -20,6 +20,8 @@ MEMORY_LOW = 2048  # MiB
 LINK_LOW = 1000  # Mbit/s that a wired NIC should have negotiated
 SLOW_LOOKUP = 3.0  # s to resolve the names of all peers
 CORE_SHARE = 0.75  # minimum share of a core that a busy loop should get
+WSL_CONFIG = r"[wsl2] in %UserProfile%\.wslconfig of Windows"
+WSL_MEMORY = f"set memory under {WSL_CONFIG}, and run wsl --shutdown there"
 
 # Messages of the OpenSSH client or a connection plugin, and the remedy. The first match applies.
 SSH_REMEDIES = {
@@ -118,12 +120,39 @@ def memory(state: HostState, memory_mib: int) -> list[Finding]:
     """Check the memory. `memory_mib` is what one process must be able to allocate."""
     out, health = _Findings(state.name), state.health
     available, total = health["memory"]["available_mib"], health["memory"]["total_mib"]
+    raise_limit = WSL_MEMORY if health.get("wsl") else "raise the memory limit of the host"
     if not health["memory_allocated"]:
         text = f"a process cannot allocate {memory_mib} MiB of memory ({available} of {total} MiB are reported as free)"
-        out.failure("memory", text, "end the programs that use it, or raise the memory limit of the host")
+        out.failure("memory", text, f"end the programs that use it, or {raise_limit}")
     elif available < MEMORY_LOW:
         text = f"{available} of {total} MiB of memory are free"
-        out.warning("memory", text, "end the programs that use it, or use a smaller model")
+        other = WSL_MEMORY if health.get("wsl") else "use a smaller model"
+        out.warning("memory", text, f"end the programs that use it, or {other}")
+    return out.found
+
+
+def wsl(state: HostState, hosts: int) -> list[Finding]:
+    """Check what Windows sets for a host that runs in WSL2. `hosts`: the number of hosts in the cluster."""
+    out, found = _Findings(state.name), state.health.get("wsl")
+    if not found:
+        return []
+    reached = hosts > 1 and state.facts["interface"] != "lo"  # by other machines
+    if reached and found["networking"] not in ("mirrored", "bridged"):
+        text = f"runs in WSL2 with the networking mode {found['networking']}, in which other machines do not reach it"
+        remedy = f"set networkingMode=mirrored under {WSL_CONFIG} (11 22H2 or newer), and run wsl --shutdown there"
+        out.failure("wsl", text, remedy)
+    if reached and not found["sshd"]:
+        text = f"runs in WSL2, and no SSH server listens on port {state.host.login.port or 22}"
+        remedy = "install openssh-server in WSL2, set systemd=true under [boot] in /etc/wsl.conf, and run wsl --shutdown in Windows"
+        out.warning("wsl", text, remedy)
+    if found["driver"]:
+        names = " ".join(found["driver"])
+        text = f"runs in WSL2, where the driver of Windows must be the only one, and has the packages {names}"
+        out.failure("wsl", text, f"run sudo apt-get purge {names}, and install the driver in Windows")
+    if not found["memory_set"]:
+        total = state.health["memory"]["total_mib"] / 1024
+        text = f"WSL2 has {total:.1f} GiB of memory, by default half of that of Windows"
+        out.note("wsl", text, f"if a run needs more, {WSL_MEMORY}")
     return out.found
 
 

@@ -56,6 +56,7 @@ def gather(
             "memory_mib": memory_mib,
             "peers": [host.name for host in hosts if host is not state.host],
             "sudo": state.host.managed,
+            "ssh_port": state.host.login.port or 22,
         }
         requests[state.name] = functools.partial(_timed_health, connections[state.name], request)
     fan_out = FanOut(requests).wait(HEALTH_LIMIT)

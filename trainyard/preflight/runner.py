@@ -104,6 +104,7 @@ def check(
         findings += host_checks.memory(state, MEMORY_MIB)
         findings += host_checks.processor(state)
         findings += host_checks.accelerator(state)
+        findings += host_checks.wsl(state, len(states))
     for state in answered:
         findings += host_checks.environment(state)
         findings += host_checks.disk_space(state, host_checks.RUN_OVERHEAD)

@@ -186,6 +186,8 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
         raise EnvironmentBuildError(
             f"{host}: {info['link']} exists and trainyard did not create it: move it, or set python_env: as-is"
         )
+    if error := resolve.wheel_error(info["machine"], request.requirements):
+        raise EnvironmentBuildError(f"{host}: {error}")
     if info["env"] == "conda":
         return
     if not info["version"]:

@@ -27,6 +27,8 @@ NODE_BASE = ("pydantic", "pyyaml")  # what the run spec needs: dependencies of t
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # those for which all pinned packages have wheels
+MACHINES = ("x86_64", "aarch64")  # architectures for which all pinned packages but ONLY_X86_64 have wheels
+ONLY_X86_64 = ("torchft",)
 
 
 class EnvironmentBuildError(Exception):
@@ -121,6 +123,16 @@ def normal_name(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", match[0]).lower() if match else ""
 
 
+def wheel_error(machine: str, requirements: Sequence[str]) -> str:
+    """Return what has no wheels for an architecture, and the remedy, in one line without the host; empty if all have some."""
+    names = {normal_name(line) for line in requirements}
+    if machine not in MACHINES and "torch" in names:
+        return f"torch has no wheels for {machine}, only for {' and '.join(MACHINES)}: set python_env: as-is, and cluster_python"
+    if missing := [name for name in ONLY_X86_64 if name in names and machine != "x86_64"]:
+        return f"{', '.join(missing)} has no wheels for {machine}: omit it from python_extras, or exclude the host with --limit"
+    return ""
+
+
 def check_unsloth(infos: Mapping[str, Mapping[str, Any]], flavour: str) -> None:
     """Check that the hosts can have the environment of unsloth, whose torch is the newest CUDA build.
 
@@ -129,13 +141,8 @@ def check_unsloth(infos: Mapping[str, Mapping[str, Any]], flavour: str) -> None:
         flavour: the build of torch that the drivers and GPUs of the hosts support.
 
     Raises:
-        EnvironmentBuildError: no host has a GPU, or a host has another architecture, an old driver or an old GPU.
+        EnvironmentBuildError: no host has a GPU, or a host has an old driver or an old GPU.
     """
-    if other := next((host for host, info in infos.items() if info["machine"] != "x86_64"), None):
-        raise EnvironmentBuildError(
-            f"{other}: python_flavour is unsloth, whose lock is for x86_64, but the host is {infos[other]['machine']}: set "
-            "python_flavour: standard"
-        )
     build, driver, capability, _ = BUILDS[0]
     if flavour != build:
         found = ", ".join(f"{host}: driver {info['driver']}" for host, info in infos.items() if info["driver"])

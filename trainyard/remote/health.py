@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.supervise import nvidia_smi
 from trainer.supervise.link_free import LinkFreePath
-from trainyard.remote import hardware
+from trainyard.remote import hardware, wsl
 from trainyard.remote.digests import sha256_file
 from trainyard.remote.network import interface_details
 from trainyard.remote.trees import files_below, matching
@@ -46,7 +46,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: what `hardware.gather` needs; `run`, the name of a run or an empty string; `peers`, the names of the other hosts;
-            `memory_mib`, what a process must be able to allocate; `sudo`, whether trainyard configures the host as root.
+            `memory_mib`, what a process must be able to allocate; `sudo`, whether trainyard configures the host as root;
+            `ssh_port`, that of its SSH server.
 
     Returns:
         See the functions of this module. `clock` has this host's time at the start and at the end, in seconds since the
@@ -71,6 +72,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "gpu": gpu_state(),
         "hardware": hardware.gather(request),
         "files": files(data_dir, request["run"]),
+        "wsl": wsl.gather(request["ssh_port"]),
         "sudo": sudo() if request["sudo"] else True,
         "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,
     }

@@ -107,7 +107,7 @@ def gpu_use() -> list[dict[str, Any]]:
         For each GPU `uuid`, `name`, `utilisation_percent`, `memory_used_mib`, `memory_total_mib`, `temperature_c`, `power_w`
         and `power_limit_w`.
     """
-    if not shutil.which("nvidia-smi"):
+    if not nvidia_smi.program():
         return []
     return [
         {

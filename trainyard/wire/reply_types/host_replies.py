@@ -153,6 +153,13 @@ class Files(OpenReply):
     equal: Annotated[dict[Line, Line], Field(max_length=FILES_LIMIT)]
 
 
+class Wsl(OpenReply):
+    networking: Annotated[str, Field(pattern=r"^[a-z0-9]{1,20}$")]
+    sshd: Flag
+    driver: Annotated[list[Annotated[str, Field(pattern=r"^[a-z0-9.+-]{1,80}$")]], Field(max_length=100)]
+    memory_set: Flag
+
+
 class Health(OpenReply):
     hostname: Line
     devices: Annotated[list[Device], Field(max_length=1000)]
@@ -167,6 +174,7 @@ class Health(OpenReply):
     gpu: GpuState
     hardware: NotRequired[Hardware]
     files: Files
+    wsl: NotRequired[Wsl | None]
     sudo: Flag
     inodes_free: Count
     clock: Annotated[list[Number], Field(min_length=2, max_length=2)]

@@ -1,0 +1,65 @@
+"""What has wheels for aarch64, from the metadata of the package index: a nightly test, because it needs a network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.wheels import PYTHONS, SOURCE
+from tools import lock
+from trainyard.python_env import resolve
+
+TOP = Path(__file__).resolve().parents[2]
+UV = Path(sys.executable).with_name("uv")
+ENVIRONMENT = os.environ | {"UV_DEFAULT_INDEX": os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")}
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+def uv(machine: str, python: str, command: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of uv pip for another machine; no wheel is downloaded."""
+    argv = [
+        UV,
+        "pip",
+        command,
+        "--no-config",
+        f"--python-version={python}",
+        f"--python-platform={machine}-manylinux_2_28",
+    ]
+    argv += ["--only-binary=:all:", *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+
+
+def compiled(folder: Path, machine: str, python: str, extras: list[str]) -> subprocess.CompletedProcess[str]:
+    wanted = folder / "requirements.in"
+    wanted.write_text("\n".join(resolve.requirements(TOP / "pyproject.toml", extras, torch=True)))
+    return uv(machine, python, "compile", f"--no-binary={SOURCE}", "--constraints", TOP / "constraints.txt", wanted)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_pins_of_a_node_have_wheels_for_aarch64(tmp_path: Path, python: str) -> None:
+    done = compiled(tmp_path, "aarch64", python, ["nvml", "gpu", "deepspeed", "wandb"])
+    assert done.returncode == 0 and "bitsandbytes==" in done.stdout and "torch==" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", resolve.ONLY_X86_64)
+def test_what_is_refused_on_aarch64_has_no_wheel_there(tmp_path: Path, name: str) -> None:
+    assert compiled(tmp_path, "x86_64", "3.12", [name]).returncode == 0
+    done = compiled(tmp_path, "aarch64", "3.12", [name])
+    assert done.returncode != 0 and f"{name}==" in done.stderr and "no usable wheels" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("machine", resolve.MACHINES)
+@pytest.mark.parametrize("python", [PYTHONS[0], PYTHONS[-1]])
+def test_the_lock_of_unsloth_has_the_digests_of_every_machine(tmp_path: Path, machine: str, python: str) -> None:
+    flavour = lock.flavours()["unsloth"]
+    lines = {resolve.normal_name(line): line for line in resolve.read_constraints(TOP / flavour.file)}
+    packages = lock.resolve(flavour, machine, python, lock.read_pins(flavour.file), tmp_path)
+    assert ("xformers" in {package["name"] for package in packages}) == (machine == "x86_64")
+    for package in packages:
+        line = lines[package["name"]]
+        assert line.startswith(f"{package['name']}=={package['version']}") and package["wheels"]
+        assert all(wheel["hashes"]["sha256"] in line for wheel in package["wheels"]), package["name"]
