@@ -17,7 +17,7 @@ from run_hosts import TOP
 from test_run_session import dataset
 
 from trainer.common.errors import UserError
-from trainyard.workflows.push_run import PushOptions, check_push, model_card
+from trainyard.workflows.push_run import PushOptions, check_push
 
 
 @pytest.fixture
@@ -63,7 +63,8 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
     assert hub.created == [{"name": "first", "organization": "me", "visibility": "private"}]
     card = (there / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["library_name"] == "peft"
-    assert "| steps | 2 |" in card and "    max_steps: 2" in card and str(tmp_path) not in card
+    assert "| steps | 2 of 2," in card and "\nmax_steps: 2\n" in card and "| dataset | questions.jsonl" in card
+    assert str(tmp_path) not in card
 
     again = call(
         "ansible-playbook", "playbooks/push.yml", "-e", "run=first", "-e", "push=me/all", "-e", "push_as=merged,gguf"
@@ -72,6 +73,7 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
     all_forms = hub.folder / "models/me/all"
     merged = folder / "runs/first/merged/model.safetensors"
     assert (all_forms / "merged/model.safetensors").read_bytes() == merged.read_bytes()
+    assert (all_forms / "README.md").read_text() == card
     assert len(GGUFReader(all_forms / "first.gguf").tensors) > 20
     refused = call(
         "ansible-playbook", "playbooks/push.yml", "-e", "run=first", "-e", "push=me/first", HF_TOKEN="hf_wrong"
@@ -94,21 +96,3 @@ def test_what_cannot_be_pushed_is_known_before_the_run(monkeypatch: pytest.Monke
             check_push(PushOptions.from_variables({"run": "r"} | values, "push"))
     with pytest.raises(UserError, match=r"push: expected OWNER/NAME, got '\.\./b'"):
         PushOptions.from_variables({"run": "r", "push": "../b"}, "push")
-
-
-def test_a_model_card_shows_nothing_that_a_host_makes_up() -> None:
-    origin = {"model": "org/base", "dataset": "/srv/secret/`x`\n# Heading"}
-    spec = {"lr": 0.001, "dataset": "/srv/x", "logdir": "/srv", "system": "```\n# no heading", "tokenizer": "/srv/t"}
-    card = model_card("r", "adapter", "org/base", origin, spec, {"step": 4, "loss_last": 0.5, "eval_loss": "[x](y)"})
-    assert yaml.safe_load(card.split("---")[1]) == {
-        "library_name": "peft",
-        "tags": ["trainyard"],
-        "base_model": "org/base",
-    }
-    assert [line for line in card.splitlines() if line.startswith("#")] == ["# r"]
-    assert (
-        "/srv" not in card
-        and "| loss of the last step | 0.5 |" in card
-        and "[x]" not in card
-        and "    lr: 0.001" in card
-    )

@@ -5,6 +5,7 @@ import importlib.metadata
 import itertools
 import json
 import platform
+import re
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from trainer import __version__
 from trainer.common.errors import UserError
 from trainer.common.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
+from trainer.common.formats import counted
 from trainer.config import RunSpec
 from trainer.costs.cost import EXPORT_PART
 from trainer.data.data_report import DataReport
@@ -278,12 +280,16 @@ def read_origin(run_dir: Path) -> dict[str, str]:
 def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[str], data: str) -> None:
     """Write the model card `folder/README.md`: front matter for the hub, then the origin of the weights.
 
+    The card may be published: of paths it has the last name, and no names of hosts.
+
     Args:
         hosts: host name of every rank, in rank order.
         data: digest of the encoded samples.
     """
     origin = read_origin(folder.parent)
     model, dataset = origin.get("model", spec.model), origin.get("dataset", spec.dataset_name)
+    front = _front_matter(spec, model, dataset)
+    model, dataset = (_FOLDERS.sub("", name) for name in (model, dataset))
     versions = {"python": platform.python_version(), "trainyard": __version__}
     versions |= {name: importlib.metadata.version(name) for name in _PACKAGES}
     eval_loss = "none" if result["eval_loss"] is None else f"{result['eval_loss']:.4f}"
@@ -295,16 +301,20 @@ def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[
         "steps": f"{result['step']} of {result['steps']}, {result['samples']} samples, {result['tokens']} tokens",
         "loss": f"{result['loss_first']:.4f} -> {result['loss_last']:.4f}, held out: {eval_loss}",
         **({"rank of the adapter": str(rank)} if (rank := result.get("adapter_rank")) else {}),
-        "ranks": f"{len(hosts)} on {', '.join(dict.fromkeys(hosts))} (strategy {spec.strategy})",
+        "ranks": f"{len(hosts)} on {counted(len(set(hosts)), 'host')} (strategy {spec.strategy})",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
+    shown = _FOLDERS.sub("", spec.to_yaml())
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     text = (
-        f"---\n{yaml.safe_dump(_front_matter(spec, model, dataset), sort_keys=False)}---\n\n"
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n"
         f"# {spec.run}\n\nTrained with trainyard.\n\n"
-        f"| | |\n| --- | --- |\n{rows}\n\n## Run spec\n\n```yaml\n{spec.to_yaml()}```\n"
+        f"| | |\n| --- | --- |\n{rows}\n\n## Run spec\n\n```yaml\n{shown}```\n"
     )
     write_atomic(folder / "README.md", text)
+
+
+_FOLDERS = re.compile(r"(?<![^\s'\"])/(?:[^\s'\",]*/)?")  # of an absolute path
 
 
 def _front_matter(spec: RunSpec, model: str, dataset: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A line of the file `env` ends with a line feed, and a variable ends with NUL. UTF-8 has no surrogates.
 _NOT_IN_VARIABLE = re.compile("[\0\n\ud800-\udfff]")
 _MAX_VARIABLES = 1000
-HUB_ID = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}"
+HUB_NAME = r"^([A-Za-z0-9_-][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,95})?$"
 PUSH_FORMS = (
     "what is pushed: result (adapter or model), merged (of a run with merge=true), gguf (for llama.cpp and Ollama)"
 )
@@ -203,7 +203,7 @@ class LaunchOptions(PlaybookOptions):
     push: str = declare(
         "",
         "repository of the Hugging Face Hub, OWNER/NAME, which gets the result when the run has finished; the token is in HF_TOKEN",
-        pattern=_or_empty(HUB_ID),
+        pattern=HUB_NAME,
         expected="OWNER/NAME",
     )
     push_as: Words = declare(("result",), PUSH_FORMS, min_length=1)

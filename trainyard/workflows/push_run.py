@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
@@ -15,35 +14,27 @@ from pydantic.fields import FieldInfo
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
-from trainer.config import RunSpec
 from trainer.config.fields import Words, declare
 from trainer.config.yaml_text import YamlError, parse_yaml
+from trainer.data.dataset_files import HUB_ID
 from trainyard.deploy.run_export import RunExport
 from trainyard.deploy.trained_run import TrainedRun, find_run
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.follow.artifacts import ADAPTER_CONFIG, with_base_model
-from trainyard.run.launch_options import HUB_ID, PUSH_FORMS, LaunchOptions
+from trainyard.run.launch_options import HUB_NAME, PUSH_FORMS, LaunchOptions
 from trainyard.wire.connection import Host, HostConnection, RemoteError
 from trainyard.wire.copy_files import copy_artifacts
 from trainyard.wire.replies import ReplyError
 from trainyard.wire.run_errors import RunError
 
 Form = Literal["result", "merged", "gguf"]
-_RESULTS = {
-    "step": "steps",
-    "tokens": "tokens",
-    "world_size": "ranks",
-    "loss_first": "loss of the first step",
-    "loss_last": "loss of the last step",
-    "eval_loss": "held-out loss",
-}
 
 
 class PushOptions(PlaybookOptions):
     """What is pushed, and to which repository."""
 
     run: str = declare("", "name of a finished run", min_length=1)
-    push: str = declare("", "repository of the hub, OWNER/NAME", pattern=f"^({HUB_ID})?$", expected="OWNER/NAME")
+    push: str = declare("", "repository of the hub, OWNER/NAME", pattern=HUB_NAME, expected="OWNER/NAME")
     push_as: Words = declare(("result",), PUSH_FORMS, min_length=1)
     push_public: bool = declare(False, "make a new repository public")
 
@@ -114,8 +105,7 @@ def push_run(
         return {"changed": True, "msg": f"would push {options.run} to {options.push}"}
     try:
         with tempfile.TemporaryDirectory(prefix="trainyard-push-") as folder:
-            card = _copy(run, options.push_as, connections[run.host.name], Path(folder), connect, home, report)
-            (Path(folder) / "README.md").write_text(card, encoding="utf-8")
+            _copy(run, options.push_as, connections[run.host.name], Path(folder), connect, home, report)
             url = _upload(Path(folder), options, token)
     except (RemoteError, ReplyError, YamlError) as error:
         raise RunError(f"push: {run.host.name}: {error}") from None
@@ -132,18 +122,16 @@ def _copy(
     connect: Callable[[Host], HostConnection],
     home: Path,
     report: Callable[[str], None],
-) -> str:
-    """Copy the files of a run to `folder`, where those of its result are at the top; return the model card."""
+) -> None:
+    """Copy the files of a run to `folder`, where those of its result are at the top, and its model card."""
     name = PurePosixPath(run.folder).name
-    text = connection.call("read_files", {"run_dir": run.folder, "text": ["result.json", "spec.yml", "origin.json"]})[
-        "text"
-    ]
-    result, origin, spec = (parse_yaml(text.get(file) or "{}") for file in ("result.json", "origin.json", "spec.yml"))
-    if not all(isinstance(each, dict) for each in (result, origin, spec)):
-        raise RemoteError(f"{run.folder} has not the files of a run")
-    base = _word(origin.get("model"))
+    text = connection.call("read_files", {"run_dir": run.folder, "text": ["origin.json"]})["text"]
+    origin = parse_yaml(text.get("origin.json") or "{}")
+    base = str(origin.get("model", "") if isinstance(origin, dict) else "")
+    base = base if HUB_ID.fullmatch(base) else PurePosixPath(base).name
     edits = {ADAPTER_CONFIG: lambda config: with_base_model(base, config)}
-    patterns = [pattern for form, pattern in (("result", f"{run.kind}/*"), ("merged", "merged/*")) if form in forms]
+    patterns = [f"{run.kind}/*" if "result" in forms else f"{run.kind}/README.md"]
+    patterns += ["merged/*"] if "merged" in forms else []
     if "gguf" in forms:
         work = home / ".trainyard/deploy"
         work.mkdir(parents=True, exist_ok=True)
@@ -151,7 +139,7 @@ def _copy(
         patterns.append(f"deploy/{PurePosixPath(gguf['path']).name}")
     report(f"{run.host.name}: copying {', '.join(forms)} of {name}")
     for pattern in patterns:
-        if not copy_artifacts(connection, run.folder, folder, [pattern], edits):
+        if not copy_artifacts(connection, run.folder, folder, [pattern], edits) and not pattern.endswith(".md"):
             raise RemoteError(f"{run.folder} has no {pattern.split('/')[0]}: train with merge=true, or change push_as")
     for path in (folder / run.kind).glob("*"):
         path.rename(folder / path.name)
@@ -160,38 +148,9 @@ def _copy(
     for empty in (run.kind, "deploy"):
         if (folder / empty).is_dir():
             (folder / empty).rmdir()
-    return model_card(name, run.kind, base, origin, spec, result)
-
-
-def model_card(
-    name: str, kind: str, base: str, origin: Mapping[str, Any], spec: Mapping[str, Any], result: Mapping[str, Any]
-) -> str:
-    """Return the text of README.md. What a host wrote is data in it: it makes no heading, link or line of metadata."""
-    data = _word(origin.get("dataset"))
-    about: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers", "tags": ["trainyard"]}
-    about |= {"base_model": base} if re.fullmatch(HUB_ID, base) else {}
-    about |= {"datasets": [data]} if re.fullmatch(HUB_ID, data) else {}
-    # Paths of a host say nothing elsewhere, and may say too much.
-    shown = {key: spec[key] for key in RunSpec.model_fields if key in spec and key not in ("run", "model", "dataset")}
-    shown = {key: value for key, value in shown.items() if "/" not in str(value)}
-    rows = [
-        f"| {what} | {result[key]:.4g} |" for key, what in _RESULTS.items() if isinstance(result.get(key), int | float)
-    ]
-    return "\n".join(
-        [
-            *("---", yaml.safe_dump(about, sort_keys=False).strip(), "---", "", f"# {_word(name)}", ""),
-            f"{'An adapter of' if kind == 'adapter' else 'A model that began as'} `{PurePosixPath(base).name}`, trained with "
-            f"[trainyard](https://github.com/trainyard/trainyard) on `{data if 'datasets' in about else PurePosixPath(data).name}`.",
-            *("", "| result | |", "| --- | --- |", *rows, "", "Run spec:", ""),
-            *(f"    {printable(line, 300)}" for line in yaml.safe_dump(shown).splitlines()),
-            "",
-        ]
-    )
-
-
-def _word(text: object) -> str:
-    """Return a name or path of a host without characters that have a meaning in Markdown or YAML."""
-    return re.sub(r"[^\w./:@+-]", "_", printable(text or "unknown", 200))
+    if not (folder / "README.md").exists():  # a merged run has none
+        front = {"library_name": "peft" if run.kind == "adapter" else "transformers", "tags": ["trainyard"]}
+        (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n\n# {name}\n", encoding="utf-8")
 
 
 def _upload(folder: Path, options: PushOptions, token: str) -> str:
