@@ -26,6 +26,15 @@ SAVED = 8.0
 KILL_WAIT = 30.0  # s after which Slurm kills a lease step that it has asked to end
 JOB_STATE = "/var/lib/slurm/slurmctld/job_state"
 RESTORE = f"systemctl stop slurmctld && cp -p /root/job_state {JOB_STATE} && systemctl start slurmctld"
+RECEIVER = """import http.server, json
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        print(told["run"], told["event"], flush=True)
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", 8085), Handler).serve_forever()"""
 SUMMING = Path(__file__).parents[1] / "support/summing_script.py"
 
 
@@ -207,15 +216,23 @@ def test_a_run_ends_at_its_time_limit_with_a_checkpoint(queue: QueueLab) -> None
 
 
 def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: QueueLab) -> None:
-    lab = queue.lab
-    wrong = queue.add("wrong", 5, hosts=["node2"], options={"master_port": 22})
-    long = queue.add("long", 100_000, hosts=["node1"], cores=1, counting=True)
+    """A server on the queue host is told of each end, and that the queue is empty."""
+    lab, notify = queue.lab, {"notify": ["http://127.0.0.1:8085/"]}
+    lab.inside(
+        lab.hosts[0],
+        f"cat >/tmp/receiver.py <<'_END_'\n{RECEIVER}\n_END_\nnohup python3 /tmp/receiver.py >/tmp/told 2>&1 & echo $! >/tmp/receiver.pid",
+    )
+    wrong = queue.add("wrong", 5, hosts=["node2"], options=notify | {"master_port": 22})
+    long = queue.add("long", 100_000, hosts=["node1"], cores=1, counting=True, options=notify)
     wrong.wait_phase("failed", 120)
     assert "port 22 is in use" in wrong.state()["exit"]["reason"] and len(wrong.state()["attempts"]) == 1
     long.wait(lambda state: state["phase"] == "running", "running", 120)
     lab.inside(lab.hosts[0], f"scancel {long.job}")
     long.wait_phase("cancelled", 120)
     lab.wait(lambda: lab.inside(lab.hosts[0], LEFT) == "", "ranks are left", 60)
+    told = lab.inside(lab.hosts[0], "cat /tmp/told; kill $(cat /tmp/receiver.pid)").splitlines()
+    assert {"wrong started", "wrong failed", "long started", "long stopped", "long queue empty"} == set(told), told
+    assert told[-1] == "long queue empty"
 
 
 @contextmanager
