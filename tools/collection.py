@@ -49,12 +49,14 @@ def write_collection(folder: Path) -> None:
         text = re.sub(r"(import_playbook: )(playbooks|\.\.)/", r"\1", path.read_text(encoding="utf-8"))
         (folder / "playbooks" / path.name).write_text(text, encoding="utf-8")
     shutil.copy(TOP / "LICENSE", folder)
-    (folder / "README.md").write_text(README.format(**PYPROJECT, documentation=PYPROJECT["urls"]["Documentation"]))
+    (folder / "README.md").write_text(
+        README.format(**PYPROJECT, documentation=PYPROJECT["urls"]["Documentation"]), encoding="utf-8"
+    )
     (folder / "meta").mkdir()
     core = next(each for each in PYPROJECT["dependencies"] if each.startswith("ansible-core")).removeprefix(
         "ansible-core"
     )
-    (folder / "meta/runtime.yml").write_text(f'---\nrequires_ansible: "{core}.0"\n')
+    (folder / "meta/runtime.yml").write_text(f'---\nrequires_ansible: "{core}.0"\n', encoding="utf-8")
     namespace, name = COLLECTION.split(".")
     galaxy = {
         "namespace": namespace,
@@ -70,7 +72,7 @@ def write_collection(folder: Path) -> None:
         "homepage": PYPROJECT["urls"]["Homepage"],
         "issues": PYPROJECT["urls"]["Issues"],
     }
-    (folder / "galaxy.yml").write_text(yaml.safe_dump(galaxy, sort_keys=False))
+    (folder / "galaxy.yml").write_text(yaml.safe_dump(galaxy, sort_keys=False), encoding="utf-8")
     use_full_names(folder)
     write_ignored(folder)
 
@@ -87,7 +89,7 @@ def write_ignored(folder: Path) -> None:
     lines += ["plugins/inventory/ollama.py validate-modules:use-fail-json-not-sys-exit"]
     (folder / "tests/sanity").mkdir(parents=True)
     version = ".".join(ansible.release.__version__.split(".")[:2])
-    (folder / f"tests/sanity/ignore-{version}.txt").write_text("".join(f"{line}\n" for line in lines))
+    (folder / f"tests/sanity/ignore-{version}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def use_full_names(folder: Path) -> None:
@@ -135,8 +137,9 @@ def main() -> None:
         sys.exit("usage: python tools/collection.py FOLDER")
     with tempfile.TemporaryDirectory() as temporary:
         write_collection(Path(temporary) / "cluster")
-        galaxy = [Path(sys.executable).parent / "ansible-galaxy", "collection", "build", "--force"]
-        subprocess.run([*galaxy, "--output-path", sys.argv[1], Path(temporary) / "cluster"], check=True)
+        galaxy = str(Path(sys.executable).with_name("ansible-galaxy"))
+        build = [galaxy, "collection", "build", "--force", "--output-path", sys.argv[1], f"{temporary}/cluster"]
+        subprocess.run(build, check=True)
 
 
 if __name__ == "__main__":
