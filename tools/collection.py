@@ -115,6 +115,11 @@ def use_full_names(folder: Path) -> None:
                 text = re.sub(
                     rf"(\|\s*|\bmap\(')({filters})\b", rf"\1{COLLECTION}.\2", path.read_text(encoding="utf-8")
                 )
+                text = re.sub(
+                    r"(ansible-playbook (?:-i \S+ )*(?:\{\{ _inventory \}\})?)(?:playbooks/)?(\w+)\.yml",
+                    rf"\1{COLLECTION}.\2",
+                    text,
+                )
                 if path.suffix == ".yml":
                     text = re.sub(
                         rf"^(\s+(?:- )?)({modules}):(?= *$| [&*\"])", rf"\1{COLLECTION}.\2:", text, flags=re.MULTILINE

@@ -1,6 +1,7 @@
 """How messages name commands and options: in the words of the front end that this process serves.
 
-A process serves `ansible-playbook`, or the program `trainyard`, all of which is inside `serving_program`.
+A process serves `ansible-playbook`, with playbooks of a folder or of a collection, or the program `trainyard`, all of which is inside
+`serving_program`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ import contextlib
 from collections.abc import Iterator
 
 _serves_program = False
+_collection = ""  # that has the playbooks; empty: they are in the project's folder
 _AT_THE_TOP = ("site", "train")  # playbooks that are not in the folder `playbooks`
+
+
+def serve_collection(name: str) -> None:
+    """Name the playbooks as those of a collection from now on."""
+    global _collection
+    _collection = name
 
 
 @contextlib.contextmanager
@@ -25,9 +33,9 @@ def serving_program() -> Iterator[None]:
 
 def playbook_of(command: str) -> str:
     """Return the playbook of a command, and the `-e` that it needs: `playbooks/stop.yml`, `playbooks/queue.yml -e do=add`."""
-    name, _, verb = command.partition(" ")
-    folder = "" if name in _AT_THE_TOP else "playbooks/"
-    return f"{folder}{name.replace('-', '_')}.yml{f' -e do={verb}' if verb else ''}"
+    word, _, verb = command.partition(" ")
+    name, folder = word.replace("-", "_"), "" if word in _AT_THE_TOP else "playbooks/"
+    return f"{f'{_collection}.{name}' if _collection else f'{folder}{name}.yml'}{f' -e do={verb}' if verb else ''}"
 
 
 def playbook(command: str) -> str:

@@ -8,13 +8,14 @@ from ansible.utils.display import Display
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import quoted
+from trainyard import front_end
 from trainyard.ansible_adapter import ClusterAction, failure
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.functions import train_step
 from trainyard.commands.groups import Group
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS
-from trainyard.project_folder import check_collection, project_folder
+from trainyard.project_folder import COLLECTION, check_collection, project_folder
 from trainyard.python_env.resolve import EnvironmentBuildError
 from trainyard.queue.manage import check_verb
 from trainyard.run.launch_options import names as launch_names
@@ -22,6 +23,8 @@ from trainyard.wire.connection import InventoryError, RemoteError
 from trainyard.wire.run_errors import RunError
 
 IN_COLLECTION = __name__.startswith("ansible_collections.")
+if IN_COLLECTION:
+    front_end.serve_collection(COLLECTION)
 ERRORS = (RunError, RemoteError, UserError, InventoryError, EnvironmentBuildError)
 
 

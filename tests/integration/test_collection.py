@@ -60,6 +60,10 @@ def test_a_run_of_the_collection(project: tuple[Path, dict[str, str]], tmp_path:
         done.stdout[-3000:] + done.stderr
     )
     assert (project[0] / "runs/first/adapter/adapter_config.json").is_file()
+    assert "to follow it again: ansible-playbook trainyard.cluster.attach -e run=first" in done.stdout, done.stdout[
+        -3000:
+    ]
+    assert "playbooks/" not in done.stdout
     wrong = run(project, "ansible-playbook", "trainyard.cluster.train", "-e", "model=tiny", "-e", "lr=fast")
     assert wrong.returncode and [line for line in wrong.stdout.splitlines() if line.startswith("error: ")] == [
         "error: run spec: lr: expected a number > 0 and <= 1e+38, got 'fast' (-e)"
