@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,12 @@ def test_what_is_not_sent_is_a_line_without_the_url() -> None:
     announce = announcer(lines, notify=[f"http://127.0.0.1:{free_port()}/token"])
     announce("finished", "mine")
     assert lines == ["warning: notify: 127.0.0.1: not sent: [Errno 111] Connection refused"]
+    with socket.create_server(("127.0.0.1", 0)) as server:  # one that does not speak HTTP
+        answer = threading.Thread(target=lambda: server.accept()[0].sendall(b"no\x1b[2J\r\n\r\n"))
+        answer.start()
+        announcer(lines, notify=[f"http://127.0.0.1:{server.getsockname()[1]}/token"])("finished", "mine")
+        answer.join()
+    assert lines[1] == "warning: notify: 127.0.0.1: not sent: BadStatusLine", lines
     for url, why in (("http://[bad/token", "a URL is not valid"), ("token", "a URL has no scheme")):
         with pytest.raises(UserError, match=f"^notify: {why}") as error:
             announcer(lines, notify=[url]).check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -52,7 +53,7 @@ class Announcer:
             )
 
     def __call__(self, event: Event, run: str, message: str = "") -> None:
-        """Announce an event; `message` is one or more lines. Takes at most SEND_LIMIT for each URL, and HOOK_LIMIT."""
+        """Announce an event; `message` is one or more lines. A service has SEND_LIMIT for each part of its answer, the program HOOK_LIMIT."""
         message = "\n".join(printable(line, 1000) for line in message.splitlines()[:20])
         title = f"trainyard: {'the queue is empty' if event == 'queue empty' else f'run {run} {event}'}"
         for url in self.urls:
@@ -61,9 +62,9 @@ class Announcer:
                     _post(url, {"event": event, "run": run, "title": title, "message": message, "time": time.time()})
                 else:
                     _send(url, title, message)
-            except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            except (OSError, ValueError, http.client.HTTPException, subprocess.TimeoutExpired) as error:
                 why = getattr(error, "reason", None) or getattr(error, "code", None) or type(error).__name__
-                self.report(f"warning: notify: {_place(url)}: not sent: {why}")
+                self.report(f"warning: notify: {_place(url)}: not sent: {printable(why)}")
         if self.hook:
             self._run_hook(event, run, message)
 
@@ -79,7 +80,7 @@ class Announcer:
         except OSError as error:
             why = str(error.strerror)
         if why:
-            self.report(f"warning: hook: {self.hook}: {why}")
+            self.report(f"warning: hook: {self.hook}: {printable(why)}")
 
 
 def _place(url: str) -> str:
@@ -89,7 +90,7 @@ def _place(url: str) -> str:
 
 
 def _post(url: str, values: dict[str, object]) -> None:
-    """Send JSON to a web server. `text` is for services that show only this. Raises OSError, ValueError."""
+    """Send JSON to a web server. `text` is for services that show only this. Raises OSError, ValueError, HTTPException."""
     body = json.dumps(values | {"text": f"{values['title']}\n{values['message']}".strip()}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "trainyard"})
     urllib.request.urlopen(request, timeout=SEND_LIMIT).close()
