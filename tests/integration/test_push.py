@@ -13,7 +13,7 @@ import pytest
 import yaml
 from fake_hub import FakeHub
 from gguf import GGUFReader
-from run_hosts import TOP
+from run_hosts import TOP, free_port
 from test_run_session import dataset
 
 from trainer.common.errors import UserError
@@ -66,9 +66,17 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
     assert "| steps | 2 of 2," in card and "\nmax_steps: 2\n" in card and "| dataset | questions.jsonl" in card
     assert str(tmp_path) not in card
 
-    again = call(
-        "ansible-playbook", "playbooks/push.yml", "-e", "run=first", "-e", "push=me/all", "-e", "push_as=merged,gguf"
-    )
+    again_words = [
+        "ansible-playbook",
+        "playbooks/push.yml",
+        "-e",
+        "run=first",
+        "-e",
+        "push=me/all",
+        "-e",
+        "push_as=merged,gguf",
+    ]
+    again = call(*again_words)
     assert again.returncode == 0, again.stdout[-3000:]
     all_forms = hub.folder / "models/me/all"
     merged = folder / "runs/first/merged/model.safetensors"
@@ -83,6 +91,8 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
         in refused.stdout
     )
     assert "hf_wrong" not in refused.stdout + refused.stderr
+    lost = call(*again_words, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    assert "error: push: me/all: [Errno 111] Connection refused" in lost.stdout and "Traceback" not in lost.stdout
 
 
 def test_what_cannot_be_pushed_is_known_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

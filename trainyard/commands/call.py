@@ -111,8 +111,9 @@ class Call:
         if spec := start.get("spec"):
             check_eval_questions(launch, spec)
         if launch.push:
-            start["push"] = FinalPush(hosts, connect, launch, self.top, self.report)
-            check_push(start["push"].options("run"))
+            push = start["push"] = FinalPush(hosts, connect, launch, self.top, self.report)
+            if spec:  # before a host is contacted; the later steps have a state
+                check_push(push.options("run"))
         if launch.eval_questions:
             start["evaluate"] = FinalEvaluation(hosts, connect, launch, self.work, self.report, keep)
         start |= {"home": self.top, "report": self.report, "check": self.check, "keep_record": keep}

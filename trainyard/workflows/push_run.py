@@ -169,6 +169,8 @@ def _upload(folder: Path, options: PushOptions, token: str) -> str:
         raise RunError(
             f"push: the hub refuses {options.push} (status {code}): check the name and the rights of the token"
         ) from None
-    except ValueError as error:
-        raise RunError(f"push: {options.push}: {printable(str(error), 300)}") from None
+    except (
+        Exception
+    ) as error:  # of the HTTP library of huggingface_hub, which depends on its version; or a refused name
+        raise RunError(f"push: {options.push}: {printable(error, 300)}") from None
     return str(url)
