@@ -226,13 +226,18 @@ def test_a_run_from_spec_to_result_that_survives_a_killed_rank(
 
 
 @pytest.mark.slow
-def test_a_host_without_its_python_is_named(bed: Bed, connect: Connect) -> None:
+def test_a_host_without_its_python_is_named(
+    bed: Bed, connect: Connect, events: tuple[str, list[dict[str, Any]]]
+) -> None:
     here = hosts(bed.folder)
     here[1] = Host("node2", "127.0.0.1", str(bed.folder / "node2"), "/nonexistent/python", backend="process")
     spec = make_spec(SMALL | {"dataset": str(dataset(bed.folder))}, "the test")
-    session = RunSession(here, connect, LaunchOptions(), spec=spec, home=bed.folder, report=lambda line: None)
-    with pytest.raises(PlanError, match=r"^node2: there is no Python at /nonexistent/python: run site.yml"):
-        session.plan()
+    options = LaunchOptions(notify=(events[0],))
+    session = RunSession(here, connect, options, spec=spec, home=bed.folder, report=lambda line: None)
+    for preview, announced in ((True, []), (False, ["failed"])):
+        with pytest.raises(PlanError, match=r"^node2: there is no Python at /nonexistent/python: run site.yml"):
+            session.plan(preview)
+        assert [one["event"] for one in events[1]] == announced
     session.options = LaunchOptions(min_nodes=1)
     assert session.plan()["lines"][0].startswith("node2 is left out: there is no Python at")
     assert [entry.host for entry in session.state.plan] == ["node1"] and session.state.phase == "new"

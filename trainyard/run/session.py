@@ -204,7 +204,7 @@ class RunSession:
         try:
             plan = self._make_plan(preview=preview)
         except PlanError as error:
-            return self._postpone(error)
+            return self._postpone(error, start=not preview)
         return {"changed": False, "lines": plan.lines}
 
     def preflight(self) -> StepResult:
@@ -498,10 +498,14 @@ class RunSession:
                 self._speeds.losses[name] = self._speeds.losses.get(name, 0) + 1
         return failure
 
-    def _postpone(self, error: RunError) -> StepResult:
-        """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error."""
+    def _postpone(self, error: RunError, start: bool = True) -> StepResult:
+        """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error.
+
+        Args:
+            start: whether the run was to start, and not only to be planned.
+        """
         if not (error.retryable and self.options.max_restarts) or self.options.render_only:
-            if not self.check:
+            if start and not self.check:
                 self.announce("failed", self.run_name, str(error))
             raise error
         self.state.phase = "failed"
