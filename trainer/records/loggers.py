@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ def open_loggers(spec: RunSpec, run_dir: Path, first: bool, purge_step: int | No
         UserError: a logger is not installed.
     """
     loggers: list[Logger] = [_TensorBoard(run_dir, purge_step)] if "tensorboard" in spec.loggers else []
-    services: dict[str, type[_Wandb | _Trackio | _Mlflow]] = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _Mlflow}
+    services: dict[str, Callable[[RunSpec, Path], Logger]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _Mlflow}
     return loggers + [services[name](spec, run_dir) for name in spec.loggers if first and name in services]
 
 
@@ -51,10 +52,12 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Wandb:
-    def __init__(self, spec: RunSpec, run_dir: Path) -> None:
-        names: dict[str, Any] = {"project": spec.wandb_project, "name": spec.run, "id": spec.run, "dir": str(run_dir)}
-        self._run = _package("wandb").init(**names, resume="allow", config=spec.model_dump(mode="json"))
+class _Service:
+    """wandb, or a package with its interface."""
+
+    def __init__(self, package: str, spec: RunSpec, **more: Any) -> None:
+        names = {"project": spec.wandb_project, "name": spec.run, "resume": "allow"}
+        self._run = _package(package).init(**names, **more, config=spec.model_dump(mode="json"))
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
@@ -66,20 +69,13 @@ class _Wandb:
         self._run.finish()
 
 
-class _Trackio:
-    def __init__(self, spec: RunSpec, run_dir: Path) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
-        names: dict[str, Any] = {"project": spec.wandb_project, "name": spec.run, "embed": False}
-        self._run = _package("trackio").init(**names, resume="allow", config=spec.model_dump(mode="json"))
+def _wandb(spec: RunSpec, run_dir: Path) -> Logger:
+    return _Service("wandb", spec, id=spec.run, dir=str(run_dir))
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
 
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._run.finish()
+def _trackio(spec: RunSpec, run_dir: Path) -> Logger:
+    os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
+    return _Service("trackio", spec, embed=False)
 
 
 class _Mlflow:
