@@ -2,8 +2,8 @@
 
     python tools/lock.py [--upgrade] [FLAVOUR...]     standard, unsloth, gpu; without a name all of them
 
-uv resolves the versions for Linux on x86_64; a file with digests also has those of aarch64. It reads metadata only and downloads no wheels. Present pins stay, so that a new
-requirement changes no other package. --upgrade takes the newest versions, but for the packages in HELD.
+uv resolves the versions for Linux on x86_64; a file with digests also has those of aarch64. It reads metadata only and downloads no
+wheels. Present pins stay, so that a new requirement changes no other package. --upgrade takes the newest versions, but for the packages in HELD.
 """
 
 from __future__ import annotations

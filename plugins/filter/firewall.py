@@ -48,8 +48,8 @@ def firewall_rules(
     """Return the rules of `host` for M(ufw_rules): all TCP ports and the UDP openings for every peer, and `allow`.
 
     An opening with a `source` is open to that address only. All TCP ports are open to peers, because gloo and NCCL listen on random high ports.
-    This includes TCP openings. The TCP ports
-    `controller_ports` are open to the controller, whose address the host takes from its SSH connection.
+    This includes TCP openings. The TCP ports `controller_ports` are open to the controller, whose address the host takes from its SSH
+    connection.
     """
     rules = []
     for peer, address in peers.items():

@@ -56,9 +56,8 @@ def outside_need(spec: RunSpec, has_dataset: bool, run_env: Mapping[str, str]) -
         return f"dataset={spec.dataset_name}"
     for name, value in run_env.items():
         # A proxy or a server; or another network, whose addresses are unknown here.
-        if "://" in value or name.lower().endswith(("_proxy", "_host", "_endpoint", "_socket_ifname")):
-            return f"{name} in run_env or cluster_env"
-        if name == "TRACKIO_SPACE_ID":
+        ends = ("_proxy", "_host", "_endpoint", "_socket_ifname", "trackio_space_id")
+        if "://" in value or name.lower().endswith(ends):
             return f"{name} in run_env or cluster_env"
     return ""
 
