@@ -334,6 +334,9 @@ def train(argv: list[str]) -> int:
             return report_failure(heartbeat, error)
         heartbeat(result["status"], force=True, step=result["step"], steps=result["steps"])
     except KeyboardInterrupt:
+        # If the signal arrived inside an exec of text, as in namedtuple, CPython would end this process by SIGINT although
+        # the exception is handled here, until another exec clears its note (pythonrun.c, unhandled_keyboard_interrupt).
+        exec("")
         return report_failure(
             heartbeat, UserError("interrupted: start the run again to resume from its newest checkpoint")
         )
