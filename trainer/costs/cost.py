@@ -172,12 +172,21 @@ def activation_bytes(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool)
     """Return the bytes of stored activations, and of the logits at the start of the backward pass."""
     tokens = spec.batch_size * rows.places
     layer, edge = _saved_per_token(spec, shape, cuda)
-    # Logits, log-probabilities and gradient, all in float32 and at the same time.
-    logits = tokens * rows.trained * shape.vocabulary * 4 * 3
+    logits = _loss_bytes(spec, shape, tokens * rows.trained)
     stored = tokens * shape.layers * (edge if spec.gradient_checkpointing else layer)
     if spec.gradient_checkpointing:
         logits = max(logits, tokens * layer)  # a layer is recomputed after the logits are freed
     return stored, logits
+
+
+def _loss_bytes(spec: RunSpec, shape: Shape, places: float) -> float:
+    """Return the bytes of logits, log-probabilities and gradient, all in float32, of so many places with loss."""
+    chunk = max(LOSS_CHUNK, shape.vocabulary)
+    whole = places * shape.vocabulary
+    if whole <= chunk or spec.torch_compile or spec.distill_alpha:
+        return whole * 4 * 3
+    # The gradient of a trained head is summed over chunks, beside that of the newest one.
+    return chunk * 4 * 3 + (0 if spec.lora_r else shape.head_parameters * 4 * 2)
 
 
 def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, float]:
@@ -213,6 +222,7 @@ def micro_batches(spec: RunSpec, ranks: int) -> int:
     return -(-spec.rows_per_step // (ranks * spec.batch_size))
 
 
+LOSS_CHUNK = 2**24  # numbers of a chunk of logits: the loss is computed chunk by chunk
 PCI_EXPRESS = 12e9  # bytes per second between a GPU and its host: 16 lanes of version 3
 _HOST_MEMORY = 10e9  # bytes per second of AdamW on a CPU, which reads and writes 28 bytes of every weight
 

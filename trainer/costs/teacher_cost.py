@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError
-from trainer.costs.cost import forward_products
+from trainer.costs.cost import LOSS_CHUNK, forward_products
 from trainer.model_files.model_shape import shape_of
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trainer.costs.cost import RowStats
     from trainer.model_files.model_shape import Shape
 
-LOSS_CHUNK = 2**24  # numbers of a chunk of logits: the loss recomputes its log-probabilities in the backward pass
 # Copies of a chunk of logits in float32 that the loss holds at the same time: with and without a mixture of both models.
 _MIXED, _PLAIN = 6, 3
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import RunSpec
-from trainer.costs.teacher_cost import LOSS_CHUNK
+from trainer.costs.cost import LOSS_CHUNK
 from trainer.data.packing import IGNORED
 
 

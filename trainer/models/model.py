@@ -20,6 +20,7 @@ from trainer.data.token_ids import set_padding
 from trainer.model_files.base_weights import embedding_rows, load_causal_model
 from trainer.model_files.model_name import check_model_name
 from trainer.model_files.model_shape import target_error, unknown_targets
+from trainer.models.chunked_loss import Tail
 from trainer.models.loss import Divergence, Teacher, distillation_loss
 from trainer.models.quantized import nf4_config, prepare_quantized
 
@@ -241,6 +242,7 @@ class ModelWithLoss(nn.Module):
         head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         if head is not None and not compiled:
             head.register_forward_pre_hook(self._select_loss_positions)
+        self._tail = None if compiled else Tail.of(base)
 
     def _select_loss_positions(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Pass only positions with a loss to the output head: the logits are the largest tensor of a step."""
@@ -263,7 +265,14 @@ class ModelWithLoss(nn.Module):
         if teacher is not None:
             taught = self.selected_logits(ids, positions, selected)
             return distillation_loss(taught, targets[selected], selected + 1, teacher, self.divergence)
-        logits = self.logits(ids, positions, selected)
+        if self._tail:
+            with self._tail.loss_wanted(selected, targets[selected]):
+                found = self._output(ids, positions, None)
+            if not found.dim():
+                return found
+            logits = found.flatten(0, 1)
+        else:
+            logits = self.logits(ids, positions, selected)
         if len(logits) == len(targets):  # the model is compiled, or does not call its head as a module
             selected = torch.arange(len(targets), device=selected.device)
         return F.cross_entropy(logits.float(), targets[selected], ignore_index=IGNORED, reduction="sum")
@@ -275,6 +284,10 @@ class ModelWithLoss(nn.Module):
             ids, positions: see `forward`.
             selected: int64 [n].
         """
+        return self._output(ids, positions, selected).flatten(0, 1)
+
+    def _output(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
+        """Return what the model returns as its logits. `selected`: the places that its head receives; None: all."""
         if self._single_row:
             ids, positions = ids.view(1, -1), positions.view(1, -1)
         self._loss_positions = selected
@@ -282,7 +295,7 @@ class ModelWithLoss(nn.Module):
             found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
         finally:
             self._loss_positions = None
-        return found.flatten(0, 1)
+        return found
 
     def selected_logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as for `logits`."""

@@ -134,6 +134,18 @@ def test_memory_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any]
     assert planned == pytest.approx(measured, rel=0.10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=str)
+def test_logits_of_a_large_vocabulary_do_not_exist_in_full(fields: dict[str, Any]) -> None:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 65_536}
+    config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=1, **sizes)
+    spec = make_spec({"model": "x", "seq_length": 512, "batch_size": 2} | fields, "here")
+    measured, shape = live_peak(spec, config)
+    memory = memory_of(spec, shape, Layout((1,)), RowStats.full(spec))
+    assert memory.total == pytest.approx(measured, rel=0.10)
+    assert measured < 2 * 512 * 65_536 * 4 * 2, "less than two copies of all logits"
+
+
 @pytest.mark.parametrize("fields", [{"gkd_beta": 0.5}, {"gkd_beta": 0, "lora_r": 0}], ids=str)
 def test_the_memory_of_a_teacher_is_within_10_percent_of_the_measured_peak(
     fields: dict[str, Any], tmp_path: Path
