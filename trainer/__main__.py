@@ -19,7 +19,7 @@ from trainer.common.utf8 import require_utf8
 from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, table
 from trainer.config.alias_table import ACCUMULATION
 from trainer.config.aliases import field_of
-from trainer.config.fields import expected_value
+from trainer.config.fields import default_of, expected_value
 from trainer.distributed.lighthouse import serve_here
 from trainer.distributed.replica import Replica
 from trainer.loop import unsloth_backend
@@ -276,7 +276,7 @@ def show_help() -> int:
     print()
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=RunSpec.__doc__, add_help=False)
     for name, field in FIELDS.items():
-        words = f"{describe(name)} (default: {field.default})".replace("%", "%%")
+        words = f"{describe(name)} (default: {default_of(field)})".replace("%", "%%")
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=expected_value(field), help=words)
     print(parser.format_help())
     return 0
@@ -358,11 +358,12 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 
     previous = finished_result(run_dir)
     automatic = spec.strategy == AUTO
-    if automatic:
-        from trainer.planner.recommend import choose_here
+    undecided = bool(spec.automatic) and not spec.script
+    if automatic or undecided:
+        from trainer.planner.decisions import decide_here
 
-        spec, reason = choose_here(spec, run_dir)
-        print(reason)
+        spec, lines = decide_here(spec, run_dir)
+        print(*lines, sep="\n")
     with without_collector():
         unsloth_backend.import_early(spec)
         from trainer.distributed.world import World
@@ -371,10 +372,16 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
     world = World.join(spec.collective_timeout, replica)
-    if automatic and len(set(world.gather(spec.strategy))) > 1:
+    if (automatic or undecided) and len(set(world.gather(spec.strategy))) > 1:
         raise UserError(
             "strategy: auto chooses differently on different hosts: set a strategy, or start with train.yml"
         )
+    if undecided:
+        from trainer.planner.agreement import agree
+
+        spec = agree(spec, world)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            claim(spec, run_dir)
     # Return it only if all hosts have a result: a host that failed before it wrote its result needs the other hosts.
     # For replicas of other torchruns, only the synchronization of replicas determines whether they have one.
     if all(world.gather(previous is not None)) and previous and not plan_of(spec).separate_launchers(spec):

@@ -11,6 +11,7 @@ from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
 from trainer.config.alias_table import is_off
 from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
+from trainer.config.automatic import override_automatic
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import mismatch
@@ -134,7 +135,7 @@ def read_spec(
     if path:
         make_spec(values, str(path), ranks)
     resolved, more = resolve_aliases(read_tool_files(overrides), values, source=source, ranks=ranks)
-    spec = make_spec({**values, **resolved}, source, ranks)
+    spec = make_spec(override_automatic(values, resolved), source, ranks)
     if strict:
         check_given(spec, values, str(path))
         check_given(spec, resolved, source)

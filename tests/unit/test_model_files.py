@@ -14,7 +14,7 @@ from trainer_runs import records, write_jsonl
 from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.deploy.trained_run import read_tokens
-from trainyard.run.plan.choose_strategy import spec_here
+from trainyard.run.plan.choose_fields import spec_here
 from trainyard.run.prepare.model_files import _check_targets
 from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.types import PreparedRun, StagedFile

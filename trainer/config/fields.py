@@ -34,6 +34,7 @@ def declare(
     unit: str = "",
     expected: str = "",
     minus_one: int | None = None,
+    automatic: bool = False,
     **constraints: Any,
 ) -> Any:
     """Declare one field of a schema.
@@ -48,6 +49,8 @@ def declare(
         unit: unit of a number, for example ``steps``.
         expected: the values that the field accepts, where its type does not say it.
         minus_one: the value that other tools write as -1, such as 0 for a limit that 0 disables.
+        automatic: whether the value `auto`, which is the default then, leaves the field to the hosts; `default` stands in until
+            they have decided.
         constraints: passed on to pydantic (``ge=1``, ``pattern=...``).
     """
     extra: dict[str, Any] = {
@@ -57,6 +60,7 @@ def declare(
         "unit": unit,
         "expected": expected,
         "minus_one": minus_one,
+        "automatic": automatic,
     }
     if isinstance(default, float):
         constraints["allow_inf_nan"] = False
@@ -190,8 +194,18 @@ def _takes_text(kind: Any) -> bool:
     return kind is str or (get_origin(kind) is not Literal and any(map(_takes_text, parts)))
 
 
+def default_of(field: FieldInfo) -> Any:
+    """Return the default of a field as users write it."""
+    return "auto" if metadata(field).get("automatic") else field.default
+
+
 def expected_value(field: FieldInfo) -> str:
     """Describe the values that a field accepts, derived from its type and constraints."""
+    kinds = _expected_value(field)
+    return f"auto, or {kinds}" if metadata(field).get("automatic") else kinds
+
+
+def _expected_value(field: FieldInfo) -> str:
     if said := metadata(field)["expected"]:
         return str(said)
     kind = field.annotation

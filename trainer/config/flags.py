@@ -6,7 +6,7 @@ from typing import get_origin
 from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.config.aliases import MUTABLE, field_of, is_known, plain_name, suggest, takes_no_value
-from trainer.config.fields import expected_value
+from trainer.config.fields import default_of, expected_value
 from trainer.config.run_spec import FIELDS
 from trainer.config.strategies import STRATEGIES
 
@@ -73,7 +73,7 @@ def table() -> str:
     """Return the run spec as a Markdown table, as in docs/run-spec.md."""
     lines = ["| name | value | default | description |", "| --- | --- | --- | --- |"]
     for name, field in FIELDS.items():
-        default = field.default
+        default = default_of(field)
         shown = ",".join(default) if isinstance(default, tuple) else "" if default in (None, "", {}) else str(default)
         shown = shown.lower() if isinstance(default, bool) else shown
         mark = " *" if name in MUTABLE else ""

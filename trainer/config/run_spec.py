@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from trainer.config.automatic import AUTOMATIC, with_automatic
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
 from trainer.config.fields import (
     MAX_COUNT,
@@ -30,8 +31,10 @@ from trainer.config.tool_files import DeepSpeedOptions
 
 if TYPE_CHECKING:
     StrategyName = str
+    AutomaticName = str
 else:
     StrategyName = Literal[(*STRATEGIES, AUTO)]
+    AutomaticName = Literal[AUTOMATIC]
 Logger = Literal["tensorboard", "wandb", "trackio", "mlflow", "none"]
 Interval = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["epoch"]
 _INTERVAL = f"a number of steps from 0 to {MAX_COUNT}, or epoch"
@@ -109,7 +112,12 @@ class RunSpec(BaseModel):
         0, "maximum number of optimizer steps; 0 or -1: run all epochs", ge=0, minus_one=0, le=MAX_COUNT, unit="steps"
     )
     batch_size: int = declare(
-        4, "rows of a micro-batch, the input of one forward pass on one device", ge=1, le=65_536, unit="rows"
+        4,
+        "rows of a micro-batch, the input of one forward pass on one device; auto: as many as fit, for up to 16,384 tokens on a GPU and 4 rows on a CPU",
+        ge=1,
+        le=65_536,
+        unit="rows",
+        automatic=True,
     )
     gradient_accumulation: int | None = declare(
         None,
@@ -188,7 +196,9 @@ class RunSpec(BaseModel):
         32.0, "scaling of the adapters: lora_alpha / lora_r", gt=0, le=MAX_NUMBER, suggested_names=["alpha"]
     )
     quantize: Literal["none", "nf4"] = declare(
-        "none", "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU"
+        "none",
+        "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU; auto: nf4 where the model does not fit otherwise",
+        automatic=True,
     )
     lora_dropout: float = declare(
         0.0,
@@ -204,7 +214,9 @@ class RunSpec(BaseModel):
         max_length=1000,
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
-        "32-true", "precision of the computation; trained weights stay in float32"
+        "32-true",
+        "precision of the computation; trained weights stay in float32; auto: bf16-mixed on GPUs that compute in it and on CPUs where it is measured as faster, fp16-mixed on older GPUs, else 32-true",
+        automatic=True,
     )
     optimizer: Literal["adamw", "adamw8bit"] = declare(
         "adamw", "adamw8bit keeps both moments in 8 bits; requires bitsandbytes"
@@ -212,10 +224,15 @@ class RunSpec(BaseModel):
     kernels: Literal["auto", "torch"] = declare(
         "auto", "auto: Liger kernels and FlashAttention on CUDA if installed; torch: neither"
     )
-    gradient_checkpointing: bool = declare(False, "recompute activations in the backward pass instead of storing them")
+    gradient_checkpointing: bool = declare(
+        False,
+        "recompute activations in the backward pass instead of storing them; auto: where they do not fit",
+        automatic=True,
+    )
     torch_compile: bool = declare(False, "compile the model with torch.compile; requires a C++ compiler on every host")
     strategy: StrategyName = declare(
-        DEFAULT_STRATEGY, f"how ranks share the work; {AUTO}: the fastest strategy that fits in memory, with the reason"
+        DEFAULT_STRATEGY,
+        f"how ranks share the work; {AUTO}: the fastest strategy that fits in memory, with the reason; unset: {DEFAULT_STRATEGY}, or as {AUTO} where the model does not fit with it",
     )
     balance: Literal["auto", "even"] = declare(
         "auto",
@@ -323,6 +340,11 @@ class RunSpec(BaseModel):
         "pipeline: data type of activations and their gradients in transit between ranks: bf16 halves the bytes and "
         "rounds the values; a frozen model in bf16 always sends bf16",
     )
+    automatic: Annotated[tuple[AutomaticName, ...], BeforeValidator(split_words)] = declare(
+        AUTOMATIC,
+        "fields that the hosts decide, because they are auto; the spec of a started run has none",
+        mutable=True,
+    )
     seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)
     shared_seed: int | None = declare(
         None,
@@ -381,7 +403,7 @@ class RunSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
-        return preset_of(given) | given if isinstance(given, dict) else given
+        return preset_of(given) | with_automatic(given) if isinstance(given, dict) else given
 
     @property
     def sources(self) -> tuple[DatasetSource, ...]:

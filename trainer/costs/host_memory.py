@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,12 @@ def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def have_gpus(hosts: Sequence[dict[str, Any]]) -> bool:
+def have_gpus(hosts: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether every host names the memory of its GPUs."""
     return all(host.get("gpu_mib") for host in hosts)
 
 
-def layout_of(hosts: Sequence[dict[str, Any]], device: str) -> Layout:
+def layout_of(hosts: Sequence[Mapping[str, Any]], device: str) -> Layout:
     """Return the ranks of these hosts with the memory that each of them has for tensors.
 
     Args:
@@ -94,7 +94,7 @@ def layout_of(hosts: Sequence[dict[str, Any]], device: str) -> Layout:
     return Layout(tuple(host["processes"] for host in hosts), _assumed(rooms), _assumed(host_rooms), speeds(hosts))
 
 
-def speeds(hosts: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+def speeds(hosts: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
     """Return the relative speed of every rank; empty if they are equally fast."""
     found = tuple(float(host.get("speed", 1)) for host in hosts for _ in range(host["processes"]))
     return found if set(found) - {1.0} else ()

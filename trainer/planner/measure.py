@@ -4,6 +4,7 @@ import copy
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ _LAYERS = 3  # layers of the larger of the two models, at least
 _LIMIT = 8.0  # seconds for the measurement of both models
 _SHORT = 1.0  # seconds of a micro-batch of the larger model, at most, if it has more than _LAYERS layers
 _SMALL = 256 << 20  # bytes of its weights, at most, in that case
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 8  # of the comparison of two precisions
+_GAIN_LIMIT = 1.0  # seconds for it
+_SMALL_LAYER = 512  # hidden size
+_FEW_TOKENS = 1000  # of a vocabulary
 _PLACES = 8192  # maximum places in a micro-batch; beyond that, time is proportional
 
 
@@ -83,6 +88,49 @@ def keeps_samples_apart(spec: RunSpec) -> bool:
     plain = spec.model_copy(update={"lora_r": 0, "precision": "32-true", "gradient_checkpointing": False})
     model = _model(plain, config, min(config.num_hidden_layers, _LAYERS), torch.device("cpu"))
     return isolates_packed_samples(model, config.vocab_size)
+
+
+def bfloat16_gain(spec: RunSpec) -> float:
+    """Return how many times faster a layer of the model is in bfloat16 than in float32 on this CPU, forward and backward.
+
+    With one thread: other programs disturb several threads that wait for each other. 1 if the CPU would emulate bfloat16, or the layers are small.
+    """
+    if "bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):  # avx512_bf16, amx_bf16, and bf16 of ARM
+        return 1.0
+    config = _config(spec)
+    if getattr(config, "hidden_size", _SMALL_LAYER) < _SMALL_LAYER:
+        return 1.0  # 1.1 to 1.3 at a size of 256: conversions take what the products save
+    config.vocab_size = min(config.vocab_size, _FEW_TOKENS)  # the head computes as a layer does
+    config.pad_token_id = None
+    device = torch.device("cpu")
+    places = min(spec.seq_length, _PLACES)
+    world = World(0, 1, 0, 0, device)
+    with torch.random.fork_rng():
+        ids = torch.randint(0, config.vocab_size, (max(1, min(spec.batch_size, 1024 // places)), places))
+        batch = Batch(ids, torch.arange(places).repeat(len(ids), 1), ids)
+        strategies = []
+        for precision in ("32-true", "bf16-mixed"):
+            variant = spec.model_copy(update={"precision": precision, "strategy": "ddp", "quantize": "none"})
+            strategies.append(DDP(variant, world, ModelWithLoss(_model(variant, config, 1, device))))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            whole, half = _least_seconds(strategies, batch)
+        finally:
+            torch.set_num_threads(threads)
+    return whole / half
+
+
+def _least_seconds(strategies: Sequence[DDP], batch: Batch) -> list[float]:
+    """Return the fewest seconds of a micro-batch of each, which other programs disturb less than the median."""
+    times: list[list[float]] = [[] for _ in strategies]
+    began = time.perf_counter()
+    while len(times[0]) < _LEAST_ROUNDS or (len(times[0]) < _MOST_ROUNDS and time.perf_counter() - began < _GAIN_LIMIT):
+        for strategy, found in zip(strategies, times, strict=True):
+            start = time.perf_counter()
+            strategy.backward(batch, batch.labels.numel(), True)
+            found.append(time.perf_counter() - start)
+    return [min(found[1:]) for found in times]
 
 
 def measure(spec: RunSpec, rows: RowStats, device: torch.device) -> tuple[float, float]:

@@ -5,21 +5,19 @@ of plans that differ by no more than the error of predicted speeds, the one with
 """
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
-from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
+from trainer.costs.host_memory import BASE, have_gpus, layout_of
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.model_files.model_shape import Shape, shape_of
-from trainer.spec import check_spec, read_spec
+from trainer.spec import check_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
 
 ALONE = "alone"  # one process, for comparison with the strategies
@@ -370,7 +368,7 @@ def _too_large(spec: RunSpec, option: Option) -> str:
     )
 
 
-def choose(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape | None = None) -> tuple[str, str]:
+def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | None = None) -> tuple[str, str]:
     """Resolve `strategy=auto` for these hosts. The result depends only on the arguments.
 
     Args:
@@ -404,7 +402,7 @@ def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:
     return plan.auto is not None and plan.runs_on(spec, setting.shape, setting.layout)
 
 
-def _nominal_setting(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shape) -> tuple[Setting, bool]:
+def _nominal_setting(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> tuple[Setting, bool]:
     """Return the setting of these hosts (see `choose`) with nominal speeds, and whether the speed of a link is known."""
     device = "cuda" if have_gpus(hosts) else "cpu"
     links = [host["link_mbit"] for host in hosts if host.get("link_mbit")]
@@ -413,6 +411,16 @@ def _nominal_setting(spec: RunSpec, hosts: Sequence[dict[str, Any]], shape: Shap
     speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
     layout = layout_of(hosts, device)
     return Setting(shape, layout, rows, speed, link, gloo=device == "cpu"), bool(links)
+
+
+def fits(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> bool | None:
+    """Return whether every rank of these hosts (see `choose`) has enough memory for a spec; None if that is unknown."""
+    setting, _ = _nominal_setting(spec, hosts, shape)
+    plan, cuda = plan_of(spec), not setting.gloo
+    if not plan.runs_on(spec, shape, setting.layout):
+        return False
+    memories = plan.memories(spec, shape, setting.layout, setting.rows, cuda=cuda)
+    return _fits(plan.free(spec, shape, setting.layout, memories, cuda=cuda))
 
 
 def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: int) -> float:
@@ -433,26 +441,3 @@ def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: in
     epoch = math.ceil(samples / spec.rows_per_step)
     steps = min(spec.max_steps or math.inf, max(1, epoch * spec.epochs)) if samples else spec.max_steps
     return steps * (option.compute_seconds + option.comm_seconds)
-
-
-def choose_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, str]:
-    """Resolve `strategy=auto` without a controller: keep the choice of the run's first start, or assume that all hosts are like this one.
-
-    Returns:
-        The spec with a strategy, and the reason in one line.
-    """
-    kept = run_dir / "spec.yml"
-    if kept.exists() and (run_dir / "checkpoints").is_dir():
-        first = read_spec(kept, {}, str(kept)).strategy
-        return spec.model_copy(update={"strategy": first}), f"auto: this run started with {first}"
-    import torch
-
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = {
-        "processes": processes,
-        "threads": torch.get_num_threads(),
-        "gpu_mib": own_memory_mib("cuda") if torch.cuda.is_available() else 0,
-        "memory_mib": own_memory_mib("cpu"),
-    }
-    strategy, why = choose(spec, [host] * (int(os.environ.get("WORLD_SIZE", "1")) // processes))
-    return spec.model_copy(update={"strategy": strategy}), why

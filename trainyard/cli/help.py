@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from trainer.config import describe
-from trainer.config.fields import expected_value, metadata
+from trainer.config.fields import default_of, expected_value, metadata
 from trainyard.commands.command_options import SHORT
 from trainyard.commands.groups import Group, SpecGroup
 from trainyard.commands.table import COMMANDS, COMPLETION, Command
@@ -123,13 +123,16 @@ def flags(name: str, option: FieldInfo) -> Iterator[str]:
 def help_of(group: Group, name: str, option: FieldInfo) -> str:
     """Return the description of an option, with its default."""
     text = describe(name) if isinstance(group, SpecGroup) else str(option.description)
-    default = option.default
+    default = default_of(option)
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
     return f"{text} (default: {shown})" if default not in (None, (), {}, "", ...) else text
 
 
 def _choices(option: FieldInfo) -> list[str]:
-    return [str(word) for word in get_args(option.annotation)] if get_origin(option.annotation) is Literal else []
+    if get_origin(option.annotation) is not Literal:
+        return []
+    words = [str(word) for word in get_args(option.annotation)]
+    return ["auto", *words] if metadata(option).get("automatic") else words
 
 
 def metavar(option: FieldInfo) -> str:

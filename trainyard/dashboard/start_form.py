@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.config import EMBEDDED_DATASET, FIELDS, OBSERVATORY, PRESETS, SMOLLM2, TINY, RunSpec
-from trainer.config.fields import expected_value
+from trainer.config.fields import default_of, expected_value, metadata
 from trainer.data.dataset_files import COLUMNAR, JSON, TABLES, format_of
 from trainer.supervise.run_files import newest_first
 from trainyard.dashboard.views import Action
@@ -148,6 +148,8 @@ class NewRuns:
 def words_of_field(info: FieldInfo) -> tuple[str, ...] | None:
     """Return the words that a field may have; none for a number, and None for a field that may have text or several values."""
     parts = _parts(info.annotation)
+    if metadata(info).get("automatic"):
+        parts = [Literal["auto"], *parts]
     if any(get_origin(part) is not Literal and part not in (bool, int, float, NoneType) for part in parts):
         return None
     if int in parts or float in parts:
@@ -165,7 +167,7 @@ def _parts(kind: Any) -> list[Any]:
 
 
 def _default(name: str, info: FieldInfo) -> Any:
-    return "depends on the model" if any(name in preset for preset in PRESETS.values()) else info.default
+    return "depends on the model" if any(name in preset for preset in PRESETS.values()) else default_of(info)
 
 
 def _shown(value: Any) -> str:

@@ -16,9 +16,9 @@ from trainer.common.formats import counted, printable
 from trainer.config import FIELDS, RunSpec, parse_mapping
 from trainer.data.data_report import DataReport
 from trainer.data.samples import read_records
+from trainer.planner.decisions import as_before
 from trainer.planner.recommend import estimate_seconds
 from trainer.spec import changed_fields, make_spec
-from trainer.strategy import AUTO
 from trainyard import front_end
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.queue_client import Node, QueueClient, QueueState
@@ -36,7 +36,7 @@ from trainyard.queue.steps import (
     step_data,
 )
 from trainyard.queue.sweep import grids_of
-from trainyard.run.plan.choose_strategy import spec_here
+from trainyard.run.plan.choose_fields import spec_here
 from trainyard.run.prepare.host_files import HostAccess
 from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.stage.transfer import copy_to_hosts
@@ -271,8 +271,7 @@ def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str
     except UserError:
         return ["its spec.yml is damaged"]
     now = prepared.spec_on(host.data_dir)
-    if now.strategy == AUTO:
-        now = now.model_copy(update={"strategy": earlier.strategy})
+    now, _ = as_before(now, earlier)
     if is_student(prepared):  # the queue host has made its dataset
         now = now.model_copy(update={"dataset": earlier.dataset})
     return [printable(line) for line in changed_fields(earlier, now)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -118,9 +119,18 @@ def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return name, memory in MiB and UUID of every NVIDIA GPU that the driver shows."""
+    """Return name, memory in MiB, UUID and compute capability (0: unknown) of every NVIDIA GPU that the driver shows."""
     rows = nvidia_smi.query("name", "memory.total", "uuid")
-    return [{"name": name, "memory_mib": nvidia_smi.mib(memory), "uuid": uuid} for name, memory, uuid in rows]
+    known = dict(nvidia_smi.query("uuid", "compute_cap")) if rows else {}  # a field that old drivers do not have
+    return [
+        {
+            "name": name,
+            "memory_mib": nvidia_smi.mib(memory),
+            "uuid": uuid,
+            "capability": float(known[uuid]) if re.fullmatch(r"\d{1,2}\.\d", known.get(uuid, "")) else 0.0,
+        }
+        for name, memory, uuid in rows
+    ]
 
 
 def allocator() -> str:

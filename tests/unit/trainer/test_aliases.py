@@ -28,7 +28,9 @@ def spec_of(line: str, ranks: int | None = None) -> tuple[dict[str, Any], list[s
     """Return the fields that a command line changes, and its notes."""
     notes: list[str] = []
     spec = read_spec(None, parse_flags(shlex.split(line)), "the flags", ranks=ranks, report=notes.append)
-    return {name: value for name, value in spec if value != getattr(make_spec({}, ""), name)}, notes
+    changed = {name: value for name, value in spec if value != getattr(make_spec({}, ""), name)}
+    changed.pop("automatic", None)  # the fields that the line does not set
+    return changed, notes
 
 
 def test_no_name_is_a_variable_of_ansible_or_of_the_project() -> None:

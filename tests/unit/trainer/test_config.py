@@ -65,6 +65,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "data_part": ("shard:2/4", "shard:2/4"),
         "eval_interval": ("epoch", "epoch"),
         "checkpoint_interval": ("9", 9),
+        "automatic": ("precision, quantize", ("precision", "quantize")),
     }
     words = []
     for name, field in FIELDS.items():
@@ -122,7 +123,7 @@ def invalid_values() -> list[tuple[str, Any]]:
         if get_origin(kind) is Literal:
             values = BAD["literal"]
         elif get_origin(kind) is tuple:
-            values = BAD["list"] if field.default else [7, None, {}]
+            values = BAD["list"] if field.default and name != "automatic" else [7, None, {}]
         elif kind is str:
             values = BAD["str"]
         elif name == "dataset":
@@ -164,7 +165,7 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
         ("collective_timeout", 1e300, "a number of seconds >= 0.001 and <= 2592000"),
         ("max_steps", 10**30, "an integer of steps >= 0 and <= 1000000000"),
         ("model", "a\x1b[2J", "one line of text, at most 4096 characters"),
-        ("precision", "bf16", "one of 32-true, bf16-mixed, fp16-mixed"),
+        ("precision", "bf16", "auto, or one of 32-true, bf16-mixed, fp16-mixed"),
         ("packing", "maybe", "auto, true or false"),
         ("run", "../evil", "letters, digits, '.', '_' and '-', at most 64"),
         ("run", "a\n", "letters, digits, '.', '_' and '-', at most 64"),

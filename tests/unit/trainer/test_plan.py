@@ -344,7 +344,7 @@ def test_auto_without_a_controller(here: Here) -> None:
     assert read_spec(here.run_dir() / "spec.yml", {}, "kept").strategy == "ddp"
     (here.run_dir() / "result.json").unlink()
     assert here(**few) == 0, here.err
-    assert "auto: this run started with ddp" in here.out
+    assert "auto: this run started with strategy=ddp" in here.out
 
 
 def test_the_plan_as_json_and_as_a_table(model_folder: Path, dataset: Path, tmp_path: Path, capsys: Any) -> None:
@@ -422,24 +422,26 @@ def test_processes_share_the_free_memory_of_their_host() -> None:
 
 def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
     from trainyard.preflight.host_state import HostState
-    from trainyard.run.plan.choose_strategy import choose_strategy, link_speeds
+    from trainyard.run.plan.choose_fields import choose_fields, link_speeds
     from trainyard.wire.connection import Host
 
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
+    facts["versions"] = {}
     hosts = [HostState(Host(f"node{place}", "", "/d", "/p"), facts=dict(facts)) for place in range(3)]
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
-    strategy, why = choose_strategy(hosts, spec, [])
-    assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
+    found, lines = choose_fields(hosts, spec, [])
+    assert found.strategy == "ddp" and lines[0].startswith("auto selected ddp: it fits, and ")
     hosts[2].mesh = {"lines": {"node1": {"mbit": 0.5, "latency_ms": 0.3}, "node2": {"latency_ms": 0.1}}}
-    strategy, why = choose_strategy(hosts, spec, [])
-    assert strategy == "diloco" and " at 0.5 Mbit/s" in why and why.endswith(" (link measured)")
+    found, lines = choose_fields(hosts, spec, [])
+    assert found.strategy == "diloco" and " at 0.5 Mbit/s" in lines[0] and lines[0].endswith(" (link measured)")
     hosts[0].facts["link_mbit"] = 10  # ignored: the links to the head were measured
     hosts[2].mesh["lines"]["node1"]["mbit"] = 5000.0  # one TCP stream of a small program: the driver may state more
     hosts[1].facts["link_mbit"] = hosts[2].facts["link_mbit"] = 25000
     assert link_speeds(hosts) == [0.0, 25000.0, 25000.0]
-    assert not choose_strategy(hosts, spec, [])[1].endswith("(link measured)")
+    assert not choose_fields(hosts, spec, [])[1][0].endswith("(link measured)")
     hosts[1].facts["spec"] = make_spec({"model": "tiny", "strategy": "diloco"}, "here").to_yaml()
-    assert choose_strategy(hosts, spec, []) == ("diloco", "auto: this run started with diloco")
+    found, lines = choose_fields(hosts, spec, [])
+    assert found.strategy == "diloco" and lines[0].startswith("auto: this run started with strategy=diloco, ")
 
 
 def test_auto_excludes_strategies_that_the_spec_does_not_allow() -> None:

@@ -17,7 +17,7 @@ from trainyard.preflight.host_state import HostState
 from trainyard.remote.commit import start_of
 from trainyard.run.launch.slurm_job import batch_script, resources
 from trainyard.run.launch_options import OPTIONS, LaunchOptions
-from trainyard.run.plan.choose_strategy import staged_spec
+from trainyard.run.plan.choose_fields import staged_spec
 from trainyard.run.plan.gather_facts import Connect, check_requirements, own_torchrun, usable_hosts
 from trainyard.run.plan.make_plan import (
     check_running_spec,

@@ -16,7 +16,7 @@ from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_state import HostState
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.choose_strategy import staged_spec
+from trainyard.run.plan.choose_fields import staged_spec
 from trainyard.run.plan.nodes import PORTS
 from trainyard.run.prepare.teacher_host import files_of
 from trainyard.run.prepare.weight_files import hosts_that_share, space_needed, staged_paths
@@ -144,8 +144,9 @@ def usable_hosts(
 
 def _strategy(hosts: list[HostState], prepared: PreparedRun) -> str:
     """Return the strategy of the run; `auto` if it has not started yet. Raises PlanError."""
-    began = next((host for host in hosts if host.facts["spec"]), None)
-    return staged_spec(began).strategy if began and prepared.spec.strategy == AUTO else prepared.spec.strategy
+    began, spec = next((host for host in hosts if host.facts["spec"]), None), prepared.spec
+    undecided = spec.strategy == AUTO or "strategy" in spec.automatic
+    return staged_spec(began).strategy if began and undecided else spec.strategy
 
 
 def _space_needed(

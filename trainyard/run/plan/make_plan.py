@@ -19,7 +19,7 @@ from trainyard.preflight.host_state import HostState
 from trainyard.preflight.measurements import high_ports, measure_mesh
 from trainyard.preflight.runner import check_plan, skipped_checks
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.choose_strategy import choose_strategy, spec_here, staged_spec
+from trainyard.run.plan.choose_fields import choose_fields, spec_here, staged_spec
 from trainyard.run.plan.gather_facts import (
     Connect,
     check_consistency,
@@ -64,7 +64,7 @@ def plan_run(
     ordered, left_out = usable_hosts(ordered, connect, prepared, options, previous.lost, preview)
     check_consistency(ordered)
     hosts, teacher = split_teacher(ordered, spec.teacher_host)
-    spec, chosen = _resolve_strategy(hosts, connect, prepared)
+    spec, chosen = _decide(hosts, connect, prepared)
     check_requirements(hosts, spec)
     check_own_gpus(hosts, spec)
     if apart := own_torchrun(spec):
@@ -112,7 +112,7 @@ def plan_run(
     if not spec.script:  # whose rows the plan does not know
         with spec_here(spec, prepared.files) as here:
             check_layers(here, [len(node.ranks) for node in entries if not node.teaches])
-            lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *filter(None, [chosen])]
+            lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *chosen]
             if teacher:
                 lines.append(teacher_line(here, teacher, entries[-1].teacher, prepared.origin["teacher"]))
     return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered) + unit_lines(ordered), spec)
@@ -197,14 +197,14 @@ def check_layers(spec: RunSpec, processes: Sequence[int]) -> None:
         raise PlanError(str(error)) from None
 
 
-def _resolve_strategy(hosts: list[HostState], connect: Connect, prepared: PreparedRun) -> tuple[RunSpec, str]:
-    """Return the spec with strategy `auto` replaced, and the reason; an empty string if there is nothing to resolve."""
-    if prepared.spec.strategy != AUTO:
-        return prepared.spec, ""
-    if not any(host.facts["spec"] for host in hosts):
+def _decide(hosts: list[HostState], connect: Connect, prepared: PreparedRun) -> tuple[RunSpec, list[str]]:
+    """Return the spec with what is `auto` decided, and a line for each decision."""
+    spec = prepared.spec
+    if spec.strategy != AUTO and not spec.automatic:
+        return spec, []
+    if spec.strategy == AUTO and not any(host.facts["spec"] for host in hosts):
         measure_mesh(hosts, high_ports(), lambda host: connect(host.name))
-    strategy, why = choose_strategy(hosts, prepared.spec, prepared.files)
-    return prepared.spec.model_copy(update={"strategy": strategy}), why
+    return choose_fields(hosts, spec, prepared.files)
 
 
 def _running_members(

@@ -27,6 +27,7 @@ class Gpu(OpenReply):
     name: Line
     memory_mib: Count
     uuid: Line
+    capability: NotRequired[Number]
 
 
 class HostFacts(OpenReply):

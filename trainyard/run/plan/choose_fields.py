@@ -1,4 +1,4 @@
-"""Resolve `strategy=auto` on the controller, from the facts of the hosts and the measured links."""
+"""Decide `strategy=auto` and the automatic fields on the controller, from the facts of the hosts and the measured links."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 from trainer.common.errors import UserError
 from trainer.config import TINY, RunSpec, parse_mapping
-from trainer.planner.recommend import choose
+from trainer.config.automatic import AUTOMATIC
+from trainer.planner.decisions import as_before, decide
 from trainer.spec import make_spec
+from trainer.strategy import AUTO
 from trainyard.preflight.host_state import HostState
 from trainyard.run.plan.nodes import rank_counts
 from trainyard.run.types import MODELS, Files
@@ -19,8 +21,8 @@ from trainyard.wire.run_errors import PlanError
 MEASURABLE = 2000.0  # Mbit/s: above, a single measured stream understates the link
 
 
-def choose_strategy(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[str, str]:
-    """Return the strategy for these hosts and the reason. A run that started before keeps its strategy.
+def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[RunSpec, list[str]]:
+    """Return the spec with a strategy and automatic fields for these hosts, and a line for each decision. A run that started before keeps its own.
 
     Args:
         files: the files of the prepared run, among them the model.
@@ -30,8 +32,7 @@ def choose_strategy(hosts: list[HostState], spec: RunSpec, files: Files) -> tupl
     """
     for host in hosts:
         if host.facts["spec"]:
-            before = staged_spec(host).strategy
-            return before, f"auto: this run started with {before}"
+            return as_before(spec, staged_spec(host))
     links = link_speeds(hosts)
     known = []
     for host, count, link in zip(hosts, rank_counts(hosts), links, strict=True):
@@ -40,19 +41,24 @@ def choose_strategy(hosts: list[HostState], spec: RunSpec, files: Files) -> tupl
             {
                 "processes": count,
                 "threads": max(1, facts["cpus"] // count),
-                "gpu_mib": min((gpu["memory_mib"] for gpu in host.gpus), default=0),
+                # A GPU without memory of its own shares that of the host.
+                "gpu_mib": min((gpu["memory_mib"] or facts["memory_mib"] for gpu in host.gpus), default=0),
+                "capability": min((gpu.get("capability", 0.0) for gpu in host.gpus), default=0.0),
+                "four_bits": "bitsandbytes" in facts["versions"],
                 "memory_mib": facts["memory_mib"],
                 "link_mbit": link,
             }
         )
     try:
         with spec_here(spec, files) as here:
-            strategy, why = choose(here, known)
+            found, lines = decide(here, known)
     except UserError as error:
         raise PlanError(str(error)) from None
     slowest = min((link for link in links if link), default=0.0)
-    measured = slowest in [host.link_to_head.get("mbit") for host in hosts]
-    return strategy, f"{why} (link measured)" if measured else why
+    if spec.strategy == AUTO and slowest in [host.link_to_head.get("mbit") for host in hosts]:
+        lines[0] += " (link measured)"
+    # `here` has the folders of the models on the controller.
+    return spec.model_copy(update={name: getattr(found, name) for name in ("automatic", *AUTOMATIC)}), lines
 
 
 @contextlib.contextmanager

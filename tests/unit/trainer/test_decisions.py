@@ -1,0 +1,170 @@
+"""The fields that the hosts decide: a table of clusters, the precision that ranks measure, and a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_runs import Here
+
+from trainer.config import RunSpec
+from trainer.config.automatic import AUTOMATIC
+from trainer.model_files.model_shape import read_shape
+from trainer.planner.decisions import as_before, common, decide
+from trainer.planner.measure import bfloat16_gain
+from trainer.spec import make_spec, read_spec
+
+EIGHT = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "head_dim": 128,
+}
+EIGHT |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False}
+ONE = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+ONE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
+SMALL = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMALL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+def card(gib: int, capability: float, count: int = 1, host_gib: int = 32, four_bits: bool = True) -> dict[str, Any]:
+    return {"processes": count, "threads": 8, "gpu_mib": gib * 1024, "capability": capability} | {
+        "four_bits": four_bits, "memory_mib": host_gib * 1024, "link_mbit": 1000
+    }  # fmt: skip
+
+
+def cpu(gib: int) -> dict[str, Any]:
+    return card(0, 0.0, 1, gib, four_bits=False)
+
+
+LIMITED = [card(24, 8.9), card(16, 8.9), card(12, 8.6)]
+# cluster: hosts, model, fields of the user -> precision, batch_size, gradient_checkpointing, quantize, strategy
+CLUSTERS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], tuple[Any, ...]]] = {
+    "three cards of 8 GB, 1B": ([card(8, 8.6)] * 3, ONE, {}, ("bf16-mixed", 2, False, "none", "ddp")),
+    "three cards of 8 GB, 8B": ([card(8, 8.6)] * 3, EIGHT, {}, ("bf16-mixed", 1, True, "none", "pipeline")),
+    "24 + 16 + 12 GB, 8B": (LIMITED, EIGHT, {}, ("bf16-mixed", 8, True, "none", "pipeline")),
+    "24 + 16 + 12 GB, 8B, ddp": (LIMITED, EIGHT, {"strategy": "ddp"}, ("bf16-mixed", 1, True, "nf4", "ddp")),
+    "24 + 12 GB, long rows": (
+        [card(24, 8.9), card(12, 8.6)], ONE, {"seq_length": 4096}, ("bf16-mixed", 1, False, "none", "ddp"),
+    ),
+    "one card of 12 GB, 8B": ([card(12, 8.9)], EIGHT, {"seq_length": 512}, ("bf16-mixed", 2, True, "nf4", "ddp")),
+    "four V100": ([card(16, 7.0, 4)], ONE, {}, ("fp16-mixed", 2, False, "none", "ddp")),
+    "a V100 beside a 4090": ([card(16, 7.0), card(24, 8.9)], ONE, {}, ("fp16-mixed", 2, False, "none", "ddp")),
+    "two P100": ([card(16, 6.0)] * 2, ONE, {}, ("32-true", 2, False, "none", "ddp")),
+    "two laptops": ([cpu(8), cpu(16)], SMALL, {}, ("32-true", 4, False, "none", "ddp")),
+    "two laptops, 1B": ([cpu(8), cpu(16)], ONE, {}, ("32-true", 4, True, "none", "ddp")),
+    "one H100, 8B": ([card(80, 9.0)], EIGHT, {}, ("bf16-mixed", 4, False, "none", "ddp")),
+    "one H100, full weights": ([card(80, 9.0)], ONE, {"lora_r": 0}, ("bf16-mixed", 16, False, "none", "ddp")),
+    "unified memory of 119 GB": ([card(119, 12.1)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
+    "eight A100, full weights, fsdp": (
+        [card(80, 8.0, 8, 512)], EIGHT, {"lora_r": 0, "strategy": "fsdp"}, ("bf16-mixed", 4, False, "none", "fsdp"),
+    ),
+}  # fmt: skip
+
+
+def decided(spec: RunSpec) -> tuple[Any, ...]:
+    return spec.precision, spec.batch_size, spec.gradient_checkpointing, spec.quantize, spec.strategy
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_decisions_for_a_cluster(cluster: str) -> None:
+    hosts, model, fields, expected = CLUSTERS[cluster]
+    spec, lines = decide(make_spec({"model": "x"} | fields, "here"), hosts, read_shape(model))
+    assert decided(spec) == expected
+    gpus = all(host["gpu_mib"] for host in hosts)
+    assert spec.automatic == (() if gpus else ("precision",)), "ranks measure the precision on CPUs"
+    assert not any(line.startswith("warning") for line in lines)
+    for value in (
+        f"batch_size={spec.batch_size}",
+        f"precision={spec.precision}" if gpus else "precision: bf16-mixed if",
+    ):
+        assert any(line.startswith(f"auto: {value}") for line in lines)
+    if spec.quantize == "nf4":
+        assert any("auto: quantize=nf4: the weights do not fit" in line for line in lines)
+
+
+def test_what_a_user_sets_is_kept() -> None:
+    given = {
+        "precision": "32-true",
+        "batch_size": 3,
+        "gradient_checkpointing": False,
+        "quantize": "none",
+        "strategy": "ddp",
+    }
+    spec = make_spec({"model": "x"} | given, "here")
+    assert spec.automatic == ()
+    found, lines = decide(spec, [card(8, 8.6)] * 3, read_shape(EIGHT))
+    assert decided(found) == ("32-true", 3, False, "none", "ddp")
+    assert len(lines) == 1 and lines[0].startswith("warning: the plan does not fit")
+    # Without bitsandbytes on every host there are no weights in 4 bits.
+    hosts = [card(8, 8.6, four_bits=False), card(8, 8.6)]
+    found, lines = decide(make_spec({"model": "x", "strategy": "ddp"}, "here"), hosts, read_shape(EIGHT))
+    assert found.quantize == "none" and lines[-1].startswith("warning")
+
+
+def test_automatic_fields_of_a_spec(tmp_path: Path) -> None:
+    assert make_spec({}, "here").automatic == AUTOMATIC
+    assert "batch_size" not in make_spec({"gradient_accumulation": 2}, "here").automatic, (
+        "the rows of a step depend on it"
+    )
+    assert "precision" in make_spec({"precision": "auto"}, "here").automatic
+    file = tmp_path / "spec.yml"
+    file.write_text(make_spec({}, "here").to_yaml())
+    assert read_spec(file, {}, "flags").automatic == AUTOMATIC
+    one = read_spec(file, {"precision": "bf16-mixed"}, "flags")
+    assert one.precision == "bf16-mixed" and "precision" not in one.automatic
+    file.write_text(one.model_copy(update={"automatic": ()}).to_yaml())
+    assert read_spec(file, {"precision": "auto"}, "flags").automatic == ("precision",)
+    # The same default name as before there were automatic fields.
+    assert make_spec({}, "here").digest() == make_spec({"precision": "32-true", "batch_size": 4}, "here").digest()
+
+
+def test_ranks_with_different_decisions_take_what_needs_least() -> None:
+    mine = {
+        "precision": "bf16-mixed",
+        "batch_size": 8,
+        "gradient_checkpointing": False,
+        "quantize": "none",
+        "strategy": "ddp",
+    }
+    other = mine | {"batch_size": 2, "gradient_checkpointing": True}
+    assert common([mine, mine]) == mine
+    assert common([mine, other]) == other
+    assert common([mine, other | {"precision": "fp16-mixed", "quantize": "nf4"}]) == other | {
+        "precision": "32-true", "quantize": "nf4"
+    }  # fmt: skip
+
+
+def test_a_started_run_keeps_its_decisions() -> None:
+    began = make_spec({"batch_size": 2, "precision": "bf16-mixed", "strategy": "fsdp"}, "here")
+    spec, lines = as_before(make_spec({"quantize": "none"}, "here"), began)
+    assert decided(spec) == ("bf16-mixed", 2, False, "none", "fsdp")
+    assert spec.automatic == ("gradient_checkpointing",), "the rank that writes the spec decides it"
+    assert lines == [
+        "auto: this run started with precision=bf16-mixed, batch_size=2, gradient_checkpointing=false, strategy=fsdp"
+    ]
+
+
+@pytest.mark.parametrize(("gain", "precision"), [(2.0, "bf16-mixed"), (1.1, "32-true")])
+def test_ranks_decide_the_precision_of_a_cpu(gain: float, precision: str, here: Here, monkeypatch: Any) -> None:
+    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: gain)
+    assert here(max_steps=2, batch_size="auto") == 0
+    assert f"auto: precision={precision}: " in here.out
+    written = read_spec(here.run_dir() / "spec.yml", {}, "here")
+    assert (written.precision, written.batch_size, written.automatic) == (precision, 4, ())
+    # Another machine would decide otherwise.
+    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 3.1 - gain)
+    assert here(max_steps=2, batch_size="auto") == 0
+    assert f"auto: this run started with precision={precision}" in here.out and "is finished" in here.out
+
+
+def test_the_gain_of_bfloat16_is_measured(model_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    assert bfloat16_gain(make_spec({"model": str(model_folder)}, "here")) == 1.0, "its layers are small"
+    monkeypatch.setattr("trainer.planner.measure._SMALL_LAYER", 0)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    found = bfloat16_gain(make_spec({"model": str(model_folder), "seq_length": 32}, "here"))
+    assert 0.05 < found < 20
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads

@@ -1,0 +1,37 @@
+"""The fields of a run spec that the hosts decide, unless a user does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.fields import split_words
+
+CHOSEN = ("precision", "batch_size", "gradient_checkpointing", "quantize")  # their value `auto` is the default
+# strategy=auto chooses the fastest strategy; by default, another one than ddp is chosen only if the model does not fit.
+AUTOMATIC = (*CHOSEN, "strategy")
+
+
+def with_automatic(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values given for a spec, with the names of the fields that the hosts decide as its field `automatic`.
+
+    These have a default value until then, so that a spec always has a value of each field.
+    """
+    asked = [name for name in CHOSEN if str(given.get(name)).strip().lower() == "auto"]
+    values = {name: value for name, value in given.items() if name not in asked}
+    names = split_words(values.get("automatic", [name for name in AUTOMATIC if name not in values]))
+    if not isinstance(names, tuple | list):
+        return values  # an error, which the validation of the field names
+    if values.get("gradient_accumulation") is not None:
+        # The rows of a step are a number of micro-batches, so they depend on its value.
+        names = [name for name in names if name != "batch_size"]
+    return values | {"automatic": (*names, *(name for name in asked if name not in names))}
+
+
+def override_automatic(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values | overrides`, where an override of a field that is automatic in `values` decides it."""
+    merged = {**values, **overrides}
+    if "automatic" in values and "automatic" not in overrides:
+        names = split_words(values["automatic"])
+        merged["automatic"] = tuple(name for name in names if name not in overrides)
+    return merged

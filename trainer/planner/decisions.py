@@ -1,0 +1,231 @@
+"""Decide the fields that a spec leaves to its hosts: precision, micro-batch, gradient checkpointing, 4-bit weights. No torch.
+
+The controller decides from the facts of the hosts, a rank without a controller from its own host. Only ranks can measure whether a CPU
+is faster in bfloat16: they decide the precision on CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from trainer.common.errors import UserError
+from trainer.common.formats import counted
+from trainer.config import RunSpec
+from trainer.config.automatic import AUTOMATIC
+from trainer.costs.alternatives import shown
+from trainer.costs.host_memory import have_gpus, own_memory_mib
+from trainer.model_files.model_shape import Shape, shape_of
+from trainer.planner.recommend import choose, fits
+from trainer.spec import check_spec, read_spec
+from trainer.strategy import AUTO
+
+BF16, FP16 = 8.0, 7.0  # the first compute capability with bfloat16 (Ampere), and with fast float16 (Volta)
+FULL = 16_384  # tokens of a micro-batch that keep a GPU busy
+LEAST = 2048  # tokens of a micro-batch on a GPU, below which recomputing activations for larger ones is faster
+CPU_ROWS = 4  # more rows do not make a CPU faster
+GAIN = 1.5  # how many times faster bfloat16 must be on every host: its result is less exact
+
+Hosts = Sequence[Mapping[str, Any]]
+
+
+def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[RunSpec, list[str]]:
+    """Decide the automatic fields of a spec, and its strategy if it is `auto`, for these hosts.
+
+    Args:
+        hosts: as for `choose`; also `capability`, the compute capability of its oldest GPU (0: unknown), and `four_bits`,
+            whether it has bitsandbytes.
+        shape: the shape of the spec's model, if known.
+
+    Returns:
+        The spec; on CPUs its precision is still automatic. One line for each decision: the value, the reason, and its cost.
+
+    Raises:
+        UserError: the strategy is `auto`, and none fits in memory.
+    """
+    if spec.script:
+        return spec.model_copy(update={"automatic": ()}), []
+    spec, lines = _with_precision(spec, hosts)
+    try:
+        shape = shape or shape_of(spec)
+    except UserError as error:
+        return _without_shape(spec, hosts, lines, error)
+    first: UserError | None = None
+    variants = list(_variants(spec, hosts))
+    for variant in variants:
+        try:
+            found, why = _placed(variant, hosts, shape)
+        except UserError as error:
+            first = first or error
+            continue
+        if why is not None:
+            return _decided(found), [*filter(None, [why]), *lines, *_lines(spec, found)]
+    if first:
+        raise first
+    smallest = variants[-1]
+    warning = f"warning: the plan does not fit in the memory of every host, even with {_settings(spec, smallest)}: add hosts, or set strategy=auto"
+    return _decided(smallest), [*lines, *_lines(spec, smallest), warning]
+
+
+def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str]]:
+    """Decide without a controller: keep the decisions of the run's first start, or assume that all hosts are like this one."""
+    kept = run_dir / "spec.yml"
+    if kept.exists() and (run_dir / "checkpoints").is_dir():
+        return as_before(spec, read_spec(kept, {}, str(kept)))
+    import torch
+
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available()
+    cards = range(torch.cuda.device_count()) if cuda else ()
+    host = {
+        "processes": processes,
+        "threads": torch.get_num_threads(),
+        "gpu_mib": own_memory_mib("cuda") if cuda else 0,
+        "capability": min(
+            (major + minor / 10 for major, minor in map(torch.cuda.get_device_capability, cards)), default=0
+        ),
+        "four_bits": importlib.util.find_spec("bitsandbytes") is not None,
+        "memory_mib": own_memory_mib("cpu"),
+    }
+    return decide(spec, [host] * (int(os.environ.get("WORLD_SIZE", "1")) // processes))
+
+
+def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
+    """Return the spec with the strategy and the automatic fields of an earlier start of the run."""
+    names = [*(["strategy"] if spec.strategy == AUTO else []), *spec.automatic]
+    kept = {name: getattr(before, name) for name in names}
+    line = f"auto: this run started with {', '.join(f'{name}={shown(value)}' for name, value in kept.items())}"
+    undecided = tuple(name for name in spec.automatic if name in before.automatic)
+    return spec.model_copy(update=kept | {"automatic": undecided}), [line]
+
+
+def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of automatic fields that suit all ranks, if they decided differently: those that need the least.
+
+    Args:
+        specs: for each rank its values of AUTOMATIC.
+    """
+    found = {name: [each[name] for each in specs] for name in AUTOMATIC}
+    precisions = set(found["precision"])
+    return {
+        "precision": precisions.pop() if len(precisions) == 1 else "32-true",
+        "batch_size": min(found["batch_size"]),
+        "gradient_checkpointing": any(found["gradient_checkpointing"]),
+        "quantize": "nf4" if "nf4" in found["quantize"] else "none",
+        "strategy": found["strategy"][0],  # the same on all, which run_rank checks
+    }
+
+
+def _placed(spec: RunSpec, hosts: Hosts, shape: Shape) -> tuple[RunSpec, str | None]:
+    """Return the spec with a strategy, and why that one; the reason is None if the spec does not fit. Raises UserError as `choose`."""
+    if spec.strategy == AUTO:
+        strategy, why = choose(spec, hosts, shape)
+        return spec.model_copy(update={"strategy": strategy}), why
+    return spec, None if fits(spec, hosts, shape) is False else ""
+
+
+def _without_shape(spec: RunSpec, hosts: Hosts, lines: list[str], error: UserError) -> tuple[RunSpec, list[str]]:
+    if spec.strategy == AUTO:
+        strategy, why = choose(spec, hosts)
+        spec, lines = spec.model_copy(update={"strategy": strategy}), [why, *lines]
+    return _decided(spec), [*lines, f"auto: {_settings(spec, spec)}: {error}"]
+
+
+def _decided(spec: RunSpec) -> RunSpec:
+    return spec.model_copy(update={"automatic": tuple(name for name in spec.automatic if name == "precision")})
+
+
+def _with_precision(spec: RunSpec, hosts: Hosts) -> tuple[RunSpec, list[str]]:
+    if "precision" not in spec.automatic:
+        return spec, []
+    if not have_gpus(hosts):
+        # Plans count on float32, which needs more memory.
+        return spec.model_copy(update={"precision": "32-true"}), [
+            "auto: precision: bf16-mixed if the ranks measure that their CPUs are faster in it, else 32-true"
+        ]
+    oldest = min(host.get("capability", 0.0) for host in hosts)
+    precision = "bf16-mixed" if oldest >= BF16 else "fp16-mixed" if oldest >= FP16 else "32-true"
+    why = {
+        "bf16-mixed": "every GPU computes in bfloat16",
+        "fp16-mixed": f"a GPU of compute capability {oldest:.1f} has no bfloat16",
+        "32-true": f"a GPU of compute capability {oldest:.1f} is slow in 16 bits"
+        if oldest
+        else "the compute capability of a GPU is unknown",
+    }[precision]
+    rest = tuple(name for name in spec.automatic if name != "precision")
+    chosen = spec.model_copy(update={"precision": precision, "automatic": rest})
+    try:
+        check_spec(chosen)
+    except ValueError as error:
+        chosen, why = chosen.model_copy(update={"precision": "32-true"}), str(error)
+    return chosen, [f"auto: precision={chosen.precision}: {why}; weights that are trained stay in float32"]
+
+
+def _variants(spec: RunSpec, hosts: Hosts) -> Iterator[RunSpec]:
+    """Yield the spec with values of its automatic fields, the best ones first."""
+    cuda = have_gpus(hosts)
+    ranks = sum(host["processes"] for host in hosts)
+    four_bits = "quantize" in spec.automatic and spec.lora_r > 0 and all(host.get("four_bits") for host in hosts)
+    sizes = _sizes(spec, ranks, cuda=cuda)
+    least = min(LEAST, sizes[0] * spec.seq_length)
+    recomputes = "gradient_checkpointing" in spec.automatic
+    strategies = (spec.strategy, AUTO) if "strategy" in spec.automatic and ranks > 1 else (spec.strategy,)
+    values = product(
+        (spec.quantize, "nf4") if four_bits else (spec.quantize,),
+        strategies,
+        (False, True) if recomputes else (spec.gradient_checkpointing,),
+        sizes,
+    )
+    for quantize, strategy, checkpointing, rows in values:
+        if cuda and recomputes and not checkpointing and rows * spec.seq_length < least:
+            continue
+        changed = {
+            "quantize": quantize,
+            "strategy": strategy,
+            "gradient_checkpointing": checkpointing,
+            "batch_size": rows,
+        }
+        variant = spec.model_copy(update=changed)
+        try:
+            check_spec(variant)
+        except ValueError:
+            continue  # the strategy, or another field, excludes it
+        yield variant
+
+
+def _sizes(spec: RunSpec, ranks: int, *, cuda: bool) -> list[int]:
+    """Return the rows of a micro-batch that are possible, in descending order: powers of two."""
+    if "batch_size" not in spec.automatic:
+        return [spec.batch_size]
+    most = max(1, FULL // spec.seq_length) if cuda else CPU_ROWS
+    most = min(most, -(-spec.rows_per_step // ranks))
+    largest = 1 << (most.bit_length() - 1)
+    return [largest >> shift for shift in range(largest.bit_length())]
+
+
+def _settings(spec: RunSpec, chosen: RunSpec) -> str:
+    names = [name for name in spec.automatic if name not in ("precision", "strategy")]
+    return ", ".join(f"{name}={shown(getattr(chosen, name))}" for name in names)
+
+
+def _lines(spec: RunSpec, chosen: RunSpec) -> list[str]:
+    """Return one line for each field that was decided."""
+    lines = []
+    if "batch_size" in spec.automatic:
+        tokens = chosen.batch_size * chosen.seq_length
+        lines.append(
+            f"auto: batch_size={chosen.batch_size}: micro-batches of {counted(tokens, 'token')}; the result of a step does not depend on it"
+        )
+    if "gradient_checkpointing" in spec.automatic and chosen.gradient_checkpointing:
+        lines.append(
+            "auto: gradient_checkpointing=true: activations do not fit in memory; they are computed twice, which costs about a third more time"
+        )
+    if "quantize" in spec.automatic and chosen.quantize != "none":
+        lines.append(
+            "auto: quantize=nf4: the weights do not fit in 16 or 32 bits; the frozen weights are rounded to 4 bits, and every pass unpacks them"
+        )
+    return lines
