@@ -34,6 +34,7 @@ _LATER_FIELDS = (
     "diloco_mixing",
     "shared_seed",
     "data_part",
+    "method",
 )
 
 

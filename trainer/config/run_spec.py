@@ -23,14 +23,17 @@ from trainer.config.fields import (
     declare,
     split_words,
 )
+from trainer.config.methods import DEFAULT_METHOD, METHODS
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.run_name import default_name, spec_digest
 from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.config.tool_files import DeepSpeedOptions
 
 if TYPE_CHECKING:
+    MethodName = str
     StrategyName = str
 else:
+    MethodName = Literal[(*METHODS,)]
     StrategyName = Literal[(*STRATEGIES, AUTO)]
 Logger = Literal["tensorboard", "wandb", "trackio", "mlflow", "none"]
 Interval = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["epoch"]
@@ -52,6 +55,7 @@ class RunSpec(BaseModel):
         mutable=True,
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
     )
+    method: MethodName = declare(DEFAULT_METHOD, "what the model learns from the data")
     model: str = declare(
         TINY,
         "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",

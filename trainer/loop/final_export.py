@@ -64,7 +64,7 @@ def finalize(
     result |= strategy.merge_replicas(state.totals, result["eval_loss"], evaluation)
     require_finite_weights(strategy, state.step)
     if result["eval_loss"] is not None:
-        recorder.evaluation(result["eval_loss"], state.step)
+        recorder.evaluation(result["eval_loss"], state.step, evaluation.metrics)
     heartbeat("saving")
     hosts = world.gather(socket.gethostname())
     weights = strategy.weights()

@@ -24,10 +24,11 @@ from trainer.data.corpus import Corpus, select
 from trainer.data.encode import encoded_dataset
 from trainer.data.order import held_out
 from trainer.data.packing import IGNORED, collate
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.base_weights import load_causal_model
 from trainer.models.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
-from trainer.models.model import ModelWithLoss, load_tokenizer, read_causal_model
+from trainer.models.model import load_tokenizer, read_causal_model
 from trainer.models.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
 from trainer.spec import read_spec
 

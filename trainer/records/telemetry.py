@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -205,15 +205,16 @@ class Recorder:
                 f"{record['tokens_per_second']:.0f} tokens/s  ETA {clock(eta)}"
             )
 
-    def evaluation(self, loss: float | None, step: int) -> None:
-        """Record the loss on the held-out samples after `step`; None where it is unknown.
+    def evaluation(self, loss: float | None, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the loss on the held-out samples after `step`, None where it is unknown, and the metrics of the method.
 
         Raises:
             DiskError: the disk is full or not writable.
         """
         if self._evals and loss is not None:
-            self._write(self._evals, {"step": step, "eval_loss": loss, "start": self._start})
-        self.scalars({"eval_loss": loss or 0.0}, step)
+            found = {"metrics": metrics} if metrics else {}
+            self._write(self._evals, {"step": step, "eval_loss": loss, "start": self._start} | found)
+        self.scalars({"eval_loss": loss or 0.0} | {f"eval_{name}": value for name, value in metrics.items()}, step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Send values to the loggers of the spec."""
@@ -249,6 +250,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return the values of a metrics record that loggers receive."""
     scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
     scalars = {name: value for name, value in scalars.items() if value is not None}
+    scalars |= record.get("metrics", {})
     scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
     scalars |= {f"rows/rank{rank}": value for rank, value in enumerate(record.get("rows", []))}
     gpus = enumerate(record.get("gpus", []))

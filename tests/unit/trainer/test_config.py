@@ -44,6 +44,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
     known = {
         "run": ("my-run.1", "my-run.1"),
         "model": ("org/name", "org/name"),
+        "method": ("dpo", "dpo"),
         "teacher": ("org/large", "org/large"),
         "dataset": ("x.jsonl", "x.jsonl"),
         "dataset_split": ("train[:10]", "train[:10]"),

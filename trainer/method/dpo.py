@@ -1,0 +1,5 @@
+"""Not available yet."""
+
+from trainer.method.method_plan import MethodPlan
+
+PLAN = MethodPlan()

@@ -1,0 +1,147 @@
+"""The interface between the training loop, the model and the training methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from trainer.common.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+
+    from trainer.data import packing
+    from trainer.data.corpus import Corpus
+    from trainer.method.module_with_loss import ModelWithLoss
+else:
+    torch, F, packing = LazyModule("torch"), LazyModule("torch.nn.functional"), LazyModule("trainer.data.packing")
+
+Rows = Sequence[Sequence[int]]
+
+
+class Batch(NamedTuple):
+    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.packing.collate`).
+
+    `extra`: what the loss of the method needs beside the tokens, in a type of the method; for sft the probabilities of a
+    teacher, or None.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of this rank in one optimizer update, or in an evaluation.
+
+    Attributes:
+        corpus: the samples.
+        parts: the rows of every micro-batch, as lists of indices in `corpus`. With `Strategy.lockstep` every rank has as many.
+        total: what the loss of the update is divided by, the same on all ranks that share its gradient.
+        weight: this rank's part of `total`: the parts of all ranks add up to it.
+        step: the step, from 0; -1 in an evaluation.
+        shared: what all micro-batches of the update need, in a type of the method.
+    """
+
+    corpus: Corpus
+    parts: Sequence[Rows]
+    total: float
+    weight: float
+    step: int
+    shared: Any = None
+
+
+class Rank(Protocol):
+    """What `Method.prepare` may ask of the training loop."""
+
+    def batch(self, work: Work, rows: Rows) -> Batch:
+        """Return the micro-batch of these rows on the device of this rank."""
+        ...
+
+    def score(self, batch: Batch) -> float:
+        """Return the method's loss of a micro-batch without gradients. It may be a collective: all ranks call it as often."""
+        ...
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum values over the ranks that share the gradient of the update. All of them call it."""
+        ...
+
+    def waiting(self, note: str) -> None:
+        """Report that this rank is alive, and what it does."""
+        ...
+
+
+class Method(ABC):
+    """The computation of one method on this rank: the tensors of a micro-batch, its loss and its metrics."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float | torch.Tensor] = defaultdict(float)
+
+    def prepare(self, work: Work, rank: Rank) -> Work:
+        """Return the work of an update with what it needs before its first micro-batch, such as a mean over all ranks.
+
+        All ranks that share the update call it.
+        """
+        return work
+
+    def batch(
+        self, work: Work, rows: Rows, pad: int, length: int | None, on_device: Callable[[np.ndarray], torch.Tensor]
+    ) -> Batch:
+        """Return the micro-batch of some rows of `work`; no rows give one row of padding without loss.
+
+        Args:
+            pad: token id of the padding.
+            length: tokens per row; None for the length of the longest row.
+            on_device: moves an array to the device of this rank.
+        """
+        return Batch(*map(on_device, packing.collate(work.corpus, rows, pad=pad, length=length)))
+
+    @abstractmethod
+    def loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:
+        """Return the loss of a micro-batch summed over its samples, a float32 scalar that depends on the trained weights."""
+
+    def add_metrics(self, **sums: torch.Tensor) -> None:
+        """Add sums over the samples of a micro-batch to the metrics; names as in `MethodPlan.sums`."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value.detach().double().cpu()
+
+    def take_metrics(self, names: Sequence[str]) -> list[float]:
+        """Return the sums of the metrics since the last call, in the order of `names`."""
+        taken = [float(self._sums[name]) for name in names]
+        self._sums.clear()
+        return taken
+
+
+def next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label of the token after each place of the flattened micro-batch, -100 at the end of a row."""
+    return F.pad(labels[:, 1:], (0, 1), value=packing.IGNORED).flatten()
+
+
+def with_label(targets: torch.Tensor) -> torch.Tensor:
+    """Return the places that have a label, int64 [n]; the first place if there is none."""
+    selected = (targets != packing.IGNORED).nonzero().squeeze(1)
+    return selected if len(selected) else selected.new_zeros(1)
+
+
+def loss_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Return the places of a flattened micro-batch whose next token has a label, int64 [n]; the first place if there is none."""
+    return with_label(next_labels(labels))
+
+
+def label_logps(module: ModelWithLoss, batch: Batch) -> torch.Tensor:
+    """Return the log-probability of every label given the tokens before it, float32 [rows, T]; 0 where there is no label.
+
+    The value at place t belongs to the token at t + 1. It has a gradient also if the micro-batch has no label.
+    """
+    targets = next_labels(batch.labels)
+    places = with_label(targets)
+    logits = module.selected_logits(batch.ids, batch.positions, places)
+    each = -F.cross_entropy(logits.float(), targets[places], ignore_index=packing.IGNORED, reduction="none")
+    return each.new_zeros(len(targets)).index_copy(0, places, each).view(batch.ids.shape)
