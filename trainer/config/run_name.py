@@ -35,6 +35,16 @@ _LATER_FIELDS = (
     "shared_seed",
     "data_part",
     "method",
+    "reward",
+    "grpo_group_size",
+    "grpo_max_tokens",
+    "grpo_temperature",
+    "grpo_beta",
+    "grpo_epsilon",
+    "grpo_epsilon_high",
+    "grpo_iterations",
+    "grpo_loss",
+    "grpo_scale_rewards",
 )
 
 

@@ -6,9 +6,10 @@ import itertools
 import json
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,8 @@ class Corpus:
     `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
     [samples + 1]: where each sample starts, followed by the total. `report`: what became of all samples. `sources`, int32
     [samples]: the number of the dataset of every sample; None if there is one dataset. `targets`: the teacher's distributions,
-    if the run uses those of the dataset.
+    if the run uses those of the dataset. `records`: of samples that are prompts without answers, the prompt and the other
+    columns of each (see `to_prompt`); else None.
     """
 
     tokens: np.ndarray
@@ -35,6 +37,7 @@ class Corpus:
     report: DataReport = NO_DATA
     sources: np.ndarray | None = None
     targets: Targets | None = None
+    records: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -42,10 +45,12 @@ class Corpus:
         return np.diff(self.starts)
 
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of the tokens, the loss mask, the sample boundaries and the teacher's distributions."""
+        """Return the SHA-256 (hex) of the tokens, the loss mask, the sample boundaries, the teacher's distributions and the records."""
         total = hashlib.sha256()
         for array in (self.starts, self.tokens, self.trained, self.sources, *(self.targets or NO_TARGETS).arrays()):
             total.update(b"" if array is None else array.tobytes())
+        if self.records is not None:
+            total.update(json.dumps(self.records).encode())
         return total.hexdigest()
 
     def trained_counts(self) -> np.ndarray:
@@ -69,7 +74,13 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         sum((corpus.report for corpus in corpora), NO_DATA),
         np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
         join_targets([corpus.targets for corpus in corpora if corpus.targets]) if corpora[0].targets else None,
+        _joined_records(corpora),
     )
+
+
+def _joined_records(corpora: Sequence[Corpus]) -> list[Mapping[str, Any]] | None:
+    found = [corpus.records for corpus in corpora if corpus.records is not None]
+    return [record for records in found for record in records] if found else None
 
 
 def save_corpus(corpus: Corpus, path: Path) -> None:
@@ -80,6 +91,8 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
     if found := corpus.targets:
         arrays |= {"taught": found.taught, "top_ids": found.ids, "top_values": found.values}
         arrays["matches"] = np.array([found.matched, found.unmatched], dtype=np.int64)
+    if corpus.records is not None:
+        arrays["records"] = np.frombuffer(json.dumps(corpus.records).encode(), np.uint8)
     np.savez(buffer, allow_pickle=False, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue(), 0o600)  # it holds the text of a dataset that may be private
@@ -95,7 +108,8 @@ def load_corpus(path: Path) -> Corpus | None:
                 matched, unmatched = map(int, arrays["matches"])
                 targets = Targets(arrays["taught"], arrays["top_ids"], arrays["top_values"], matched, unmatched)
             tokens, trained, starts = (arrays[name] for name in ("tokens", "trained", "starts"))
-            return Corpus(tokens, trained, starts, report, targets=targets)
+            records = json.loads(arrays["records"].tobytes()) if "records" in arrays else None
+            return Corpus(tokens, trained, starts, report, targets=targets, records=records)
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
@@ -111,4 +125,5 @@ def select(corpus: Corpus, indices: Sequence[int]) -> Corpus:
         corpus.report,
         None if corpus.sources is None else corpus.sources[list(indices)],
         corpus.targets.select(spans) if corpus.targets else None,
+        None if corpus.records is None else [corpus.records[index] for index in indices],
     )

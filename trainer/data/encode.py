@@ -19,7 +19,7 @@ from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.corpus import NO_TARGETS, Corpus, joined, load_corpus, save_corpus
-from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, DataReport
+from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, TOO_LONG, DataReport
 from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.logprobs import COLUMN, Targets, Vocabulary
@@ -96,6 +96,7 @@ class Encoder:
         system: str = "keep",
         today: datetime.datetime | None = None,
         rows: int | None = None,
+        prompt_length: int | None = None,
     ) -> None:
         """Args:
         tokenizer: one of transformers, or a `TextTokenizer`.
@@ -103,10 +104,12 @@ class Encoder:
         system: the field of the run spec.
         today: the date of the run, for templates that print one; None for now.
         rows: of the model's embedding; None for that of a `TextTokenizer`, or if it is unknown.
+        prompt_length: the samples are prompts without answers, of at most so many tokens; None: they have answers.
 
         Raises:
             UserError: the chat template is not valid.
         """
+        self.prompt_length = prompt_length
         self.vocabulary = Vocabulary(tokenizer) if logprobs else None
         self.seq_length, self.train_on, self._system = seq_length, train_on, system
         self._text = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer.of(tokenizer)
@@ -133,6 +136,7 @@ class Encoder:
             system=spec.system,
             today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
             rows=rows,
+            prompt_length=spec.prompt_length if spec.learns_from_prompts else None,
         )
 
     @cached_property
@@ -172,6 +176,7 @@ class Encoder:
         parts += [self._today.isoformat()] if self.has_date else []
         parts += [str(self._rows)] if self._rows else []  # a token outside is refused
         parts += [COLUMN] if self.vocabulary else []
+        parts += [f"prompts {self.prompt_length}"] if self.prompt_length is not None else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -189,7 +194,10 @@ class Encoder:
         Raises:
             UserError: the chat template rejects the sample, or leaves out a part of it.
         """
-        encoded = self._chat(sample) if sample.messages else self._raw(sample)
+        if self.prompt_length is not None:
+            encoded = self._prompt(sample)
+        else:
+            encoded = self._chat(sample) if sample.messages else self._raw(sample)
         if self._rows is not None and encoded.ids and max(encoded.ids) >= self._rows:
             token = next(number for number in encoded.ids if number >= self._rows)
             raise UserError(
@@ -201,6 +209,9 @@ class Encoder:
 
     def fit(self, encoded: Encoded) -> Fitted:
         """Return what a run keeps of an encoded sample. The first token of a row is never predicted, so it carries no loss."""
+        if self.prompt_length is not None:
+            dropped = TOO_LONG if len(encoded.ids) > self.prompt_length else ""
+            return Fitted(encoded.ids, encoded.answered, 0, 0, dropped)
         ids, mask = encoded.ids[: self.seq_length], self.mask(encoded.answered)[: self.seq_length]
         trained = [False, *mask[1:]] if mask else mask
         dropped = ""
@@ -214,7 +225,7 @@ class Encoder:
 
     def check(self, sample: Sample) -> Answers | None:
         """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `encode`."""
-        if not sample.messages:
+        if not sample.messages or self.prompt_length is not None:
             return None
         if sample.has_weights and self.train_on == "all":
             raise UserError(
@@ -230,6 +241,26 @@ class Encoder:
             return finder(messages, sample.tools, sample.variables, silent)
         except TemplateError as error:
             raise UserError(f"{sample.where or 'dataset'}: {self._problem(error, messages)}") from None
+
+    def _prompt(self, sample: Sample) -> Encoded:
+        """Encode a prompt, with the header of an answer if it is a chat. Raises UserError as `encode`."""
+        if sample.messages:
+            prepend = self._system == "prepend"
+            messages = with_system_in_first_question(sample.messages) if prepend else sample.messages
+            try:
+                rendered = self._finder_of(sample).template.render_blocks(
+                    messages, tools=sample.tools, variables=sample.variables, generation_prompt=True
+                )
+                ids = self._text.encode(rendered.text, [])[0]
+            except TemplateError as error:
+                raise UserError(f"{sample.where or 'dataset'}: {self._problem(error, messages)}") from None
+        else:
+            ids = self._text.encode(sample.pieces[0][0], [])[0]
+            if self._text.bos is not None and ids[:1] != [self._text.bos]:
+                ids = [self._text.bos, *ids]
+        if not ids:
+            raise UserError(f"{sample.where or 'dataset'}: the prompt is empty: write one, or remove the record")
+        return Encoded(ids, [False] * len(ids))
 
     def _without_end(self, message: Mapping[str, Any], end: str) -> Mapping[str, Any]:
         """Return an answer without the text of the token that ends it, which the template writes too; other messages unchanged."""
@@ -308,6 +339,7 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     """
     all_ids: list[list[int]] = []
     all_masks: list[list[bool]] = []
+    records: list[Mapping[str, Any]] = []
     matched = _Matched()
     report = NO_DATA
     for sample in samples:
@@ -318,8 +350,14 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
             continue
         all_ids.append(fitted.ids)
         all_masks.append(fitted.trained)
+        records += [sample.record] if sample.record else []
         if encoder.vocabulary:
             matched.add(encoder.vocabulary, sample, encoded.ids, encoded.answered, fitted.trained)
+    if not all_ids and encoder.prompt_length is not None:
+        raise UserError(
+            f"dataset: none of {report.samples} prompts has at most {encoder.prompt_length} tokens, which seq_length leaves for "
+            "it: increase seq_length"
+        )
     if not all_ids:
         raise UserError(
             f"dataset: none of {report.samples} samples has a token with loss within seq_length {encoder.seq_length}: "
@@ -332,6 +370,7 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         starts,
         report,
         targets=matched.targets() if encoder.vocabulary else None,
+        records=records if encoder.prompt_length is not None else None,
     )
 
 
@@ -441,6 +480,7 @@ def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Cor
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
     if is_local and (cached := load_corpus(cache)):
         return cached
-    corpus = encode_all(read_source(source, logprobs=encoder.vocabulary is not None), encoder)
+    prompts = encoder.prompt_length is not None
+    corpus = encode_all(read_source(source, logprobs=encoder.vocabulary is not None, prompts=prompts), encoder)
     save_corpus(corpus, cache)
     return corpus

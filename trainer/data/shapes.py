@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,15 @@ from trainer.common.formats import printable, quoted
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
 from trainer.data.chat_marks import REASONING_KEYS
 from trainer.data.hf_template import BLOCK_MARKS
-from trainer.data.record_keys import LABEL, LOSS_KEYS, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
+from trainer.data.record_keys import (
+    ABOUT_ANSWERS,
+    LABEL,
+    LOSS_KEYS,
+    MESSAGE_KEYS_REFUSED,
+    RECORD_KEYS,
+    check_keys,
+    has_loss,
+)
 
 if TYPE_CHECKING:
     from trainer.data.logprobs import Logprobs  # imports numpy, which the controller does not need
@@ -51,6 +59,7 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "chat_te
 _MAX_KEYS = 10  # keys of a record in an error message
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,40}")  # a key that a suggestion can name without quotes
 NO_COLUMNS: Mapping[str, str] = {}
+PROMPT_NAMES = ("prompts", "completions", "completion_ids", "trainer_state")  # what rewards get beside the columns
 
 
 class UnknownShapeError(ValueError):
@@ -68,7 +77,8 @@ class Sample:
     Every message has `role` and `content`; an answer may have `reasoning_content` and `tool_calls`, and the result of a tool
     `name` and `tool_call_id`. `tools` are the descriptions of the tools of a chat, `variables` those of its chat template.
     `silent` are the indices of the answers without loss; `has_weights` if their own keys say so. `logprobs` are those of a teacher for the last answer. `where` is the
-    record's place, such as ``file:line``.
+    record's place, such as ``file:line``. `record`, of a prompt without an answer: its prompt as it is, a text or a list of
+    messages, and the other columns, see `to_prompt`.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -78,6 +88,7 @@ class Sample:
     silent: frozenset[int] = frozenset()
     has_weights: bool = False
     logprobs: "Logprobs | None" = None
+    record: Mapping[str, Any] | None = None
     where: str = field(default="", compare=False)
 
 
@@ -127,6 +138,41 @@ def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collec
         return Sample(pieces=((_text(record, "prompt"), False), (_text(record, "completion"), True)))
     _refuse_chat_keys(record, ignored)
     return Sample(pieces=((_text(record, "text"), True),))
+
+
+def to_prompt(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collection[str] = ()) -> Sample:
+    """Convert a record with a prompt, whose other columns are for rewards; arguments and errors as for `to_sample`.
+
+    Returns:
+        The sample of the prompt alone. `record` has `prompt` and `columns`: all columns but prompt and completion, by name.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"is a {type(row).__name__}, expected an object with prompt")
+    name = columns.get("prompt", "prompt")
+    if row.get(name) is None:
+        raise UnknownShapeError(f"{_keys(row)}; expected prompt", _prompt_suggestion(row))
+    others = {str(key): value for key, value in row.items() if key not in (name, "completion")}
+    if taken := next((key for key in others if key in PROMPT_NAMES), ""):
+        raise ValueError(f"has the column {taken!r}, a name that rewards have for something else: rename it")
+    _check_values(others, "a column")
+    check_keys(row, RECORD_KEYS, {*ABOUT_ANSWERS, name, *ignored})
+    record = {**row, "prompt": row[name]}
+    if not _are_messages(record["prompt"]):
+        text = _text(record, "prompt")
+        _refuse_chat_keys(record, ignored)
+        return Sample(pieces=((text, False),), record={"prompt": text, "columns": others})
+    messages = _part(record, "prompt", columns, (*ABOUT_ANSWERS, *ignored), "user")
+    sample = _chat_sample(record, messages, {*ignored})
+    if sample.messages[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with an answer: remove it, the model writes its own")
+    plain = [{"role": message["role"], "content": message["content"]} for message in sample.messages]
+    return replace(sample, silent=frozenset(), record={"prompt": plain, "columns": others})
+
+
+def _prompt_suggestion(row: Mapping[Any, Any]) -> str:
+    """Return the column that a prompt may have in a record, as a setting to use."""
+    near = _nearest_key("prompt", row)
+    return f": use columns=prompt={near}" if near else ": name its column, as in columns=prompt=question"
 
 
 def _instruction(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -4,7 +4,7 @@ import math
 import shutil
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from trainer.distributed.world import World
 from trainer.loop.final_export import finalize
 from trainer.loop.run_dir import StopRequest
 from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
-from trainer.method import Rows, Work, method_of
+from trainer.method import Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
 from trainer.records.checkpoint import Saver, find_checkpoint
@@ -48,6 +48,11 @@ class Batches:
     def batch(self, work: Work, rows: Rows) -> Batch:
         """Return the micro-batch of these rows (lists of sample indices): int64 [rows, T] each."""
         return self._method.batch(work, rows, self._pad, self._length, self._on_device)
+
+    @property
+    def group(self) -> World:
+        """The ranks that share the gradient of an update."""
+        return self._strategy.update_group
 
     def score(self, batch: Batch) -> float:
         """Return the loss of a micro-batch without gradients."""
@@ -112,7 +117,7 @@ class Batches:
 
     def take_metrics(self) -> list[float]:
         """Return the sums of the method's metrics on this rank since the last call, in the order of `MethodPlan.sums`."""
-        return self._method.take_metrics(method_of(self._inputs.spec).sums)
+        return self._method.take_metrics(self._method.measures(method_of(self._inputs.spec)).sums)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._world.device, non_blocking=True)
@@ -144,6 +149,7 @@ class Evaluation:
         rows = order.epoch(0)
         division = strategy.divide(rows)
         plan, module = method_of(spec), strategy.plain
+        measures = module.method.measures(plan)
         weights = plan.weights(corpus)
         parts = micro_batches(division.computed, spec.batch_size, strategy.rounds(len(rows)))
         mine = float(weights[[sample for row in division.mine for sample in row]].sum())
@@ -155,13 +161,18 @@ class Evaluation:
                 self.waiting("")
                 loss += self.score(self.batch(work, part))
         module.train()
-        loss, weight, *sums = self.sum([loss, work.weight, *module.method.take_metrics(plan.sums)])
-        self.metrics = plan.means(dict(zip(plan.sums, sums, strict=True)))
+        loss, weight, *sums = self.sum([loss, work.weight, *module.method.take_metrics(measures.sums)])
+        self.metrics = measures.means(dict(zip(measures.sums, sums, strict=True)))
         return loss / max(1.0, weight)
 
     def batch(self, work: Work, rows: Rows) -> Batch:
         """Return the micro-batch of these rows."""
         return self._batches.batch(work, rows)
+
+    @property
+    def group(self) -> World:
+        """The ranks that share the evaluation."""
+        return self._world
 
     def score(self, batch: Batch) -> float:
         """Return the loss of a micro-batch without gradients."""
@@ -203,22 +214,25 @@ def train_step(
     loss, position, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
     local: list[list[int]] = []
     weight = 0.0
+    written: Counter[str] = Counter()
     for update in strategy.updates(step, rows):
         work = batches.prepare(update, step)
-        remaining, weight = len(work.parts), weight + work.weight
-        for batch in batches.all_with_teacher_targets(work):
-            # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
-            # run draws the same numbers as an uninterrupted one.
-            torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
-            position, remaining = position + 1, remaining - 1
-            loss += strategy.backward(batch, work.total, last=not remaining).double().cpu()
-        try:
-            norm = strategy.step(lr)
-        except FloatingPointError:
-            # The loss of another rank can be the cause.
-            what = "gradient norm is not finite" if math.isfinite(loss) else "loss is not a number"
-            raise NonFiniteError(what, step + 1, spec.lr) from None
+        for _ in range(inputs.module.method.iterations):
+            remaining, weight = len(work.parts), weight + work.weight
+            for batch in batches.all_with_teacher_targets(work):
+                # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
+                # run draws the same numbers as an uninterrupted one.
+                torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
+                position, remaining = position + 1, remaining - 1
+                loss += strategy.backward(batch, work.total, last=not remaining).double().cpu()
+            try:
+                norm = strategy.step(lr)
+            except FloatingPointError:
+                # The loss of another rank can be the cause.
+                what = "gradient norm is not finite" if math.isfinite(loss) else "loss is not a number"
+                raise NonFiniteError(what, step + 1, spec.lr) from None
         local += update.mine
+        written.update(work.counts)
     samples = [sample for row in local for sample in row]
     metrics.add(
         step + 1,
@@ -231,6 +245,7 @@ def train_step(
             "trained_tokens": int(inputs.trained_counts[samples].sum()),
             "samples": len(samples),
             "weight": weight,
+            **written,
         },
         sums=batches.take_metrics(),
         scheduled=sum(map(len, rows)),
@@ -383,9 +398,11 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder = open_records(inputs, run_dir, world, state)
     saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
+    method = inputs.module.method
+    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, steps))
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    metrics, stopping = StepMetrics(method_of(spec)), False
+    metrics, stopping = StepMetrics(method.measures(method_of(spec))), False
     while state.step < steps and not stopping:
         try:
             rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)
@@ -394,6 +411,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
             raise
         state.step += 1
         recorder.samples(state.step, rows)
+        recorder.examples(state.step, method.take_examples())
         if not strategy.is_sync_step(state.step) and state.step < steps:
             heartbeat("training", step=state.step, steps=steps, note="", **metrics.local_loss())
             continue

@@ -136,6 +136,8 @@ def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> Tr
     Raises:
         UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
     """
+    if not method_of(inputs.spec).packs:
+        return replace(inputs, spec=inputs.spec.model_copy(update={"packing": False}))
     name = "this model"
     with strategy.autocast():
         vocabulary = usable_tokens(inputs.tokenizer, embedding_rows(inputs.spec.model))

@@ -26,7 +26,8 @@ def may_use(spec: RunSpec) -> bool:
     if spec.backend != "auto":
         return spec.backend == PACKAGE
     # Weights in float32, compiled models, answers during training and strategies with shards need peft.
-    suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and not spec.gkd_lambda
+    writes = spec.gkd_lambda or spec.learns_from_prompts
+    suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and not writes
     return suits and _permitted(spec) and importlib.util.find_spec(PACKAGE) is not None
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from trainer.common.lazy import LazyModule
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
     from trainer.data import packing
     from trainer.data.corpus import Corpus
+    from trainer.distributed.world import World
+    from trainer.method.method_plan import MethodPlan
     from trainer.method.module_with_loss import ModelWithLoss
+    from trainer.records.step_metrics import MethodSums
 else:
     torch, F, packing = LazyModule("torch"), LazyModule("torch.nn.functional"), LazyModule("trainer.data.packing")
 
@@ -48,6 +52,7 @@ class Work:
         weight: this rank's part of `total`: the parts of all ranks add up to it.
         step: the step, from 0; -1 in an evaluation.
         shared: what all micro-batches of the update need, in a type of the method.
+        counts: tokens and trained_tokens of this rank, if not those of its samples.
     """
 
     corpus: Corpus
@@ -56,10 +61,33 @@ class Work:
     weight: float
     step: int
     shared: Any = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a method may use of its run: see `Method.begin`.
+
+    Attributes:
+        tokenizer: that of the model.
+        module: the model in full, with the method.
+        autocast: returns the context of a forward pass.
+        steps: number of steps of the run.
+    """
+
+    tokenizer: Any
+    module: ModelWithLoss
+    autocast: Callable[[], AbstractContextManager[Any]]
+    steps: int
 
 
 class Rank(Protocol):
-    """What `Method.prepare` may ask of the training loop."""
+    """What `Method.prepare` may ask of the training loop. `group`: the ranks that share the update."""
+
+    @property
+    def group(self) -> World:
+        """The ranks that share the gradient of the update, or the evaluation."""
+        ...
 
     def batch(self, work: Work, rows: Rows) -> Batch:
         """Return the micro-batch of these rows on the device of this rank."""
@@ -79,10 +107,23 @@ class Rank(Protocol):
 
 
 class Method(ABC):
-    """The computation of one method on this rank: the tensors of a micro-batch, its loss and its metrics."""
+    """The computation of one method on this rank: the tensors of a micro-batch, its loss and its metrics.
+
+    `iterations`: optimizer updates from the work of one `prepare`. `examples`: records for a person to read, which the loop takes.
+    """
+
+    iterations = 1
 
     def __init__(self) -> None:
         self._sums: dict[str, float | torch.Tensor] = defaultdict(float)
+        self.examples: list[dict[str, Any]] = []
+
+    def begin(self, run: RunContext) -> None:  # noqa: B027  most methods need nothing of it
+        """Receive what the method may use of the run, before the first step."""
+
+    def measures(self, plan: MethodPlan) -> MethodSums:
+        """Return the names of the metrics' sums, and how metrics follow from them: by default those of the plan."""
+        return plan
 
     def prepare(self, work: Work, rank: Rank) -> Work:
         """Return the work of an update with what it needs before its first micro-batch, such as a mean over all ranks.
@@ -107,10 +148,16 @@ class Method(ABC):
     def loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:
         """Return the loss of a micro-batch summed over its samples, a float32 scalar that depends on the trained weights."""
 
-    def add_metrics(self, **sums: torch.Tensor) -> None:
+    def add_metrics(self, **sums: torch.Tensor | float) -> None:
         """Add sums over the samples of a micro-batch to the metrics; names as in `MethodPlan.sums`."""
         for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value.detach().double().cpu()
+            added = value if isinstance(value, float) else value.detach().double().cpu()
+            self._sums[name] = self._sums[name] + added
+
+    def take_examples(self) -> list[dict[str, Any]]:
+        """Return the examples since the last call."""
+        taken, self.examples = self.examples, []
+        return taken
 
     def take_metrics(self, names: Sequence[str]) -> list[float]:
         """Return the sums of the metrics since the last call, in the order of `names`."""
@@ -135,13 +182,15 @@ def loss_positions(labels: torch.Tensor) -> torch.Tensor:
     return with_label(next_labels(labels))
 
 
-def label_logps(module: ModelWithLoss, batch: Batch) -> torch.Tensor:
+def label_logps(module: ModelWithLoss, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
     """Return the log-probability of every label given the tokens before it, float32 [rows, T]; 0 where there is no label.
 
-    The value at place t belongs to the token at t + 1. It has a gradient also if the micro-batch has no label.
+    `temperature`: that of the probabilities. The value at place t belongs to the token at t + 1. It has a gradient also if the micro-batch has no label.
     """
     targets = next_labels(batch.labels)
     places = with_label(targets)
     logits = module.selected_logits(batch.ids, batch.positions, places)
-    each = -F.cross_entropy(logits.float(), targets[places], ignore_index=packing.IGNORED, reduction="none")
+    each = -F.cross_entropy(
+        logits.float() / temperature, targets[places], ignore_index=packing.IGNORED, reduction="none"
+    )
     return each.new_zeros(len(targets)).index_copy(0, places, each).view(batch.ids.shape)

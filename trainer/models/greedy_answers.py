@@ -93,7 +93,7 @@ def _samples(spec: "RunSpec") -> "Iterable[Sample]":
     from trainer.data.shapes import with_system_in_first_question
 
     for source in spec.sources:
-        for sample in itertools.islice(iter_source(source), MAX_SAMPLES):
+        for sample in itertools.islice(iter_source(source, prompts=spec.learns_from_prompts), MAX_SAMPLES):
             prepend = spec.system == "prepend"
             messages = with_system_in_first_question(sample.messages) if prepend else sample.messages
             yield dataclasses.replace(sample, messages=tuple(messages))

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.records.gpu_use import READINGS
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 class MethodSums(Protocol):
     """The sums of a method over samples, and the metrics that follow from them (see MethodPlan)."""
 
-    sums: ClassVar[tuple[str, ...]]
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of the sums. Ranks exchange them in this order."""
+        ...
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step by name."""

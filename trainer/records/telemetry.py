@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the first heartbeat is written before torch is imported
 
     from trainer.distributed.world import World
 
+EXAMPLES = "completions.jsonl"
 _HEARTBEAT_INTERVAL = 0.2  # seconds between heartbeats while the status stays the same
 _RESERVE = 64 * 1024  # bytes that are freed for the error message of a rank whose disk is full
 _LOG_INTERVAL = 1.0  # seconds between progress lines in the log
@@ -113,7 +114,12 @@ def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
         DiskError: a file cannot be written.
     """
     try:
-        for path in [run_dir / "metrics.jsonl", run_dir / "evals.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
+        for path in [
+            run_dir / "metrics.jsonl",
+            run_dir / "evals.jsonl",
+            run_dir / EXAMPLES,
+            *(run_dir / "samples").glob("rank*.jsonl"),
+        ]:
             if path.exists():
                 valid = [to_json(record) + "\n" for record in _records(path) if history.is_valid(record)]
                 write_atomic(path, "".join(valid))
@@ -153,7 +159,7 @@ class Recorder:
 
     def __init__(self, spec: RunSpec, run_dir: Path, world: "World", history: RunHistory) -> None:
         """Open the files of this rank. Raises DiskError if that fails, and UserError if a logger is not installed."""
-        self._start, self._is_head = history.start, world.rank == 0
+        self._start, self._is_head, self._run_dir = history.start, world.rank == 0, run_dir
         self._logged = 0.0
         try:
             (run_dir / "samples").mkdir(parents=True, exist_ok=True)
@@ -187,6 +193,20 @@ class Recorder:
         """
         self._write(self._samples, {"step": step, "start": self._start, "rows": rows})
 
+    def examples(self, step: int, examples: list[dict[str, Any]]) -> None:
+        """Record examples of what the model writes, for a person to read.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        if examples:
+            try:
+                with (self._run_dir / EXAMPLES).open("a", encoding="utf-8") as file:
+                    for example in examples:
+                        self._write(file, {"step": step, "start": self._start, **example})
+            except OSError as error:
+                raise _not_writable(self._run_dir, error) from None
+
     def step(self, record: dict[str, Any], *, eta: float, last: bool) -> None:
         """Record the metrics of one step; on rank 0 also scalars and, at intervals or if it is the `last`, a progress line.
 
@@ -200,8 +220,10 @@ class Recorder:
         self.scalars(_scalars(record), record["step"])
         if last or time.monotonic() - self._logged >= _LOG_INTERVAL:
             self._logged = time.monotonic()
+            reward = record.get("metrics", {}).get("reward")
+            shown = "" if reward is None else f"reward {reward:.4f}  "
             print(
-                f"step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  "
+                f"step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  {shown}"
                 f"{record['tokens_per_second']:.0f} tokens/s  ETA {clock(eta)}"
             )
 

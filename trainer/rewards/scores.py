@@ -126,12 +126,12 @@ def _kind(limit: str) -> str:
     return "network" if "network" in limit else "time" if limit.endswith(" s") else ""
 
 
-def total(parts: np.ndarray, functions: Sequence[RewardFunction]) -> np.ndarray:
+def total(parts: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """Return the weighted sums of rewards, float64 [n]; NaN for a completion that no function rates, as in TRL.
 
     Args:
         parts: float64 [n, functions].
+        weights: of the functions.
     """
-    weights = np.array([function.weight for function in functions])
-    sums = np.nansum(parts * weights, axis=1)
+    sums = np.nansum(parts * np.array(weights), axis=1)
     return np.where(np.isnan(parts).all(axis=1), math.nan, sums)

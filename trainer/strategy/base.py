@@ -157,9 +157,14 @@ class Strategy(ABC):
         """Sum the loop's values over ranks after `sync`. The first value counts the ranks that should stop."""
         return self.world.sum(values)
 
+    @property
+    def update_group(self) -> World:
+        """The ranks that share the gradient of an update."""
+        return self.world
+
     def sum_update(self, values: list[float]) -> list[float]:
         """Return values summed over the ranks that share the gradient of an update. All of them call it."""
-        return self.world.sum(values)
+        return self.update_group.sum(values)
 
     def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
         """Return whether all ranks have finished their last step. `finished`: whether this rank has."""

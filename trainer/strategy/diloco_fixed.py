@@ -131,8 +131,9 @@ class DiLoCo(Strategy):
         self.tokens += total if last else 0
         return self.inside.backward(batch, total, last)
 
-    def sum_update(self, values: list[float]) -> list[float]:
-        return self.replica_group.sum(values)
+    @property
+    def update_group(self) -> World:
+        return self.replica_group
 
     def comm_seconds(self) -> float | None:
         return self.inside.comm_seconds()

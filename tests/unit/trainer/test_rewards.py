@@ -191,8 +191,11 @@ def test_a_file_and_built_in_rewards(make: Callable[..., RewardProcess]) -> None
     ]
     parts = process(ROLLOUTS)
     np.testing.assert_array_equal(parts, [[2, math.nan, 3, 1], [0, 2, 10, 0]])
-    assert total(parts, process.functions).tolist() == [2 * 0.5 + 3 * 0.5 + 1, 2 * 0.5 + 10 * 0.5]
-    assert np.isnan(total(np.full((1, 4), math.nan), process.functions)).all()
+    assert total(parts, [each.weight for each in process.functions]).tolist() == [
+        2 * 0.5 + 3 * 0.5 + 1,
+        2 * 0.5 + 10 * 0.5,
+    ]
+    assert np.isnan(total(np.full((1, 2), math.nan), [1, 1])).all()
     np.testing.assert_array_equal(process(ROLLOUTS), parts)
 
 
