@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from trainer.common.formats import quoted
 from trainer.config.json_schema import schema_error
@@ -22,7 +22,10 @@ BUILT_IN: Mapping[str, tuple[str, ...]] = {
 }
 _REQUIRED = ("pattern", "limit")
 MAX_WEIGHT = 1000.0
-EXPECTED = "files and built-in rewards, such as my_reward.py or exact,format:0.5 or [exact, {use: regex, pattern: '^[A-Z]', weight: 0.1}]"
+EXPECTED = (
+    "Python files (NAME.py) and built-in rewards (exact, regex, length, format, json), such as my_reward.py,format:0.5 "
+    "or [exact, {use: regex, pattern: '^[A-Z]', weight: 0.1}]"
+)
 
 
 class RewardSource(BaseModel):
@@ -45,6 +48,13 @@ class RewardSource(BaseModel):
     pattern: str = ""
     limit: int = Field(0, ge=0, le=10**9)
     json_schema: dict[str, Any] = {}
+
+    @field_validator("use")
+    @classmethod
+    def _check_use(cls, use: str) -> str:
+        if use not in BUILT_IN and not use.endswith(".py"):
+            raise ValueError("neither a built-in reward nor a Python file")
+        return use
 
     @property
     def is_file(self) -> bool:
@@ -96,8 +106,6 @@ def rewards_error(rewards: Sequence[RewardSource]) -> str:
                 return f"reward: the pattern {quoted(reward.pattern)} is not valid: {error}"
         if reason := schema_error(reward.json_schema):
             return f"reward: json_schema: {reason}"
-        if reward.is_file and not reward.use.endswith(".py"):
-            return f"reward: {quoted(reward.use)} is neither a Python file (NAME.py) nor one of {', '.join(BUILT_IN)}: correct it"
     names = [reward.use for reward in rewards if reward.is_file]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         return f"reward: {quoted(twice)} is given twice: remove one"

@@ -221,8 +221,8 @@ class RunSpec(BaseModel):
     grpo_epsilon: float = declare(
         0.2, "grpo: clip the ratio of new to old probabilities below at 1 - grpo_epsilon", ge=0, lt=1
     )
-    grpo_epsilon_high: float | None = declare(
-        None, "grpo: clip the ratio above at 1 + grpo_epsilon_high; unset: grpo_epsilon", ge=0, le=MAX_NUMBER
+    grpo_epsilon_high: float = declare(
+        0.0, "grpo: clip the ratio above at 1 + grpo_epsilon_high; 0: grpo_epsilon", ge=0, le=MAX_NUMBER
     )
     grpo_iterations: int = declare(
         1, "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped", ge=1, le=1000

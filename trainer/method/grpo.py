@@ -18,8 +18,6 @@ from trainer.common.lazy import LazyModule
 from trainer.config import RunSpec
 from trainer.config.reward_source import rewards_error
 from trainer.config.strategies import AUTO
-from trainer.data.corpus import Corpus
-from trainer.data.packing import IGNORED
 from trainer.method.method_base import Batch, Method, Rank, Rows, RunContext, Work, label_logps, next_labels
 from trainer.method.method_plan import MethodPlan
 
@@ -27,11 +25,13 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from trainer.data import packing
+    from trainer.data.corpus import Corpus
     from trainer.method.module_with_loss import ModelWithLoss
     from trainer.models.sampling import CompletionWriter
     from trainer.rewards.scores import RewardFunction, RewardProcess
 else:
-    np, torch = LazyModule("numpy"), LazyModule("torch")
+    np, torch, packing = LazyModule("numpy"), LazyModule("torch"), LazyModule("trainer.data.packing")
 
 STRATEGIES = ("ddp", "diloco", AUTO)
 _KEY = 0x6B6403  # separates these random numbers from those of other purposes
@@ -403,7 +403,7 @@ class GRPO(Method):
         if extra.rewards is not None:
             return -extra.rewards.sum()
         temperature = self._spec.grpo_temperature
-        mask = (next_labels(batch.labels) != IGNORED).view(batch.ids.shape)
+        mask = (next_labels(batch.labels) != packing.IGNORED).view(batch.ids.shape)
         logps = label_logps(module, batch, temperature)
         old = logps.detach()
         if extra.old is not None:
@@ -426,6 +426,8 @@ def completed(corpus: Corpus, prompts: Sequence[int], ids: Sequence[Sequence[int
         prompts: the sample of each completion.
         ids: the tokens of the completions.
     """
+    from trainer.data.corpus import Corpus
+
     tokens, trained = [corpus.tokens[:0]], [corpus.trained[:0]]
     for sample, written in zip(prompts, ids, strict=True):
         prompt = corpus.tokens[corpus.starts[sample] : corpus.starts[sample + 1]]

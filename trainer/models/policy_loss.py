@@ -47,8 +47,7 @@ class PolicyLoss:
     @classmethod
     def of(cls, spec: RunSpec) -> PolicyLoss:
         """Return the loss of a run."""
-        high = spec.grpo_epsilon if spec.grpo_epsilon_high is None else spec.grpo_epsilon_high
-        return cls(spec.grpo_epsilon, high, spec.grpo_beta)
+        return cls(spec.grpo_epsilon, spec.grpo_epsilon_high or spec.grpo_epsilon, spec.grpo_beta)
 
     def __call__(
         self,

@@ -153,7 +153,7 @@ def test_loss_and_gradients_are_those_of_trl(
     trainer = trl(spec.grpo_temperature)
     theirs: Any = trainer.model
     trainer.beta, trainer.loss_type, trainer.epsilon_low = spec.grpo_beta, spec.grpo_loss, spec.grpo_epsilon
-    trainer.epsilon_high = spec.grpo_epsilon if spec.grpo_epsilon_high is None else spec.grpo_epsilon_high
+    trainer.epsilon_high = spec.grpo_epsilon_high or spec.grpo_epsilon
     trainer.max_completion_length = spec.completion_length
     prompt_ids, prompt_mask = padded(prompts, True)
     ids, mask = padded(completions, False)

@@ -18,6 +18,7 @@ from trainer.config.reward_source import Rewards, RewardSource, rewards_error, w
 from trainer.rewards.built_in import answer_of, built_in, text_of
 from trainer.rewards.reward_file import check_reward_file
 from trainer.rewards.scores import RewardProcess, Rollouts, total
+from trainer.spec import make_spec
 
 ENTRIES: TypeAdapter[tuple[RewardSource, ...]] = TypeAdapter(Rewards)
 
@@ -52,7 +53,6 @@ def test_rewards_as_words_and_as_mappings() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("exakt", "'exakt' is neither a Python file (NAME.py) nor one of exact, regex, length, format, json"),
         ("regex", "regex needs pattern"),
         ("length", "length needs limit"),
         ([{"use": "regex", "pattern": "("}], "the pattern '(' is not valid"),
@@ -64,6 +64,13 @@ def test_rewards_as_words_and_as_mappings() -> None:
 )
 def test_rewards_that_are_refused(value: Any, reason: str) -> None:
     assert reason in rewards_error(sources(value))
+
+
+def test_a_reward_that_is_unknown() -> None:
+    with pytest.raises(
+        UserError, match=r"reward: expected Python files \(NAME.py\) and built-in rewards .*, got 'exakt'"
+    ):
+        make_spec({"method": "grpo", "reward": "exakt"}, "test")
 
 
 # The built-in rewards ----------------------------------------------------------------------------------------------------
