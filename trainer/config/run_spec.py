@@ -26,7 +26,7 @@ from trainer.config.fields import (
 from trainer.config.methods import DEFAULT_METHOD, METHODS
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
 from trainer.config.reward_source import EXPECTED as EXPECTED_REWARD
-from trainer.config.reward_source import Rewards
+from trainer.config.reward_source import Rewards, with_reward_paths
 from trainer.config.run_name import default_name, spec_digest
 from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.config.tool_files import DeepSpeedOptions
@@ -475,6 +475,15 @@ class RunSpec(BaseModel):
     def dataset_name(self) -> str:
         """The paths of all datasets, separated by commas, for messages."""
         return ", ".join(source.path for source in self.sources)
+
+    @property
+    def reward_files(self) -> list[str]:
+        """The paths of the Python files among the rewards, in order."""
+        return [reward.use for reward in self.reward if reward.is_file]
+
+    def with_reward_files(self, paths: Sequence[str]) -> "RunSpec":
+        """Return the spec with other paths of its `reward_files`."""
+        return self.model_copy(update={"reward": with_reward_paths(self.reward, paths)}) if paths else self
 
     def with_dataset_paths(self, paths: Sequence[str]) -> "RunSpec":
         """Return the spec with other paths of its datasets, one for each of `sources`."""

@@ -279,6 +279,11 @@ def lines(
         f"{spec.model}: {shape.parameters / 1e6:.1f} M parameters, {shape.trained(spec) / 1e6:.2f} M of them trained; "
         f"{spec.rows_per_step} rows of {spec.seq_length} per step in micro-batches of {spec.batch_size}",
         *_teacher_lines(spec),
+        *(
+            ["the time in which the model writes completions and rewards are computed is not counted"]
+            if spec.learns_from_prompts
+            else []
+        ),
         *about,
         "",
         *table([_HEAD, *map(_row, found)], right=True),

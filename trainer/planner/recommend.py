@@ -430,7 +430,7 @@ def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: in
     strategy = choose(spec, hosts)[0] if spec.strategy == AUTO else spec.strategy
     # With one process, the list has only this process alone.
     option = next((option for option in found if option.strategy == strategy), found[0])
-    epoch = math.ceil(samples / spec.rows_per_step)
+    epoch = math.ceil(samples / spec.samples_per_step)
     steps = min(spec.max_steps or math.inf, max(1, epoch * spec.epochs)) if samples else spec.max_steps
     return steps * (option.compute_seconds + option.comm_seconds)
 
