@@ -123,7 +123,12 @@ class DataReport:
 
 NO_DATA = DataReport()
 BEYOND, NO_ANSWER = "with all answers beyond seq_length", "without an answer with loss"  # reasons
-_REMEDIES = {BEYOND: "increase seq_length", NO_ANSWER: "give them answers, or remove them"}
+SAME = "with a chosen answer that equals the rejected one within seq_length"
+_REMEDIES = {
+    BEYOND: "increase seq_length",
+    NO_ANSWER: "give them answers, or remove them",
+    SAME: "increase seq_length, or remove them",
+}
 
 
 def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, int]:
