@@ -35,6 +35,12 @@ _LATER_FIELDS = (
     "shared_seed",
     "data_part",
     "method",
+    "preference_beta",
+    "preference_loss",
+    "preference_label_smoothing",
+    "preference_precompute",
+    "kto_desirable_weight",
+    "kto_undesirable_weight",
 )
 
 

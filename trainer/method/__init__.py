@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from trainer.config.methods import DEFAULT_METHOD, METHODS
-from trainer.method.method_base import Batch, Method, Rows, Work
+from trainer.method.method_base import Batch, Method, Rank, Rows, Work
 from trainer.method.method_plan import MethodPlan
 
 if TYPE_CHECKING:
@@ -26,4 +26,15 @@ def method_of(spec: RunSpec) -> MethodPlan:
     return method_named(spec.method)
 
 
-__all__ = ["DEFAULT_METHOD", "METHODS", "Batch", "Method", "MethodPlan", "Rows", "Work", "method_named", "method_of"]
+__all__ = [
+    "DEFAULT_METHOD",
+    "METHODS",
+    "Batch",
+    "Method",
+    "MethodPlan",
+    "Rank",
+    "Rows",
+    "Work",
+    "method_named",
+    "method_of",
+]
