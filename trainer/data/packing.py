@@ -75,7 +75,7 @@ def lay_out(
     Args:
         rows: the token ids of the sequences of every row, and which of them carry loss.
     """
-    width = length or max((sum(len(tokens) for tokens, _ in row) for row in rows), default=_EMPTY_WIDTH)
+    width = length or max((sum(len(tokens) for tokens, _ in row) for row in rows), default=0) or _EMPTY_WIDTH
     ids: np.ndarray = np.full((max(1, len(rows)), width), pad, np.int64)
     labels = np.full_like(ids, IGNORED)
     positions = np.zeros_like(ids)

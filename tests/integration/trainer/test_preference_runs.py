@@ -27,7 +27,9 @@ def pair_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}, {"preference_precompute": True}], ids=["lora", "full", "precompute"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"lora_r": 0}, {"preference_precompute": True}], ids=["lora", "full", "precompute"]
+)
 def test_dpo_learns_to_prefer(here: Here, pair_file: Path, fields: dict[str, Any]) -> None:
     assert here(dataset=pair_file, method="dpo", epochs=3, eval_split=0.2, eval_interval=5, **fields) == 0, here.err
     metrics = [record["metrics"] for record in lines(here.run_dir() / "metrics.jsonl")]
