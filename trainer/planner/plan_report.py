@@ -6,6 +6,8 @@ hosts.json is a list with one object per host: `host` (a name), `processes` (1),
 `threads` (of a process, for nominal speeds), `speed` (of a process in relation to other hosts, 1). The plan.json of a run folder also has this form.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Sequence
