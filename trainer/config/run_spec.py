@@ -183,7 +183,6 @@ class RunSpec(BaseModel):
         "divergence from the teacher: 0: KL(teacher, student); 1: KL(student, teacher); between: generalised Jensen-Shannon",
         ge=0,
         le=1,
-        suggested_names=["beta"],
     )
     preference_beta: float = declare(
         0.1,
