@@ -7,15 +7,16 @@ Data = Literal["answers", "pairs", "labels", "prompts"]
 
 
 class MethodEntry(NamedTuple):
-    """One method. `summary`: a few words for help texts and documentation."""
+    """One method. `summary`: a few words for help texts and documentation; `packs`: a row may hold several samples."""
 
     data: Data
     summary: str
+    packs: bool = False
 
 
 # Value of the field `method` -> its entry. The first one is the default.
 METHODS: dict[str, MethodEntry] = {
-    "sft": MethodEntry("answers", "supervised fine-tuning: learn the answers"),
+    "sft": MethodEntry("answers", "supervised fine-tuning: learn the answers", packs=True),
     "dpo": MethodEntry(
         "pairs", "direct preference optimization: prefer the chosen answer of a pair to the rejected one"
     ),

@@ -45,6 +45,12 @@ _LATER_FIELDS = (
     "grpo_iterations",
     "grpo_loss",
     "grpo_scale_rewards",
+    "preference_beta",
+    "preference_loss",
+    "preference_label_smoothing",
+    "preference_precompute",
+    "kto_desirable_weight",
+    "kto_undesirable_weight",
 )
 
 

@@ -57,7 +57,7 @@ class RunSpec(BaseModel):
         mutable=True,
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
     )
-    method: MethodName = declare(DEFAULT_METHOD, "what the model learns from the data")
+    method: MethodName = declare(DEFAULT_METHOD, "what the model learns from the data; see docs/preferences.md")
     model: str = declare(
         TINY,
         "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
@@ -185,7 +185,6 @@ class RunSpec(BaseModel):
         "divergence from the teacher: 0: KL(teacher, student); 1: KL(student, teacher); between: generalised Jensen-Shannon",
         ge=0,
         le=1,
-        suggested_names=["beta"],
     )
     reward: Rewards = declare(
         (),
@@ -236,6 +235,25 @@ class RunSpec(BaseModel):
         "group",
         "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
     )
+    preference_beta: float = declare(
+        0.1,
+        "dpo, kto: how strongly the model is kept near the reference; orpo: weight of the odds ratio",
+        gt=0,
+        le=1000,
+    )
+    preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = declare(
+        "sigmoid", "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing"
+    )
+    preference_label_smoothing: float = declare(
+        0.0, "dpo: fraction of the pairs with the wrong order, for preference_loss=robust", ge=0, lt=0.5
+    )
+    preference_precompute: bool = declare(
+        False,
+        "dpo, kto: compute the log-probabilities of the reference before the first step, and keep them in the store; "
+        "always without LoRA and in pipelines. Otherwise every step computes them with the adapter switched off",
+    )
+    kto_desirable_weight: float = declare(1.0, "kto: weight of the loss of good answers", gt=0, le=1000)
+    kto_undesirable_weight: float = declare(1.0, "kto: weight of the loss of bad answers", gt=0, le=1000)
     lora_r: int = declare(
         16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, suggested_names=["lora", "r", "rank"]
     )

@@ -7,7 +7,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from trainer.data.logprobs import TOP, Targets, join_targets
 
 NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
 
+_OF_SAMPLES = ("splits", "desirable", "references")  # arrays of a corpus with an entry for each sample
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -27,8 +29,9 @@ class Corpus:
     `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
     [samples + 1]: where each sample starts, followed by the total. `report`: what became of all samples. `sources`, int32
     [samples]: the number of the dataset of every sample; None if there is one dataset. `targets`: the teacher's distributions,
-    if the run uses those of the dataset. `records`: of samples that are prompts without answers, the prompt and the other
-    columns of each (see `to_prompt`); else None.
+    if the run uses those of the dataset. `splits`, int64 [samples]: of pairs, the tokens of the chosen sequence, which the rejected one follows.
+    `desirable`, bool [samples]: the labels of the answers. `references`, float64 [samples, 2]: log-probabilities of the untrained model, as the
+    method defines them. `records`: of samples that are prompts without answers, the prompt and the other columns of each (see `to_prompt`).
     """
 
     tokens: np.ndarray
@@ -37,6 +40,9 @@ class Corpus:
     report: DataReport = NO_DATA
     sources: np.ndarray | None = None
     targets: Targets | None = None
+    splits: np.ndarray | None = None
+    desirable: np.ndarray | None = None
+    references: np.ndarray | None = None
     records: Sequence[Mapping[str, Any]] | None = None
 
     @property
@@ -45,9 +51,10 @@ class Corpus:
         return np.diff(self.starts)
 
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of the tokens, the loss mask, the sample boundaries, the teacher's distributions and the records."""
+        """Return the SHA-256 (hex) of the tokens, the loss mask, the boundaries, labels and records of samples and the teacher's distributions."""
         total = hashlib.sha256()
-        for array in (self.starts, self.tokens, self.trained, self.sources, *(self.targets or NO_TARGETS).arrays()):
+        arrays = [self.starts, self.tokens, self.trained, self.sources, *(self.targets or NO_TARGETS).arrays()]
+        for array in (*arrays, self.splits, self.desirable):
             total.update(b"" if array is None else array.tobytes())
         if self.records is not None:
             total.update(json.dumps(self.records).encode())
@@ -56,6 +63,14 @@ class Corpus:
     def trained_counts(self) -> np.ndarray:
         """Return the number of tokens with loss of every sample, int64 [samples]."""
         return np.diff(np.concatenate([[0], np.cumsum(self.trained)])[self.starts])
+
+    def sequences(self, sample: int) -> list[slice]:
+        """Return where the sequences of a sample lie in `tokens`: one, or the chosen and the rejected one of a pair."""
+        first, last = int(self.starts[sample]), int(self.starts[sample + 1])
+        if self.splits is None:
+            return [slice(first, last)]
+        middle = first + int(self.splits[sample])
+        return [slice(first, middle), slice(middle, last)]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -67,6 +82,7 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         return corpora[0]
     ends = list(itertools.accumulate((len(corpus.tokens) for corpus in corpora), initial=0))
     starts: list[np.ndarray] = [corpus.starts[:-1] + first for corpus, first in zip(corpora, ends, strict=False)]
+    more: dict[str, Any] = {name: _joined([getattr(corpus, name) for corpus in corpora]) for name in _OF_SAMPLES}
     return Corpus(
         np.concatenate([corpus.tokens for corpus in corpora]),
         np.concatenate([corpus.trained for corpus in corpora]),
@@ -74,8 +90,14 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         sum((corpus.report for corpus in corpora), NO_DATA),
         np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
         join_targets([corpus.targets for corpus in corpora if corpus.targets]) if corpora[0].targets else None,
-        _joined_records(corpora),
+        records=_joined_records(corpora),
+        **more,
     )
+
+
+def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    found = [array for array in arrays if array is not None]
+    return np.concatenate(found) if found else None
 
 
 def _joined_records(corpora: Sequence[Corpus]) -> list[Mapping[str, Any]] | None:
@@ -88,6 +110,7 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
     buffer = io.BytesIO()
     report = np.array(json.dumps(corpus.report.as_dict()))
     arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "report": report}
+    arrays |= {name: array for name in _OF_SAMPLES if (array := getattr(corpus, name)) is not None}
     if found := corpus.targets:
         arrays |= {"taught": found.taught, "top_ids": found.ids, "top_values": found.values}
         arrays["matches"] = np.array([found.matched, found.unmatched], dtype=np.int64)
@@ -108,8 +131,9 @@ def load_corpus(path: Path) -> Corpus | None:
                 matched, unmatched = map(int, arrays["matches"])
                 targets = Targets(arrays["taught"], arrays["top_ids"], arrays["top_values"], matched, unmatched)
             tokens, trained, starts = (arrays[name] for name in ("tokens", "trained", "starts"))
+            more = {name: arrays[name] for name in _OF_SAMPLES if name in arrays}
             records = json.loads(arrays["records"].tobytes()) if "records" in arrays else None
-            return Corpus(tokens, trained, starts, report, targets=targets, records=records)
+            return Corpus(tokens, trained, starts, report, targets=targets, records=records, **more)
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
@@ -118,12 +142,13 @@ def select(corpus: Corpus, indices: Sequence[int]) -> Corpus:
     """Return the corpus of only these samples, in this order."""
     spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in indices]
     lengths = [span.stop - span.start for span in spans]
-    return Corpus(
+    made = Corpus(
         np.concatenate([corpus.tokens[:0], *(corpus.tokens[span] for span in spans)]),
         np.concatenate([corpus.trained[:0], *(corpus.trained[span] for span in spans)]),
         np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
         corpus.report,
         None if corpus.sources is None else corpus.sources[list(indices)],
         corpus.targets.select(spans) if corpus.targets else None,
-        None if corpus.records is None else [corpus.records[index] for index in indices],
+        *(None if (array := getattr(corpus, name)) is None else array[list(indices)] for name in _OF_SAMPLES),
     )
+    return replace(made, records=None if corpus.records is None else [corpus.records[index] for index in indices])

@@ -124,10 +124,12 @@ class DataReport:
 
 NO_DATA = DataReport()
 BEYOND, NO_ANSWER = "with all answers beyond seq_length", "without an answer with loss"  # reasons
+SAME = "with a chosen answer that equals the rejected one within seq_length"
 TOO_LONG = "with a prompt that leaves no space for a completion"
 _REMEDIES = {
     BEYOND: "increase seq_length",
     NO_ANSWER: "give them answers, or remove them",
+    SAME: "increase seq_length, or remove them",
     TOO_LONG: "increase seq_length, or decrease grpo_max_tokens",
 }
 

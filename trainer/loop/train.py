@@ -22,6 +22,7 @@ from trainer.data.shares import micro_batches
 from trainer.distillation.on_policy import Writer, is_on_policy
 from trainer.distributed.world import World
 from trainer.loop.final_export import finalize
+from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
 from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
 from trainer.method import Rows, RunContext, Work, method_of
@@ -73,7 +74,7 @@ class Batches:
         """
         inputs, strategy = self._inputs, self._strategy
         parts = micro_batches(update.computed, inputs.spec.batch_size, strategy.rounds(len(update.rows)))
-        work = Work(inputs.train_set, parts, inputs.weigh(update.rows), inputs.weigh(update.mine), step)
+        work = Work(inputs.train_set, update.rows, parts, inputs.weigh(update.rows), inputs.weigh(update.mine), step)
         return self._method.prepare(work, self)
 
     def with_teacher_targets(self, work: Work, rows: Rows) -> Batch:
@@ -156,7 +157,7 @@ class Evaluation:
         module.eval()
         loss = 0.0
         with strategy.synchronized():
-            work = module.method.prepare(Work(corpus, parts, float(weights.sum()), mine, -1), self)
+            work = module.method.prepare(Work(corpus, rows, parts, float(weights.sum()), mine, -1), self)
             for part in work.parts:
                 self.waiting("")
                 loss += self.score(self.batch(work, part))
@@ -377,8 +378,11 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     strategy = make_strategy(inputs.spec, world, inputs.module)
     inputs = with_packing(inputs, strategy, world)
     spec, steps = inputs.spec, inputs.steps
-    strategy.weigh = inputs.weigh
     all_ranks, world = world, strategy.world
+    comparing = lambda: heartbeat("starting", note="computing the log-probabilities of the reference")  # noqa: E731
+    first = Batches(inputs, world, strategy, heartbeat)
+    inputs = with_references(inputs, strategy, data_dir / "store", first, comparing)
+    strategy.weigh = inputs.weigh
     batches = Batches(inputs, world, strategy, heartbeat)
     state = RunState(
         steps, world.size, inputs.data, bool(spec.packing), spec.backend, inputs.template_date, inputs.base

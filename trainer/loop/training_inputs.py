@@ -23,7 +23,7 @@ from trainer.distributed.world import World
 from trainer.loop import unsloth_backend
 from trainer.loop.final_export import read_origin
 from trainer.loop.template_date import prints_date, run_date
-from trainer.method import method_of
+from trainer.method import METHODS, method_of
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.model_files.base_digest import base_digest
@@ -136,9 +136,9 @@ def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> Tr
     Raises:
         UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
     """
-    if not method_of(inputs.spec).packs:
-        return replace(inputs, spec=inputs.spec.model_copy(update={"packing": False}))
     name = "this model"
+    if not METHODS[inputs.spec.method].packs:
+        return replace(inputs, spec=inputs.spec.model_copy(update={"packing": False}))
     with strategy.autocast():
         vocabulary = usable_tokens(inputs.tokenizer, embedding_rows(inputs.spec.model))
         packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError, first_line
 from trainer.config import RunSpec
+from trainer.method import method_of
 from trainer.strategy import plan_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def may_use(spec: RunSpec) -> bool:
 
 def _permitted(spec: RunSpec) -> bool:
     try:
-        plan_of(spec).validate(spec.model_copy(update={"backend": PACKAGE}))
+        with_unsloth = spec.model_copy(update={"backend": PACKAGE})
+        method_of(spec).validate(with_unsloth)
+        plan_of(spec).validate(with_unsloth)
     except ValueError:
         return False
     return True

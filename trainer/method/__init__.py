@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from trainer.config.methods import DEFAULT_METHOD, METHODS
-from trainer.method.method_base import Batch, Method, Rows, RunContext, Work
+from trainer.method.method_base import Batch, Method, Rank, Rows, RunContext, Work
 from trainer.method.method_plan import MethodPlan
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "Batch",
     "Method",
     "MethodPlan",
+    "Rank",
     "Rows",
     "RunContext",
     "Work",

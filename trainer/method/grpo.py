@@ -55,7 +55,6 @@ _SUMS = (
 class GRPOPlan(MethodPlan):
     """The plan of group relative policy optimization."""
 
-    packs = False
     fields = frozenset(
         {
             "reward",
@@ -119,8 +118,8 @@ class GRPOPlan(MethodPlan):
         """Return one for every prompt. `GRPO.prepare` replaces the sums by what the completions count."""
         return np.ones(len(corpus), np.int64)
 
-    def passes(self, spec: RunSpec) -> float:
-        return 1.0 if spec.grpo_beta else 0.0
+    def passes(self, spec: RunSpec) -> int:
+        return int(spec.grpo_beta > 0)
 
 
 PLAN = GRPOPlan()
@@ -256,7 +255,7 @@ class GRPO(Method):
         before = sum(rank.group.gather(len(prompts))[: rank.group.rank])  # prompts of the ranks before this one
         ids = self._write(work, prompts, group, before, rank)
         seconds = time.perf_counter() - started
-        known = [sample for part in rank.group.gather(prompts) for sample in part]
+        known = [sample for row in work.rows for sample in row]
         written = [each for part in rank.group.gather(ids) for each in part]
         rated = self._rate(work, known, written, group, rank)
         mine = rated.part(before * group, (before + len(prompts)) * group)

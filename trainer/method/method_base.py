@@ -47,6 +47,7 @@ class Work:
 
     Attributes:
         corpus: the samples.
+        rows: the rows of all ranks that share the update.
         parts: the rows of every micro-batch, as lists of indices in `corpus`. With `Strategy.lockstep` every rank has as many.
         total: what the loss of the update is divided by, the same on all ranks that share its gradient.
         weight: this rank's part of `total`: the parts of all ranks add up to it.
@@ -56,6 +57,7 @@ class Work:
     """
 
     corpus: Corpus
+    rows: Rows
     parts: Sequence[Rows]
     total: float
     weight: float
@@ -147,6 +149,13 @@ class Method(ABC):
     @abstractmethod
     def loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:
         """Return the loss of a micro-batch summed over its samples, a float32 scalar that depends on the trained weights."""
+
+    def reference_values(self, work: Work, rows: Rows, rank: Rank) -> np.ndarray:
+        """Return what `Corpus.references` has for the samples of these rows, float64 [samples, 2], from the untrained model.
+
+        A rank without the output head of the model returns nothing.
+        """
+        raise NotImplementedError
 
     def add_metrics(self, **sums: torch.Tensor | float) -> None:
         """Add sums over the samples of a micro-batch to the metrics; names as in `MethodPlan.sums`."""

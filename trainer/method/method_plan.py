@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from trainer.config.methods import METHODS
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -22,8 +24,8 @@ class MethodPlan:
 
     # Fields of the run spec that only methods use, and that this one uses.
     fields: ClassVar[frozenset[str]] = frozenset()
-    packs: ClassVar[bool] = True  # a row may hold several samples
     sequences: ClassVar[int] = 1  # sequences of one sample in a pass with gradients; each takes a row of a micro-batch
+    has_reference: ClassVar[bool] = False  # the loss compares the model with the untrained one
     # Names of the sums over samples that the loss adds (see Method.add_metrics). Ranks exchange them in this order.
     sums: ClassVar[tuple[str, ...]] = ()
 
@@ -45,13 +47,22 @@ class MethodPlan:
         """Return the metrics of a step or of an evaluation by name. `sums`: the sums over the samples of all ranks."""
         return {}
 
+    def precomputes(self, spec: RunSpec) -> bool:
+        """Return whether the log-probabilities of the reference are computed before the first step (see Method.reference_values)."""
+        return False
+
     def as_rows(self, spec: RunSpec) -> RunSpec:
         """Return the spec of supervised fine-tuning whose rows are the sequences of this method: memory and time follow from it."""
-        if self.sequences == 1:
+        if METHODS[spec.method].packs:
             return spec
-        rows = {"batch_size": spec.batch_size * self.sequences, "gradient_accumulation": None}
+        rows = {"batch_size": spec.batch_size * self.sequences, "gradient_accumulation": None, "packing": False}
         return spec.model_copy(update=rows | {"total_batch_size": spec.rows_per_step * self.sequences})
 
-    def passes(self, spec: RunSpec) -> float:
-        """Return the passes without gradients over a micro-batch, relative to its pass with gradients."""
-        return 0.0
+    def passes(self, spec: RunSpec) -> int:
+        """Return the number of passes without gradients over a micro-batch, beside its pass with gradients."""
+        return 0
+
+    def time_factor(self, spec: RunSpec) -> float:
+        """Return the time of a micro-batch relative to that of its pass with gradients alone."""
+        forward = 1 / (3 - bool(spec.lora_r) + spec.gradient_checkpointing)
+        return 1 + self.passes(spec) * forward

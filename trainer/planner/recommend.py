@@ -18,6 +18,7 @@ from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
+from trainer.method import method_of
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
@@ -57,7 +58,8 @@ class Speed:
 def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
     """Return the floating point operations of a full micro-batch; those of unpacking weights count as well."""
     flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
-    return spec.batch_size * flops
+    method = method_of(spec)
+    return method.as_rows(spec).batch_size * flops * method.time_factor(spec)
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def _option(
     """Return the cost of the spec's strategy under the name `label`. `alternatives`: those that made the spec."""
     shape, layout, rows, gloo = setting.shape, setting.layout, setting.rows, setting.gloo
     bandwidth = setting.link * 1e6 / 8  # bytes per second
-    plan = plan_of(spec)
+    plan, spec = plan_of(spec), method_of(spec).as_rows(spec)
     memories = plan.memories(spec, shape, layout, rows, cuda=not gloo)
     sent = plan.comm_bytes(spec, shape, layout, gloo=gloo)
     extra, slow = plan.overhead_seconds(spec, shape, layout, bandwidth) if gloo else (0.0, 0.0)

@@ -32,6 +32,7 @@ from trainer.costs.cost import (
     offloaded_step,
     ring_fraction,
 )
+from trainer.method import DEFAULT_METHOD
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine_config, prefetched
 from trainer.strategy.deepspeed_file import check_file
@@ -79,6 +80,11 @@ class DeepSpeedPlan(StrategyPlan):
         return DeepSpeedZeRO
 
     def validate(self, spec: RunSpec) -> None:
+        if spec.method != DEFAULT_METHOD:
+            raise ValueError(
+                f"strategy: deepspeed requires method {DEFAULT_METHOD}, got method {spec.method}: set strategy=fsdp, which also "
+                "divides the weights"
+            )
         reject_unshardable(spec, "strategy", possible=("precision",))
         if self.sharded_weights(spec):
             reject_generation(spec, "strategy")

@@ -89,6 +89,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
 
 # Fields that others require.
 REQUIRED: dict[str, dict[str, Any]] = {
+    "method": {"dataset": "pairs.jsonl"},
     "teacher": {"distill_alpha": 0.5},
     "gkd_lambda": {"distill_alpha": 0.5, "teacher": "folder"},
     "gkd_beta": {"distill_alpha": 0.5, "teacher": "folder"},

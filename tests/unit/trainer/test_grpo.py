@@ -22,8 +22,8 @@ from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.data.corpus import Corpus, joined, load_corpus, save_corpus, select
 from trainer.data.encode import Encoder, encode_all
+from trainer.data.prompt_records import to_prompt
 from trainer.data.samples import read_source, source_of
-from trainer.data.shapes import to_prompt
 from trainer.method.grpo import GRPO, Rated, Shared, completed
 from trainer.method.method_base import RunContext, Work
 from trainer.method.module_with_loss import ModelWithLoss
@@ -189,7 +189,7 @@ def test_loss_and_gradients_are_those_of_trl(
     method.iterations = 2 if is_stale else method.iterations  # so that given old probabilities are used
     for start in range(0, len(prompts), 3):
         rows = [[place] for place in range(start, min(start + 3, len(prompts)))]
-        work = Work(made, [rows], total, total, 0, shared)
+        work = Work(made, rows, [rows], total, total, 0, shared)
         batch = method.batch(work, rows, 2, None, torch.from_numpy)
         if old is not None:
             given = torch.zeros(batch.ids.shape)
@@ -288,7 +288,7 @@ def test_prompts_are_encoded_with_the_header_of_an_answer(tokenizer: Any, tmp_pa
     ]
     path = write_jsonl(tmp_path / "p.jsonl", rows)
     encoder = Encoder.of(make(), tokenizer)
-    corpus = encode_all(read_source(source_of(path), prompts=True), encoder)
+    corpus = encode_all(read_source(source_of(path), data="prompts"), encoder)
     assert len(corpus) == 2 and not corpus.trained.any()
     first, second = (corpus.tokens[corpus.starts[i] : corpus.starts[i + 1]].tolist() for i in range(2))
     begins = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -311,7 +311,7 @@ def test_prompts_are_encoded_with_the_header_of_an_answer(tokenizer: Any, tmp_pa
 def test_prompts_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "night " * 99}])
     with pytest.raises(UserError, match="none of 1 prompts has at most 52 tokens"):
-        encode_all(read_source(source_of(path), prompts=True), Encoder.of(make(), tokenizer))
+        encode_all(read_source(source_of(path), data="prompts"), Encoder.of(make(), tokenizer))
 
 
 # The spec ----------------------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def update(
         module = ModelWithLoss(copy.deepcopy(adapted), method=method)
         method.begin(RunContext(tokenizer, module, contextlib.nullcontext, 5))
         rows = [[sample] for sample in prompts[rank * share : (rank + 1) * share]]
-        work = method.prepare(Work(corpus, [rows], 1, 1, 7), Rank(group))  # type: ignore[arg-type]
+        work = method.prepare(Work(corpus, [[sample] for sample in prompts], [rows], 1, 1, 7), Rank(group))  # type: ignore[arg-type]
         for part in work.parts:
             (module(*method.batch(work, part, 2, None, torch.from_numpy)) / work.total).backward()
         rated = work.shared.rated
@@ -425,7 +425,7 @@ def test_any_number_of_ranks_computes_the_same(adapted: Any, tokenizer: Any, tmp
     rows = [{"prompt": "the cat sits"}, {"prompt": "a dog"}, {"prompt": [{"role": "user", "content": "tree"}]}]
     spec = make(reward=str(tmp_path / "mine.py"), grpo_beta=0.1)
     corpus = encode_all(
-        read_source(source_of(write_jsonl(tmp_path / "p.jsonl", rows)), prompts=True), Encoder.of(spec, tokenizer)
+        read_source(source_of(write_jsonl(tmp_path / "p.jsonl", rows)), data="prompts"), Encoder.of(spec, tokenizer)
     )
     one, sums, examples = update(1, adapted, tokenizer, corpus, spec)
     for ranks in (2, 4):
@@ -455,7 +455,7 @@ def test_an_error_of_a_reward_reaches_every_rank(adapted: Any, tokenizer: Any, t
         module = ModelWithLoss(copy.deepcopy(adapted), method=method)
         method.begin(RunContext(tokenizer, module, contextlib.nullcontext, 5))
         try:
-            method.prepare(Work(corpus, [[[rank]]], 1, 1, 7), Rank(group))  # type: ignore[arg-type]
+            method.prepare(Work(corpus, [[0], [1]], [[[rank]]], 1, 1, 7), Rank(group))  # type: ignore[arg-type]
         except UserError as error:
             said[rank] = str(error)
 

@@ -17,6 +17,7 @@ from trainer.common.files import sha256_file
 from trainer.common.inputs import host_path, path_kind, user_path
 from trainer.config import EMBEDDED_DATASET, OBSERVATORY, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
+from trainer.config.methods import METHODS, Data
 from trainer.config.run_name import file_stem
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import all_files, data_suffix, is_hub_dataset, is_hub_id
@@ -150,7 +151,7 @@ def dataset_entries(
             file = dataset_entry(path, digests)
             if not spec.script:  # which may read any format
                 here = source.model_copy(update={"path": str(path)})
-                if samples := _check_samples(here, file.digest, work, spec):
+                if samples := _check_samples(here, file.digest, work, spec.needs_logprobs, METHODS[spec.method].data):
                     read[place] = samples
             files.append(dataclasses.replace(file, source=place))
         elif fetched := hub_dataset(source.path, access and access_for(access, spec, "dataset"), digests, report):
@@ -275,14 +276,15 @@ def _suggest(path: Path) -> str:
     return f" (did you mean {known[near[0]]!r}?)" if near else ""
 
 
-def _check_samples(source: DatasetSource, digest: str, work: Path, spec: RunSpec) -> list[Sample] | None:
+def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool, data: Data) -> list[Sample] | None:
     """Check the records of a dataset, once for each content and way to read it; return them if they are read. Raises UserError."""
-    logprobs, prompts = spec.needs_logprobs, spec.learns_from_prompts
-    settings = source.model_dump_json(exclude={"path", "weight"}) + " logprobs" * logprobs + " prompts" * prompts
+    settings = (
+        source.model_dump_json(exclude={"path", "weight"}) + " logprobs" * logprobs + f" {data}" * (data != "answers")
+    )
     mark = work / "checked" / hashlib.sha256(f"{digest} {settings}".encode()).hexdigest()
     if mark.exists():
         return None
-    samples = check_source(source, logprobs=logprobs, prompts=prompts)
+    samples = check_source(source, logprobs=logprobs, data=data)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
     return samples
