@@ -43,8 +43,8 @@ class LimitedProcess:
         Args:
             memory: bytes that it may allocate.
             seconds: CPU time for one answer.
-            wait: seconds after which an answer does not count any more, and the process ends with all that it has started; 0:
-                no limit. Such a process has its standard error output in that of this one.
+            wait: seconds after which an answer does not count any more, and the process ends, with its group; 0: no limit. Such
+                a process has its standard error output in that of this one.
             env: its variables; None for those of this process.
         """
         self.memory, self.seconds, self.owner, self.wait = memory, seconds, os.getpid(), wait
@@ -116,7 +116,7 @@ class LimitedProcess:
         self._kill()
 
     def _kill(self) -> None:
-        """End the process, and with `wait` also what it has started."""
+        """End the process, and with `wait` also its group, in which is what it has started."""
         if self.wait:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -16,7 +16,9 @@ from trainer.config.reward_source import RewardSource
 from trainer.data.limited_process import LimitedProcess, LimitError
 
 MEMORY = 4 << 30  # bytes
-# Variables that a reward keeps: not those with keys, such as HF_TOKEN.
+# A reward gets one thread and no GPU, which the ranks need.
+_SET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+# Variables that it keeps: not those with keys, such as HF_TOKEN.
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 _MAX_NAME = 100  # characters
 
@@ -65,7 +67,7 @@ class RewardProcess:
         Raises:
             UserError: a file cannot be imported in time, or a function needs a column that the dataset lacks.
         """
-        env = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        env = _SET | {name: os.environ[name] for name in _KEPT if name in os.environ}
         self._process = LimitedProcess("trainer.rewards.reward_program", MEMORY, 0, wait=seconds, env=env)
         entries = [{**reward.model_dump(mode="json"), "is_file": reward.is_file} for reward in rewards]
         files = ", ".join(reward.use.rpartition("/")[2] for reward in rewards)
