@@ -447,4 +447,5 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         shutil.rmtree(run_dir / LAYERS, ignore_errors=True)  # no start needs them any more
     if inputs.teacher:
         inputs.teacher.close()
+    method.end()
     return result

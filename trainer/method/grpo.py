@@ -184,6 +184,11 @@ class GRPO(Method):
     def begin(self, run: RunContext) -> None:
         self._run = run
 
+    def end(self) -> None:
+        if self._process:
+            self._process.close()
+            self._process = None
+
     # Metrics -------------------------------------------------------------------------------------------------------------
 
     def measures(self, plan: MethodPlan) -> GRPO:

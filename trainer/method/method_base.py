@@ -123,6 +123,9 @@ class Method(ABC):
     def begin(self, run: RunContext) -> None:  # noqa: B027  most methods need nothing of it
         """Receive what the method may use of the run, before the first step."""
 
+    def end(self) -> None:  # noqa: B027  most methods open nothing
+        """Release what the method has opened, after the last step."""
+
     def measures(self, plan: MethodPlan) -> MethodSums:
         """Return the names of the metrics' sums, and how metrics follow from them: by default those of the plan."""
         return plan

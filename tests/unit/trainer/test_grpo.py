@@ -404,8 +404,7 @@ def update(
             "weight": work.weight / work.total
         }
         found[rank] = (rated.ids, rated.advantages.tolist(), gradients(module.model), sums, method.take_examples())
-        if method._process:
-            method._process.close()
+        method.end()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -428,7 +427,7 @@ def test_any_number_of_ranks_computes_the_same(adapted: Any, tokenizer: Any, tmp
         read_source(source_of(write_jsonl(tmp_path / "p.jsonl", rows)), data="prompts"), Encoder.of(spec, tokenizer)
     )
     one, sums, examples = update(1, adapted, tokenizer, corpus, spec)
-    for ranks in (2, 4):
+    for ranks in (2, 3):  # the third has no prompt
         more, more_sums, more_examples = update(ranks, adapted, tokenizer, corpus, spec)
         assert more[0] == one[0] and more_examples == examples
         np.testing.assert_allclose(more[1], one[1])
