@@ -403,7 +403,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
     method = inputs.module.method
-    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, steps))
+    columns = sorted({name for record in inputs.corpus.records or () for name in record["columns"]})
+    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, steps, columns))
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
     metrics, stopping = StepMetrics(method.measures(method_of(spec))), False

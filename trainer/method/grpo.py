@@ -36,37 +36,17 @@ else:
 STRATEGIES = ("ddp", "diloco", AUTO)
 _KEY = 0x6B6403  # separates these random numbers from those of other purposes
 _EXAMPLES = 4  # completions of a step that are kept for a person to read
-_SUMS = (
-    "completions",
-    "rated",
-    "reward",
-    "spread",
-    "groups",
-    "flat",
-    "written",
-    "ended",
-    "kl",
-    "low",
-    "high",
-    "write_seconds",
+_FIELDS = (
+    "reward reward_timeout grpo_group_size grpo_max_tokens grpo_temperature grpo_beta grpo_epsilon grpo_epsilon_high "
+    "grpo_iterations grpo_loss grpo_scale_rewards"
 )
+_SUMS = "completions rated reward spread groups flat written ended kl low high write_seconds"
 
 
 class GRPOPlan(MethodPlan):
     """The plan of group relative policy optimization."""
 
-    fields = frozenset(
-        {
-            "reward",
-            "reward_timeout",
-            "grpo_group_size",
-            "grpo_max_tokens",
-            "grpo_temperature",
-            "grpo_beta",
-            "grpo_epsilon",
-        }
-        | {"grpo_epsilon_high", "grpo_iterations", "grpo_loss", "grpo_scale_rewards"}
-    )
+    fields = frozenset(_FIELDS.split())
 
     def validate(self, spec: RunSpec) -> None:
         if not spec.reward:
@@ -197,7 +177,7 @@ class GRPO(Method):
     @property
     def sums(self) -> tuple[str, ...]:
         """The names of the sums, with two for every reward function."""
-        return (*_SUMS, *(f"{kind}/{name}" for name in self._names for kind in ("reward", "rated")))
+        return (*_SUMS.split(), *(f"{kind}/{name}" for name in self._names for kind in ("reward", "rated")))
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step or of an evaluation; see docs/rewards.md."""
@@ -205,15 +185,11 @@ class GRPO(Method):
         def mean(name: str, count: str) -> dict[str, float]:
             return {name: sums[name] / sums[count]} if sums[count] else {}
 
-        tokens = {"completion_length": sums["written"] / sums["completions"]} if sums["completions"] else {}
-        found = {**mean("reward", "rated"), **tokens}
+        found = mean("reward", "rated")
         for name in self._names:
-            found |= {
-                f"reward/{name}": value / sums[f"rated/{name}"]
-                for value in [sums[f"reward/{name}"]]
-                if sums[f"rated/{name}"]
-            }
+            found |= mean(f"reward/{name}", f"rated/{name}")
         if sums["completions"]:
+            found["completion_length"] = sums["written"] / sums["completions"]
             found["truncated"] = 1 - sums["ended"] / sums["completions"]
         if not sums["groups"]:  # an evaluation
             return found
@@ -265,7 +241,7 @@ class GRPO(Method):
         rated = self._rate(work, known, written, group, rank)
         mine = rated.part(before * group, (before + len(prompts)) * group)
         self._add_sums(mine, seconds, group)
-        if not is_evaluation and rank.group.rank == 0:
+        if known and not is_evaluation and rank.group.rank == 0:
             self._keep_examples(work.corpus, known[0], rated, group)
         corpus = completed(work.corpus, [sample for sample in prompts for _ in range(group)], mine.ids)
         size = self._spec.batch_size
@@ -310,8 +286,12 @@ class GRPO(Method):
             with self._run.autocast():
                 for chosen in groups_that_fit(lengths, spec.batch_size * spec.seq_length, spec.seq_length):
                     rank.waiting("writing completions")
-                    keys = [(spec.seed, work.step + 1, before + places[i][0], places[i][1], _KEY) for i in chosen]
-                    asked = [tokens[places[i][0]] for i in chosen]
+                    of, numbers = ([places[i][part] for i in chosen] for part in (0, 1))
+                    keys = [
+                        (spec.seed, work.step + 1, before + index, prompts[index], number, _KEY)
+                        for index, number in zip(of, numbers, strict=True)
+                    ]
+                    asked = [tokens[index] for index in of]
                     written += writer.write(asked, [spec.completion_length] * len(chosen), keys)
         finally:
             module.train(was_training)
@@ -345,8 +325,7 @@ class GRPO(Method):
 
         assert self._run is not None and work.corpus.records is not None
         records = [work.corpus.records[sample] for sample in prompts for _ in range(group)]
-        columns = sorted({name for record in work.corpus.records for name in record["columns"]})
-        given = {name: [record["columns"].get(name) for record in records] for name in columns}
+        given = {name: [record["columns"].get(name) for record in records] for name in self._run.columns}
         texts = [self._run.tokenizer.decode(each, skip_special_tokens=True) for each in ids]
         asked = [record["prompt"] for record in records]
         answers: list[Any] = [
@@ -355,7 +334,7 @@ class GRPO(Method):
         ]
         try:
             if self._process is None:
-                self._process = RewardProcess(self._spec.reward, columns, self._spec.reward_timeout)
+                self._process = RewardProcess(self._spec.reward, self._run.columns, self._spec.reward_timeout)
             rollouts = Rollouts(asked, answers, ids, given, max(0, work.step), self._run.steps)
             parts: list[list[float]] = self._process(rollouts).tolist() if ids else []
         except UserError as error:
@@ -389,10 +368,7 @@ class GRPO(Method):
         scales = np.zeros_like(advantages)
         for index, place in enumerate(places):
             advantages[index] = shared.rated.advantages[place]
-            size = len(shared.rated.ids[place])
-            scales[index] = {"dapo": 1.0, "grpo": 1.0 / size, "dr_grpo": 1.0 / self._spec.completion_length}[
-                self._spec.grpo_loss
-            ]
+            scales[index] = 1 / self._divisor(len(shared.rated.ids[place]))
         old = shared.old if self.iterations > 1 else None
         extra = Extra(on_device(advantages), on_device(scales), old, places[0] if places else -1)
         if shared.is_evaluation:
@@ -401,6 +377,10 @@ class GRPO(Method):
             )
             extra = extra._replace(rewards=on_device(rewards))
         return super().batch(work, rows, pad, length, on_device)._replace(extra=extra)
+
+    def _divisor(self, size: int) -> int:
+        """Return what the sum over the tokens of a completion is divided by. `size`: its tokens."""
+        return {"dapo": 1, "grpo": size, "dr_grpo": self._spec.completion_length}[self._spec.grpo_loss]
 
     def loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:
         extra: Extra = batch.extra

@@ -75,12 +75,14 @@ class RunContext:
         module: the model in full, with the method.
         autocast: returns the context of a forward pass.
         steps: number of steps of the run.
+        columns: of the records of the corpus, if it has records.
     """
 
     tokenizer: Any
     module: ModelWithLoss
     autocast: Callable[[], AbstractContextManager[Any]]
     steps: int
+    columns: Sequence[str] = ()
 
 
 class Rank(Protocol):
