@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.common.errors import DiskError
 from trainer.common.files import to_json, write_atomic
-from trainer.common.formats import clock
+from trainer.common.formats import clock, quoted
 from trainer.config import RunSpec
 from trainer.records.gpu_use import gpu_use, gpu_uuid
 from trainer.records.loggers import Logger, open_loggers
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the first heartbeat is written before torch is imported
     from trainer.distributed.world import World
 
 EXAMPLES = "completions.jsonl"
+_SHOWN = 200  # characters of an example in the log
 _HEARTBEAT_INTERVAL = 0.2  # seconds between heartbeats while the status stays the same
 _RESERVE = 64 * 1024  # bytes that are freed for the error message of a rank whose disk is full
 _LOG_INTERVAL = 1.0  # seconds between progress lines in the log
@@ -194,7 +195,7 @@ class Recorder:
         self._write(self._samples, {"step": step, "start": self._start, "rows": rows})
 
     def examples(self, step: int, examples: list[dict[str, Any]]) -> None:
-        """Record examples of what the model writes, for a person to read.
+        """Record examples of what the model writes, for a person to read; at intervals, print the first one.
 
         Raises:
             DiskError: the disk is full or not writable.
@@ -206,6 +207,8 @@ class Recorder:
                         self._write(file, {"step": step, "start": self._start, **example})
             except OSError as error:
                 raise _not_writable(self._run_dir, error) from None
+            if self._is_head and time.monotonic() - self._logged >= _LOG_INTERVAL:
+                print(f"step {step} wrote {quoted(examples[0]['completion'], _SHOWN)} for {examples[0]['reward']}")
 
     def step(self, record: dict[str, Any], *, eta: float, last: bool) -> None:
         """Record the metrics of one step; on rank 0 also scalars and, at intervals or if it is the `last`, a progress line.

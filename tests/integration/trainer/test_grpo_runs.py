@@ -60,7 +60,7 @@ def test_a_run_writes_its_rewards(here: Here, prompts: Path, reward: Path) -> No
     assert "reward: length needs limit" in here.err
     rewards = f"[{{use: {reward}}}, {{use: length, limit: 20, weight: 0.5}}]"
     assert here(dataset=prompts, reward=rewards, grpo_beta=0.1, grpo_iterations=2, **FIELDS) == 0, here.err
-    assert "40 samples: prompts alone" in here.out and "  reward 0." in here.out
+    assert "40 samples: prompts alone" in here.out and "  reward 0." in here.out and "step 1 wrote " in here.out
     for found in metrics(here.run_dir()):
         assert found["reward"] == pytest.approx(found["reward/reward_letter"] + 0.5 * found["reward/length"])
         assert (
