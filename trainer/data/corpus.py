@@ -138,6 +138,19 @@ def load_corpus(path: Path) -> Corpus | None:
         return None
 
 
+def preferred(corpus: Corpus) -> Corpus:
+    """Return the chosen sequences of pairs, or the samples with a good answer, as samples to learn; other samples unchanged."""
+    if corpus.splits is None and corpus.desirable is None:
+        return corpus
+    good = range(len(corpus)) if corpus.desirable is None else np.flatnonzero(corpus.desirable)
+    spans = [corpus.sequences(int(sample))[0] for sample in good]
+    starts = np.cumsum([0, *(span.stop - span.start for span in spans)], dtype=np.int64)
+    tokens, trained = (
+        np.concatenate([array[:0], *(array[span] for span in spans)]) for array in (corpus.tokens, corpus.trained)
+    )
+    return Corpus(tokens, trained, starts, corpus.report)
+
+
 def select(corpus: Corpus, indices: Sequence[int]) -> Corpus:
     """Return the corpus of only these samples, in this order."""
     spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in indices]

@@ -12,7 +12,7 @@ from trainer_runs import write_jsonl
 
 from trainer.common.errors import UserError
 from trainer.config.dataset_source import columns_error
-from trainer.data.corpus import joined, load_corpus, save_corpus, select
+from trainer.data.corpus import joined, load_corpus, preferred, save_corpus, select
 from trainer.data.encode import Encoder, encode_all
 from trainer.data.preferences import to_labelled, to_pair
 from trainer.data.samples import check_source, read_source, source_of
@@ -192,6 +192,23 @@ def test_pairs_and_labels_are_kept_joined_and_selected(tokenizer: Any, tmp_path:
             assert (part.tokens[mine] == one.tokens[other]).all()
     other_split = np.array([2, 2, 2])
     assert one.digest() != type(one)(one.tokens, one.trained, one.starts, splits=other_split).digest()
+
+
+def test_a_merge_evaluates_the_preferred_answers(tokenizer: Any) -> None:
+    rows = [{"prompt": "a ", "chosen": f"cat {index}", "rejected": "dog runs"} for index in range(3)]
+    pairs = encode(rows, tokenizer)
+    chosen = preferred(pairs)
+    assert [tokenizer.decode(chosen.tokens[s:e], skip_special_tokens=True) for s, e in zip(chosen.starts, chosen.starts[1:], strict=False)] == [
+        "a cat 0", "a cat 1", "a cat 2"
+    ]  # fmt: skip
+    assert chosen.splits is None and chosen.trained.sum() == sum(
+        pairs.trained[pairs.sequences(i)[0]].sum() for i in range(3)
+    )
+    encoder = Encoder(tokenizer, seq_length=64, train_on="answer", data="labels")
+    made = [to_labelled({"prompt": "a ", "completion": word, "label": word == "cat"}) for word in ("dog", "cat")]
+    good = preferred(encode_all(made, encoder))
+    assert len(good) == 1 and tokenizer.decode(good.tokens, skip_special_tokens=True) == "a cat"
+    assert preferred(good) is good
 
 
 def test_the_cache_of_answers_is_not_that_of_labels(tokenizer: Any) -> None:
