@@ -139,7 +139,9 @@ def load_corpus(path: Path) -> Corpus | None:
 
 
 def preferred(corpus: Corpus) -> Corpus:
-    """Return the chosen sequences of pairs, or the samples with a good answer, as samples to learn; other samples unchanged."""
+    """Return the chosen sequences of pairs, or the samples with a good answer, as samples to learn; of prompts none; other samples unchanged."""
+    if corpus.records is not None:
+        return select(corpus, [])
     if corpus.splits is None and corpus.desirable is None:
         return corpus
     good = range(len(corpus)) if corpus.desirable is None else np.flatnonzero(corpus.desirable)

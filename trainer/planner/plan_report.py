@@ -41,10 +41,11 @@ _HEAD = ["strategy", "processes", "memory MiB", "sent MB/step", "s/step", "token
 def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | None]:
     """Return the properties of the rows of the spec's dataset, a description, and the totals of the dataset.
 
-    Without a local file of the dataset, or with `fake_data`, every row counts as full, and there are no totals.
+    Without a local file of the dataset, with `fake_data`, and of prompts whose completions are not written yet, every row counts as
+    full, and there are no totals.
     """
     paths = [user_path(source.path, "dataset") for source in spec.sources]
-    if spec.fake_data or not all(path_kind(path) in ("file", "folder") for path in paths):
+    if spec.fake_data or spec.learns_from_prompts or not all(path_kind(path) in ("file", "folder") for path in paths):
         return RowStats.full(spec), _FULL_ROWS, None
     spec = spec.with_dataset_paths([str(path) for path in paths])
     import tempfile

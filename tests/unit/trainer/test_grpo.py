@@ -20,7 +20,7 @@ from trainer_runs import write_jsonl
 
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.data.corpus import Corpus, joined, load_corpus, save_corpus, select
+from trainer.data.corpus import Corpus, joined, load_corpus, preferred, save_corpus, select
 from trainer.data.encode import Encoder, encode_all
 from trainer.data.prompt_records import to_prompt
 from trainer.data.samples import read_source, source_of
@@ -303,6 +303,7 @@ def test_prompts_are_encoded_with_the_header_of_an_answer(tokenizer: Any, tmp_pa
     assert again and again.records == corpus.records and again.digest() == corpus.digest()
     both = joined([corpus, again])
     assert [record["prompt"] for record in select(both, [3, 0]).records or []] == [rows[1]["prompt"], "the cat"]
+    assert len(preferred(corpus)) == 0  # a merge has no answers to evaluate
     changed = replace(corpus, records=[{"prompt": "x", "columns": {}}] * 2)
     assert changed.digest() != corpus.digest()
     assert encoder.fingerprint() != Encoder.of(make(grpo_max_tokens=13), tokenizer).fingerprint()
