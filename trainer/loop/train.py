@@ -380,8 +380,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     spec, steps = inputs.spec, inputs.steps
     all_ranks, world = world, strategy.world
     comparing = lambda: heartbeat("starting", note="computing the log-probabilities of the reference")  # noqa: E731
-    first = Batches(inputs, world, strategy, heartbeat)
-    inputs = with_references(inputs, strategy, data_dir / "store", first, comparing)
+    untrained = Batches(inputs, world, strategy, heartbeat)
+    inputs = with_references(inputs, strategy, data_dir / "store", untrained, comparing)
     strategy.weigh = inputs.weigh
     batches = Batches(inputs, world, strategy, heartbeat)
     state = RunState(

@@ -70,6 +70,8 @@ def test_a_run_learns_to_prefer(here: Here, files: dict[str, Path], fields: dict
     assert result["packing"] is False and result["samples"] == 4 * 32
     evals = lines(here.run_dir() / "evals.jsonl")
     assert evals[-1]["metrics"]["rewards/margins"] > 0.1 and len(evals) > 2
+    kind = "model" if fields.get("lora_r") == 0 else "adapter"
+    assert f"- {fields['method']}\n" in (here.run_dir() / kind / "README.md").read_text().partition("\n---\n")[0] + "\n"
     events = b"".join(path.read_bytes() for path in (here.run_dir() / "tensorboard").rglob("events*"))
     assert b"rewards/margins" in events and b"eval_rewards/margins" in events
 

@@ -33,6 +33,7 @@ PAIRS: dict[str, Any] = {"method": "dpo", "dataset": "pairs.jsonl"}
         ({"preference_label_smoothing": 0.1}, "preference_label_smoothing: .* with sigmoid: set both, or neither"),
         ({"preference_loss": "robust"}, "preference_label_smoothing: .* got 0 with robust"),
         ({"preference_beta": 0}, "preference_beta: expected a number > 0"),
+        ({"script": "worker.py"}, "script: method dpo is for the trainer, which does not run"),
         ({"method": "ppo"}, "method: expected one of sft, dpo, orpo, kto, grpo"),
         ({"beta": 0.1}, "beta.*: several methods have one: set preference_beta"),
     ],
