@@ -118,7 +118,8 @@ def test_a_merged_adapter_is_the_mean_of_the_updates(real: Here) -> None:
 
 def test_rewards_raise_the_part_of_right_sums(real: Here) -> None:
     """The example of docs/rewards.md, its first steps: the mean reward of the last ones is at least twice that of the first."""
-    fields = {"dataset": TOP / "examples/rewards/sums.jsonl", "reward": TOP / "examples/rewards/sums.py", "lr": 2e-4}
+    rewards = rf"[{{use: regex, pattern: '^\d+ \+ \d+ = \d+$'}}, {TOP / 'examples/rewards/sums.py'}]"
+    fields = {"dataset": TOP / "examples/rewards/sums.jsonl", "reward": rewards, "lr": 2e-4, "lora_r": 16}
     fields |= {"method": "grpo", "seq_length": 64, "grpo_max_tokens": 14, "grpo_temperature": 0.8, "max_steps": 15}
     fields |= {"total_batch_size": 32, "batch_size": 32, "schedule": "constant", "precision": "bf16-mixed"}
     train(real, "sums", **fields)
