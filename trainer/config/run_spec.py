@@ -57,7 +57,9 @@ class RunSpec(BaseModel):
         mutable=True,
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
     )
-    method: MethodName = declare(DEFAULT_METHOD, "what the model learns from the data; see docs/preferences.md and docs/rewards.md")
+    method: MethodName = declare(
+        DEFAULT_METHOD, "what the model learns from the data; see docs/preferences.md and docs/rewards.md"
+    )
     model: str = declare(
         TINY,
         "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
