@@ -18,6 +18,7 @@ from trainer.config.fields import mismatch
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import read_yaml
+from trainer.method import METHODS, method_named, method_of
 from trainer.strategy import AUTO, STRATEGIES, plan_of
 from trainer.strategy.deepspeed_file import derived_fields
 
@@ -32,6 +33,7 @@ def and_more(names: Sequence[object]) -> list[str]:
 def check_spec(spec: RunSpec) -> None:
     """Check that the fields of a spec can be combined, with each other and with its strategy. Raises ValueError."""
     check_combinations(spec)
+    method_of(spec).validate(spec)
     plan_of(spec).validate(spec)
 
 
@@ -90,7 +92,7 @@ _OF_A_RUN = 0.8  # of all fields: such a file was not written by hand
 
 
 def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
-    """Check that the strategy uses every field that a user gave. Raises UserError.
+    """Check that the strategy and the method use every field that a user gave. Raises UserError.
 
     Args:
         given: names of fields. Most of them are in the file of a run, which is not checked.
@@ -98,6 +100,7 @@ def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
     given = [name for name in given if name in FIELDS]
     if len(given) > _OF_A_RUN * len(FIELDS):
         return
+    _check_method(spec, given, source)
     if spec.strategy == AUTO:
         return
     used = plan_of(spec).field_prefixes(spec)
@@ -108,6 +111,16 @@ def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
             owner = "diloco" if prefix == "replica" else prefix
             raise UserError(
                 f"run spec: {name} has no effect with strategy={spec.strategy}: set strategy={owner}, or omit {name} ({source})"
+            )
+
+
+def _check_method(spec: RunSpec, given: Iterable[str], source: str) -> None:
+    """Check that the method uses every field of a method that a user gave. Raises UserError."""
+    for name in set(given) - method_of(spec).fields:
+        users = [method for method in METHODS if name in method_named(method).fields]
+        if users and getattr(spec, name) != FIELDS[name].default:
+            raise UserError(
+                f"run spec: {name} has no effect with method={spec.method}: set method={' or '.join(users)}, or omit {name} ({source})"
             )
 
 

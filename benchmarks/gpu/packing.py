@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.models.model import ModelWithLoss, isolates_packed_samples
+from trainer.method.module_with_loss import ModelWithLoss
+from trainer.models.model import isolates_packed_samples
 
 LENGTHS = (61, 130, 17, 48)  # tokens of the samples that share a row
 

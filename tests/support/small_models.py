@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.corpus import Corpus
 from trainer.data.packing import collate
-from trainer.models.model import ModelWithLoss
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.strategy import Batch
 
 SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -20,7 +20,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trainer.data.samples import to_sample
+    from trainer.data.shapes import to_sample
     from trainer.data.tiny import make_tiny
 
     folder = tmp_path_factory.mktemp("model")
@@ -58,7 +58,7 @@ def corpus(tokenizer: Any) -> Any:
     import numpy as np
 
     from trainer.data.encode import Encoder, encode_all
-    from trainer.data.samples import to_sample
+    from trainer.data.shapes import to_sample
 
     samples = [to_sample(row) for row in records(24)]
     made = encode_all(samples, Encoder(tokenizer, seq_length=64, train_on="answer"))

@@ -28,7 +28,7 @@ from trainyard.remote import run_queries
 from trainyard.remote import sampler as remote_sampler
 from trainyard.remote.sampler import Sampler
 from trainyard.wire.connection import Login, RemoteError
-from trainyard.wire.replies import ReplyError
+from trainyard.wire.replies import ReplyError, checked_reply
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,17 @@ def test_records_grow_and_begin_again_after_a_resume(tmp_path: Path, monkeypatch
     (tmp_path / "r/new").replace(file)
     news, _ = read(place)
     assert (news["first"], news["generation"], news["columns"]["loss"]) == (0, 1, [9.0, 8.0])
+
+
+def test_the_metrics_of_a_method_have_curves() -> None:
+    records = RunRecords("r")
+    plain = {"step": 1, "loss": 1.0}
+    learned = {"step": 2, "loss": 0.5, "metrics": {"reward": 0.25, "kl": float("inf"), "reward/mine": 3}}
+    for record in (plain, learned):
+        records._add_step(checked_reply("metrics.jsonl line", record))
+    columns = records.series()["columns"]
+    assert columns["reward"] == [None, 0.25] and columns["kl"] == columns["completion_length"] == [None, None]
+    assert {len(values) for values in columns.values()} == {2}
 
 
 def test_a_run_of_any_length_takes_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

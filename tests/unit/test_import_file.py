@@ -86,6 +86,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (FACTORY, {"lora_rank": 4, "lora_target": "q_proj, v_proj"}, {"lora_r": 4, "lora_alpha": 8.0, "lora_targets": ["q_proj", "v_proj"]}),
     (FACTORY, {"quantization_bit": 4, "quantization_method": "bnb"}, {"quantize": "nf4"}),
     (FACTORY, {"stage": "pt"}, {"train_on": "all", "packing": True}),
+    (FACTORY, {"stage": "dpo", "pref_beta": 0.2, "pref_loss": "ipo"}, {"method": "dpo", "preference_beta": 0.2, "preference_loss": "ipo"}),
+    (FACTORY, {"stage": "dpo", "pref_loss": "orpo"}, {"method": "orpo"}),
+    (FACTORY, {"stage": "kto", "kto_chosen_weight": 2, "kto_rejected_weight": 0.5}, {"method": "kto", "kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5}),
+    (BASE, {"rl": "ipo", "rl_beta": 0.3}, {"method": "dpo", "preference_loss": "ipo", "preference_beta": 0.3}),
+    (BASE, {"rl": "orpo", "orpo_alpha": 0.3}, {"method": "orpo", "preference_beta": 0.3}),
+    (BASE, {"rl": "dpo", "datasets": [{"path": "a", "type": "chatml.intel"}]}, {"dataset": [{"path": "a", "columns": {"prompt": "question"}}]}),
+    (BASE, {"rl": "dpo", "datasets": [{"path": "a", "type": {"field_prompt": "q", "field_chosen": "yes", "field_rejected": "no"}}]}, {"dataset": [{"path": "a", "columns": {"prompt": "q", "chosen": "yes", "rejected": "no"}}]}),
+    (BASE, {"rl": "kto", "kto_desirable_weight": 0.2, "datasets": [{"path": "a", "type": "llama3.argilla"}]}, {"kto_desirable_weight": 0.2, "dataset": [{"path": "a", "columns": {"prompt": "instruction"}}]}),
     (FACTORY, {"ddp_timeout": 180000000, "val_size": 0.1}, {"collective_timeout": 2592000.0, "eval_split": 0.1}),
     (FACTORY, {"disable_gradient_checkpointing": True, "pure_bf16": True}, {"gradient_checkpointing": False, "precision": "bf16-mixed"}),
     (MINIMAL["llama-factory-v1"], {"peft_config": {"name": "lora", "r": 4, "target_modules": "all"}}, {"lora_r": 4, "lora_targets": ["all-linear"]}),
@@ -149,11 +157,12 @@ def test_what_sets_no_field_is_a_comment(
 @pytest.mark.parametrize(
     ("base", "names", "said"),
     [
-        (BASE, {"rl": "dpo"}, "asks for what trainyard lacks: reinforcement learning or training on preferences (rl: dpo)"),
+        (BASE, {"rl": "simpo"}, "asks for what trainyard lacks: reinforcement learning, or this training on preferences (rl: simpo)"),
         (BASE, {"processor_type": "AutoProcessor"}, "images, video or sound (processor_type: AutoProcessor)"),
         (BASE, {"adapter": "llama-adapter"}, "the adapter llama-adapter (adapter: llama-adapter)"),
-        (BASE, {"datasets": [{"path": "a", "type": "bradley_terry.x"}]}, "preferences (datasets[0].type: bradley_terry.x)"),
-        (FACTORY, {"stage": "dpo"}, "training on preferences or rewards (stage: dpo)"),
+        (BASE, {"datasets": [{"path": "a", "type": "bradley_terry.x"}]}, "rewards of answers or of steps (datasets[0].type: bradley_terry.x)"),
+        (FACTORY, {"stage": "ppo"}, "training on preferences or rewards (stage: ppo)"),
+        (FACTORY, {"stage": "dpo", "pref_loss": "simpo"}, "training on preferences or rewards (stage: dpo, pref_loss: simpo)"),
         (FACTORY, {"finetuning_type": "oft"}, "finetuning_type oft"),
         (FACTORY, {"packing": True, "neat_packing": False}, "packing: true and neat_packing: false set packing to different values: rem"),
         ({"x": 1}, {}, "has no name of DeepSpeed, accelerate, transformers, TRL, axolotl"),
@@ -193,7 +202,11 @@ def test_files_that_a_file_names(tmp_path: Path) -> None:
             "columns": {"messages": "conversations"},
             "split": "test",
         },
-        "pairs": {"file_name": "p.json", "ranking": True},
+        "pairs": {
+            "file_name": "p.json",
+            "ranking": True,
+            "columns": {"prompt": "q", "chosen": "yes", "rejected": "rejected"},
+        },
     }
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
@@ -205,8 +218,10 @@ def test_files_that_a_file_names(tmp_path: Path) -> None:
         {"path": "org/x", "split": "test"},
     ]
     assert values["deepspeed_stage"] == 1 and "dataset theirs.formatting: sharegpt" in text
-    with pytest.raises(UserError, match="preferences"):
-        imported(folder, FACTORY | {"dataset": "pairs"})
+    values, _ = imported(folder, FACTORY | {"dataset": "pairs", "stage": "dpo"})
+    assert values["method"] == "dpo" and values["dataset"] == [
+        {"path": str(tmp_path / "data/p.json"), "columns": {"instruction": "q", "chosen": "yes"}}
+    ]
 
 
 # Nothing is lost ---------------------------------------------------------------------------------------------------------

@@ -347,6 +347,13 @@ _SAME = {
     "max_grad_norm": "gradient_clipping",
     "teacher": "teacher_model_name_or_path",
     "gkd_lambda": "lmbda",
+    "grpo_group_size": "num_generations",
+    "grpo_max_tokens": "max_completion_length",
+    "grpo_iterations": "num_iterations",
+    "preference_label_smoothing": "label_smoothing",
+    "preference_precompute": "precompute_ref_log_probs",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
     "lora_r": "peft_lora_r",
     "lora_alpha": "peft_lora_alpha",
     "lora_targets": "target_modules lora_target_modules",
@@ -368,6 +375,7 @@ ALIASES: dict[str, Alias] = {
 ACCUMULATION = "gradient_accumulation_steps"
 _OPTIMIZER = "the optimizer is AdamW with torch's defaults: omit it"
 REFUSED: dict[str, str] = {
+    "beta": "several methods have one: set preference_beta for dpo, orpo and kto, grpo_beta, or gkd_beta for a teacher",
     "load_in_8bit": "weights in 8 bits are not supported: set quantize=nf4",
     "trust_remote_code": "code from a model's files does not run: use a model that transformers supports",
     "push_to_hub": "a run does not upload: collect the result with -e collect_to=FOLDER",

@@ -59,7 +59,7 @@ def _check_script(spec: RunSpec) -> None:
     for name in ("fake_data", "teacher", "distill_alpha", "merge", "torch_compile", "data_part"):
         if getattr(spec, name):
             raise ValueError(f"script: {name} is for the trainer, which does not run: omit {name}, or script")
-    for name, without in (("quantize", "none"), ("backend", "auto"), ("optimizer", "adamw")):
+    for name, without in (("method", "sft"), ("quantize", "none"), ("backend", "auto"), ("optimizer", "adamw")):
         if (value := getattr(spec, name)) != without:
             raise ValueError(f"script: {name} {value} is for the trainer, which does not run: omit {name}, or script")
 

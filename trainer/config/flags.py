@@ -7,6 +7,7 @@ from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.config.aliases import MUTABLE, field_of, is_known, plain_name, suggest, takes_no_value
 from trainer.config.fields import default_of, expected_value
+from trainer.config.methods import METHODS
 from trainer.config.run_spec import FIELDS
 from trainer.config.strategies import STRATEGIES
 
@@ -64,8 +65,9 @@ def _take_words(rest: list[str]) -> str:
 
 
 def describe(name: str) -> str:
-    """Return the description of a field. That of `strategy` lists the registered strategies."""
-    listed = "; ".join(f"{each}: {summary}" for each, summary in STRATEGIES.items()) if name == "strategy" else ""
+    """Return the description of a field. Those of `strategy` and `method` list what is registered."""
+    summaries = {"strategy": STRATEGIES, "method": {each: entry.summary for each, entry in METHODS.items()}}
+    listed = "; ".join(f"{each}: {summary}" for each, summary in summaries.get(name, {}).items())
     return f"{FIELDS[name].description}{'; ' if listed else ''}{listed}"
 
 

@@ -34,6 +34,23 @@ _LATER_FIELDS = (
     "diloco_mixing",
     "shared_seed",
     "data_part",
+    "method",
+    "reward",
+    "grpo_group_size",
+    "grpo_max_tokens",
+    "grpo_temperature",
+    "grpo_beta",
+    "grpo_epsilon",
+    "grpo_epsilon_high",
+    "grpo_iterations",
+    "grpo_loss",
+    "grpo_scale_rewards",
+    "preference_beta",
+    "preference_loss",
+    "preference_label_smoothing",
+    "preference_precompute",
+    "kto_desirable_weight",
+    "kto_undesirable_weight",
 )
 
 

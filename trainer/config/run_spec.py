@@ -24,15 +24,20 @@ from trainer.config.fields import (
     declare,
     split_words,
 )
+from trainer.config.methods import DEFAULT_METHOD, METHODS
 from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
+from trainer.config.reward_source import EXPECTED as EXPECTED_REWARD
+from trainer.config.reward_source import Rewards, with_reward_paths
 from trainer.config.run_name import default_name, spec_digest
 from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.config.tool_files import DeepSpeedOptions
 
 if TYPE_CHECKING:
+    MethodName = str
     StrategyName = str
     AutomaticName = str
 else:
+    MethodName = Literal[(*METHODS,)]
     StrategyName = Literal[(*STRATEGIES, AUTO)]
     AutomaticName = Literal[AUTOMATIC]
 Logger = Literal["tensorboard", "wandb", "trackio", "mlflow", "none"]
@@ -54,6 +59,9 @@ class RunSpec(BaseModel):
         suggested_names=["name"],
         mutable=True,
         pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
+    )
+    method: MethodName = declare(
+        DEFAULT_METHOD, "what the model learns from the data; see docs/preferences.md and docs/rewards.md"
     )
     model: str = declare(
         TINY,
@@ -187,8 +195,75 @@ class RunSpec(BaseModel):
         "divergence from the teacher: 0: KL(teacher, student); 1: KL(student, teacher); between: generalised Jensen-Shannon",
         ge=0,
         le=1,
-        suggested_names=["beta"],
     )
+    reward: Rewards = declare(
+        (),
+        "grpo: what rates a completion, each with a weight after a colon: Python files, and exact, regex, length, format and json; "
+        "see docs/rewards.md",
+        expected=EXPECTED_REWARD,
+    )
+    reward_timeout: float = declare(
+        60.0,
+        "grpo: time limit of one call of a reward function, which rates all completions of a step",
+        ge=0.1,
+        le=MAX_SECONDS,
+        unit="seconds",
+        mutable=True,
+    )
+    grpo_group_size: int = declare(8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096)
+    grpo_max_tokens: int | None = declare(
+        None,
+        "grpo: maximum length of a completion; the prompt has the rest of seq_length; unset: half of seq_length",
+        ge=1,
+        le=1_048_576,
+        unit="tokens",
+    )
+    grpo_temperature: float = declare(
+        1.0, "grpo: temperature at which the model writes completions, and of their probabilities", ge=0.01, le=100
+    )
+    grpo_beta: float = declare(
+        0.0,
+        "grpo: weight of the KL divergence from the model without its adapter; requires LoRA",
+        ge=0,
+        le=MAX_NUMBER,
+    )
+    grpo_epsilon: float = declare(
+        0.2, "grpo: clip the ratio of new to old probabilities below at 1 - grpo_epsilon", ge=0, lt=1
+    )
+    grpo_epsilon_high: float = declare(
+        0.0, "grpo: clip the ratio above at 1 + grpo_epsilon_high; 0: grpo_epsilon", ge=0, le=MAX_NUMBER
+    )
+    grpo_iterations: int = declare(
+        1, "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped", ge=1, le=1000
+    )
+    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = declare(
+        "dapo",
+        "grpo: mean of the loss over all tokens of a step (dapo), over the means of the completions (grpo), or of the sums of "
+        "completions over grpo_max_tokens (dr_grpo)",
+    )
+    grpo_scale_rewards: Literal["group", "batch", "none"] = declare(
+        "group",
+        "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
+    )
+    preference_beta: float = declare(
+        0.1,
+        "dpo, kto: how strongly the model is kept near the reference; orpo: weight of the odds ratio",
+        gt=0,
+        le=1000,
+    )
+    preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = declare(
+        "sigmoid", "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing"
+    )
+    preference_label_smoothing: float = declare(
+        0.0, "dpo: fraction of the pairs with the wrong order, for preference_loss=robust", ge=0, lt=0.5
+    )
+    preference_precompute: bool = declare(
+        False,
+        "dpo, kto: compute the log-probabilities of the reference before the first step, and keep them in the store; "
+        "always without LoRA and in pipelines. Otherwise every step computes them with the adapter switched off",
+    )
+    kto_desirable_weight: float = declare(1.0, "kto: weight of the loss of good answers", gt=0, le=1000)
+    kto_undesirable_weight: float = declare(1.0, "kto: weight of the loss of bad answers", gt=0, le=1000)
     lora_r: int = declare(
         16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, suggested_names=["lora", "r", "rank"]
     )
@@ -443,6 +518,15 @@ class RunSpec(BaseModel):
         """The paths of all datasets, separated by commas, for messages."""
         return ", ".join(source.path for source in self.sources)
 
+    @property
+    def reward_files(self) -> list[str]:
+        """The paths of the Python files among the rewards, in order."""
+        return [reward.use for reward in self.reward if reward.is_file]
+
+    def with_reward_files(self, paths: Sequence[str]) -> "RunSpec":
+        """Return the spec with other paths of its `reward_files`."""
+        return self.model_copy(update={"reward": with_reward_paths(self.reward, paths)}) if paths else self
+
     def with_dataset_paths(self, paths: Sequence[str]) -> "RunSpec":
         """Return the spec with other paths of its datasets, one for each of `sources`."""
         return self.model_copy(update={"dataset": with_paths(self.dataset, paths)})
@@ -452,6 +536,26 @@ class RunSpec(BaseModel):
         """Rows of one optimizer step over all ranks. Depends on the spec alone, never on the number of hosts."""
         accumulated = (self.gradient_accumulation or 0) * self.batch_size
         return accumulated or self.total_batch_size or 32
+
+    @property
+    def learns_from_prompts(self) -> bool:
+        """Whether the samples are prompts, and the model writes `grpo_group_size` completions of each, one a row."""
+        return METHODS[self.method].data == "prompts"
+
+    @property
+    def samples_per_step(self) -> int:
+        """Rows of a step as the order of the samples has them: prompts, if the model writes several completions of each."""
+        return self.rows_per_step // (self.grpo_group_size if self.learns_from_prompts else 1)
+
+    @property
+    def completion_length(self) -> int:
+        """Maximum number of tokens of a completion."""
+        return self.grpo_max_tokens or self.seq_length // 2
+
+    @property
+    def prompt_length(self) -> int:
+        """Maximum number of tokens of a prompt for completions."""
+        return self.seq_length - self.completion_length
 
     @property
     def fake_rows(self) -> int:

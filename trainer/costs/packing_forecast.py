@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
+from trainer.config.methods import METHODS
 from trainer.model_files.model_shape import model_type
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def packing_text(spec: RunSpec) -> str:
     """Return whether rows are packed, and the reason if they are not or if only the ranks can find out."""
     if spec.packing is False:
         return "not packed: packing=false"
+    if not METHODS[spec.method].packs:
+        return f"not packed: a row has one sequence with method={spec.method}"
     if spec.packing is True:
         return _packed(spec)
     try:

@@ -111,7 +111,8 @@ class DataReport:
         """Return the totals as one line."""
         loss = self.loss
         answers, tokens = counted(self.answers, "answer"), counted(self.tokens, "token")
-        parts = [f"{counted(self.samples, 'sample')}: {answers} and {tokens} with loss, {self.truncated} truncated"]
+        trained = f"{answers} and {tokens} with loss, {self.truncated} truncated" if self.tokens else "prompts alone"
+        parts = [f"{counted(self.samples, 'sample')}: {trained}"]
         parts[0] += f", {loss.lost} dropped" + (f" ({printable(loss.by_reason, 400)})" if loss.lost else "")
         return "; ".join([*parts, *([f"{self.unread} further samples were not counted"] if self.unread else [])])
 
@@ -123,7 +124,14 @@ class DataReport:
 
 NO_DATA = DataReport()
 BEYOND, NO_ANSWER = "with all answers beyond seq_length", "without an answer with loss"  # reasons
-_REMEDIES = {BEYOND: "increase seq_length", NO_ANSWER: "give them answers, or remove them"}
+SAME = "with a chosen answer that equals the rejected one within seq_length"
+TOO_LONG = "with a prompt that leaves no space for a completion"
+_REMEDIES = {
+    BEYOND: "increase seq_length",
+    NO_ANSWER: "give them answers, or remove them",
+    SAME: "increase seq_length, or remove them",
+    TOO_LONG: "increase seq_length, or decrease grpo_max_tokens",
+}
 
 
 def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, int]:

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from trainer.common.formats import quoted
 from trainer.common.inputs import path_kind
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
+from trainer.config.methods import METHODS, Data
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.corpus import NO_TARGETS, Corpus, joined, load_corpus, save_corpus
-from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, DataReport
+from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, SAME, TOO_LONG, DataReport
 from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.logprobs import COLUMN, Targets, Vocabulary
@@ -40,11 +41,15 @@ class Encoded:
         ids: its tokens.
         answered: which of them belong to an answer with loss, of equal length.
         notes: what the chat template changes.
+        rejected: the rejected sequence of a pair, of which this is the chosen one.
+        desirable: the label of the answer.
     """
 
     ids: list[int]
     answered: list[bool]
     notes: tuple[str, ...] = ()
+    rejected: "Encoded | None" = None
+    desirable: bool | None = None
 
     def count_answers(self, mask: Sequence[bool]) -> int:
         """Return the number of answers that have a token with loss. `mask`: the loss mask of the tokens that are kept."""
@@ -66,6 +71,8 @@ class Fitted:
         truncated: number of further tokens.
         dropped: why the sample is left out; empty if it is not.
         notes: what the chat template changes.
+        rejected: the rejected sequence of a pair; `dropped` is that of the pair.
+        desirable: the label of the answer.
     """
 
     ids: list[int]
@@ -74,13 +81,17 @@ class Fitted:
     truncated: int = 0
     dropped: str = ""
     notes: tuple[str, ...] = ()
+    rejected: "Fitted | None" = None
+    desirable: bool | None = None
 
     @property
     def report(self) -> DataReport:
         """The report of a dataset of this sample alone."""
-        notes = dict.fromkeys(self.notes, 1)
+        parts = [self, *filter(None, [self.rejected])]
+        notes = dict.fromkeys(itertools.chain.from_iterable(part.notes for part in parts), 1)
         dropped = {self.dropped: 1} if self.dropped else {}
-        return DataReport(1, self.answers, sum(self.trained), bool(self.truncated), dropped, notes)
+        tokens, truncated = sum(sum(part.trained) for part in parts), any(part.truncated for part in parts)
+        return DataReport(1, sum(part.answers for part in parts), tokens, truncated, dropped, notes)
 
 
 class Encoder:
@@ -94,21 +105,26 @@ class Encoder:
         train_on: str,
         logprobs: bool = False,
         system: str = "keep",
+        data: Data = "answers",
         today: datetime.datetime | None = None,
         rows: int | None = None,
+        prompt_length: int = 0,
     ) -> None:
         """Args:
         tokenizer: one of transformers, or a `TextTokenizer`.
         logprobs: also match the log-probabilities of the teacher.
         system: the field of the run spec.
+        data: what the samples are, see `METHODS`.
         today: the date of the run, for templates that print one; None for now.
         rows: of the model's embedding; None for that of a `TextTokenizer`, or if it is unknown.
+        prompt_length: maximum number of tokens of a sample that is a prompt without an answer.
 
         Raises:
             UserError: the chat template is not valid.
         """
+        self.prompt_length = prompt_length
         self.vocabulary = Vocabulary(tokenizer) if logprobs else None
-        self.seq_length, self.train_on, self._system = seq_length, train_on, system
+        self.seq_length, self.train_on, self._system, self.data = seq_length, train_on, system, data
         self._text = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer.of(tokenizer)
         self._today = today or datetime.datetime.now()
         self._rows = rows or self._text.rows
@@ -131,8 +147,10 @@ class Encoder:
             train_on=spec.train_on,
             logprobs=spec.needs_logprobs and not isinstance(tokenizer, TextTokenizer),
             system=spec.system,
+            data=METHODS[spec.method].data,
             today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
             rows=rows,
+            prompt_length=spec.prompt_length,
         )
 
     @cached_property
@@ -172,6 +190,8 @@ class Encoder:
         parts += [self._today.isoformat()] if self.has_date else []
         parts += [str(self._rows)] if self._rows else []  # a token outside is refused
         parts += [COLUMN] if self.vocabulary else []
+        parts += [self.data] if self.data != "answers" else []
+        parts += [str(self.prompt_length)] if self.data == "prompts" else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     @property
@@ -184,12 +204,21 @@ class Encoder:
         return [True] * len(answered) if self.train_on == "all" else answered
 
     def encode(self, sample: Sample) -> Encoded:
-        """Return the encoding of one sample.
+        """Return the encoding of one sample. The sequences of a pair are encoded one by one, each as a whole.
 
         Raises:
             UserError: the chat template rejects the sample, or leaves out a part of it.
         """
-        encoded = self._chat(sample) if sample.messages else self._raw(sample)
+        if sample.rejected:
+            chosen = self.encode(replace(sample, rejected=None))
+            return replace(chosen, rejected=self.encode(sample.rejected))
+        return replace(self._encode_one(sample), desirable=sample.desirable)
+
+    def _encode_one(self, sample: Sample) -> Encoded:
+        if self.data == "prompts":
+            encoded = self._prompt(sample)
+        else:
+            encoded = self._chat(sample) if sample.messages else self._raw(sample)
         if self._rows is not None and encoded.ids and max(encoded.ids) >= self._rows:
             token = next(number for number in encoded.ids if number >= self._rows)
             raise UserError(
@@ -200,13 +229,26 @@ class Encoder:
         return encoded
 
     def fit(self, encoded: Encoded) -> Fitted:
-        """Return what a run keeps of an encoded sample. The first token of a row is never predicted, so it carries no loss."""
+        """Return what a run keeps of an encoded sample; a pair is dropped as a whole."""
+        if self.data == "prompts":
+            dropped = TOO_LONG if len(encoded.ids) > self.prompt_length else ""
+            return Fitted(encoded.ids, encoded.answered, 0, 0, dropped)
+        one = self._fit_one(encoded)
+        if encoded.rejected is None:
+            return one
+        other = self._fit_one(encoded.rejected)
+        same = SAME if (one.ids, one.trained) == (other.ids, other.trained) else ""
+        return replace(one, rejected=other, dropped=one.dropped or other.dropped or same)
+
+    def _fit_one(self, encoded: Encoded) -> Fitted:
+        """Return what a run keeps of a sequence. Its first token is never predicted, so it carries no loss."""
         ids, mask = encoded.ids[: self.seq_length], self.mask(encoded.answered)[: self.seq_length]
         trained = [False, *mask[1:]] if mask else mask
         dropped = ""
         if not any(trained):
             dropped = BEYOND if any(encoded.answered[1:]) else NO_ANSWER
-        return Fitted(ids, trained, encoded.count_answers(trained), len(encoded.ids) - len(ids), dropped, encoded.notes)
+        answers, truncated = encoded.count_answers(trained), len(encoded.ids) - len(ids)
+        return Fitted(ids, trained, answers, truncated, dropped, encoded.notes, desirable=encoded.desirable)
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of tokens, with that of special tokens."""
@@ -214,7 +256,9 @@ class Encoder:
 
     def check(self, sample: Sample) -> Answers | None:
         """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `encode`."""
-        if not sample.messages:
+        if sample.rejected:
+            self.check(sample.rejected)
+        if not sample.messages or self.data == "prompts":
             return None
         if sample.has_weights and self.train_on == "all":
             raise UserError(
@@ -230,6 +274,26 @@ class Encoder:
             return finder(messages, sample.tools, sample.variables, silent)
         except TemplateError as error:
             raise UserError(f"{sample.where or 'dataset'}: {self._problem(error, messages)}") from None
+
+    def _prompt(self, sample: Sample) -> Encoded:
+        """Encode a prompt, with the header of an answer if it is a chat. Raises UserError as `encode`."""
+        if sample.messages:
+            prepend = self._system == "prepend"
+            messages = with_system_in_first_question(sample.messages) if prepend else sample.messages
+            try:
+                rendered = self._finder_of(sample).template.render_blocks(
+                    messages, tools=sample.tools, variables=sample.variables, generation_prompt=True
+                )
+                ids = self._text.encode(rendered.text, [])[0]
+            except TemplateError as error:
+                raise UserError(f"{sample.where or 'dataset'}: {self._problem(error, messages)}") from None
+        else:
+            ids = self._text.encode(sample.pieces[0][0], [])[0]
+            if self._text.bos is not None and ids[:1] != [self._text.bos]:
+                ids = [self._text.bos, *ids]
+        if not ids:
+            raise UserError(f"{sample.where or 'dataset'}: the prompt is empty: write one, or remove the record")
+        return Encoded(ids, [False] * len(ids))
 
     def _without_end(self, message: Mapping[str, Any], end: str) -> Mapping[str, Any]:
         """Return an answer without the text of the token that ends it, which the template writes too; other messages unchanged."""
@@ -308,6 +372,9 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     """
     all_ids: list[list[int]] = []
     all_masks: list[list[bool]] = []
+    records: list[Mapping[str, Any]] = []
+    splits: list[int] = []
+    labels: list[bool] = []
     matched = _Matched()
     report = NO_DATA
     for sample in samples:
@@ -316,10 +383,19 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         report += fitted.report
         if fitted.dropped:
             continue
-        all_ids.append(fitted.ids)
-        all_masks.append(fitted.trained)
+        other = fitted.rejected
+        all_ids.append(fitted.ids + (other.ids if other else []))
+        all_masks.append(fitted.trained + (other.trained if other else []))
+        records += [sample.record] if sample.record else []
+        splits += [len(fitted.ids)] if other else []
+        labels += [] if fitted.desirable is None else [fitted.desirable]
         if encoder.vocabulary:
             matched.add(encoder.vocabulary, sample, encoded.ids, encoded.answered, fitted.trained)
+    if not all_ids and encoder.data == "prompts":
+        raise UserError(
+            f"dataset: none of {report.samples} prompts has at most {encoder.prompt_length} tokens, which seq_length leaves for "
+            "it: increase seq_length"
+        )
     if not all_ids:
         raise UserError(
             f"dataset: none of {report.samples} samples has a token with loss within seq_length {encoder.seq_length}: "
@@ -332,6 +408,9 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         starts,
         report,
         targets=matched.targets() if encoder.vocabulary else None,
+        splits=np.array(splits, dtype=np.int64) if splits else None,
+        desirable=np.array(labels, dtype=np.bool_) if labels else None,
+        records=records or None,
     )
 
 
@@ -441,6 +520,6 @@ def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Cor
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
     if is_local and (cached := load_corpus(cache)):
         return cached
-    corpus = encode_all(read_source(source, logprobs=encoder.vocabulary is not None), encoder)
+    corpus = encode_all(read_source(source, logprobs=encoder.vocabulary is not None, data=encoder.data), encoder)
     save_corpus(corpus, cache)
     return corpus

@@ -132,7 +132,7 @@ class Order:
             capacity=spec.seq_length,
             packing=bool(spec.packing),
             epochs=spec.epochs,
-            rows=spec.rows_per_step,
+            rows=spec.samples_per_step,
             mixture=None if spec.fake_data else Mixture(sources, [each.weight for each in spec.sources], spec.seed),
             max_steps=spec.max_steps,
         )

@@ -52,7 +52,7 @@ def best_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> lis
 def collate(
     corpus: "Corpus", rows: Sequence[Sequence[int]], *, pad: int, length: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lay rows of samples out as one micro-batch.
+    """Lay rows of samples, each with one sequence, out as one micro-batch.
 
     Args:
         rows: sample indices of every row; no rows give one row of padding without loss.
@@ -63,18 +63,29 @@ def collate(
         ids, positions, labels: int64 [rows, T] each. Positions restart at 0 with every sample, which separates packed
         samples. Labels are -100 where there is no loss.
     """
-    width = length or max((sum(int(corpus.lengths[i]) for i in row) for row in rows), default=_EMPTY_WIDTH)
+    spans = [[slice(corpus.starts[sample], corpus.starts[sample + 1]) for sample in row] for row in rows]
+    return lay_out([[(corpus.tokens[span], corpus.trained[span]) for span in row] for row in spans], pad, length)
+
+
+def lay_out(
+    rows: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], pad: int, length: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lay sequences out as one micro-batch; arguments and results as for `collate`.
+
+    Args:
+        rows: the token ids of the sequences of every row, and which of them carry loss.
+    """
+    width = length or max((sum(len(tokens) for tokens, _ in row) for row in rows), default=0) or _EMPTY_WIDTH
     ids: np.ndarray = np.full((max(1, len(rows)), width), pad, np.int64)
     labels = np.full_like(ids, IGNORED)
     positions = np.zeros_like(ids)
     for index, row in enumerate(rows or [[]]):
         end = 0
-        for sample in row:
-            first, last = corpus.starts[sample], corpus.starts[sample + 1]
-            start, end = end, end + int(last - first)
-            ids[index, start:end] = corpus.tokens[first:last]
+        for tokens, trained in row:
+            start, end = end, end + len(tokens)
+            ids[index, start:end] = tokens
             positions[index, start:end] = np.arange(end - start)
-            labels[index, start:end] = np.where(corpus.trained[first:last], ids[index, start:end], IGNORED)
+            labels[index, start:end] = np.where(trained, tokens, IGNORED)
         # The padding continues the positions of the last sample: no label depends on it, and a row with one sample
         # then needs no attention mask.
         positions[index, end:] = np.arange(width - end) + (positions[index, end - 1] + 1 if end else 0)

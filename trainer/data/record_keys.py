@@ -10,8 +10,9 @@ from typing import Any
 
 from trainer.common.formats import quoted
 
-_PREFERENCE = "is preference data, and this run learns from answers alone: keep the preferred answer as the completion"
-_UNLABELLED = "marks an answer that is not to be learned: remove the record"
+_PREFERENCE = "is preference data, and this run learns from answers alone: set method=dpo, or keep the preferred answer as the completion"
+_UNLABELLED = "marks an answer that is not to be learned: set method=kto, or remove the record"
+_SECOND = "says something of a pair beside chosen and rejected, and all pairs count equally: map it with columns, or remove the key"
 _MEDIA = "is not text, and only text can be trained: remove the record"
 _SCORE = "ranks the record, and all records count equally: filter the dataset by it, then remove the key"
 
@@ -68,6 +69,12 @@ RECORD_KEYS: Mapping[str, tuple[Test, str]] = {
     **_keys("train_detail loss_mask completion_mask assistant_masks", _is_set, "masks parts of the record: remove it"),
     **_keys("labels input_ids", _is_ids, "holds token ids, which belong to one tokenizer: give the text"),
     **_keys("documents", _is_set, "holds documents, which chat templates here do not get: write them into a message"),
+}
+# Those of a record with a chosen and a rejected answer.
+PAIR_KEYS: Mapping[str, tuple[Test, str]] = {
+    name: (test, _SECOND if why is _PREFERENCE else why)
+    for name, (test, why) in RECORD_KEYS.items()
+    if name not in ("chosen", "rejected")
 }
 # A key with this name is a class in many datasets of texts, and an answer's label only beside an answer.
 LABEL = ("label", (_is_false, _UNLABELLED))

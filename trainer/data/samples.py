@@ -10,6 +10,7 @@ from trainer.common.formats import printable, quoted
 from trainer.common.inputs import path_kind
 from trainer.config import EMBEDDED_DATASET, OBSERVATORY, RunSpec
 from trainer.config.dataset_source import DatasetSource
+from trainer.config.methods import METHODS, Data
 from trainer.data.dataset_files import (
     COLUMNAR,
     TABLES,
@@ -22,7 +23,8 @@ from trainer.data.dataset_files import (
     needs_library,
 )
 from trainer.data.json_files import json_records
-from trainer.data.shapes import SHAPE_NAMES, Sample, UnknownShapeError, to_sample
+from trainer.data.preferences import to_record
+from trainer.data.shapes import SHAPE_NAMES, Sample, UnknownShapeError
 from trainer.data.table_files import card_files, csv_records, has_library, hub_records, saved_records, table_records
 
 
@@ -36,17 +38,18 @@ def read_samples(path: Path) -> list[Sample]:
     return read_source(source_of(path))
 
 
-def read_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample]:
+def read_source(source: DatasetSource, *, logprobs: bool = False, data: Data = "answers") -> list[Sample]:
     """Read a dataset and check every record.
 
     Args:
         logprobs: also read the log-probabilities of a teacher.
+        data: what a sample is, see `METHODS`.
 
     Raises:
         UserError: the dataset is missing, unreadable or empty, or a record is invalid (``file:line: reason`` for the
             first).
     """
-    samples = list(iter_source(source, logprobs=logprobs))
+    samples = list(iter_source(source, logprobs=logprobs, data=data))
     if not samples:
         raise _empty(source)
     return samples
@@ -56,7 +59,7 @@ def _empty(source: DatasetSource) -> UserError:
     return UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
 
 
-def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sample]:
+def iter_source(source: DatasetSource, *, logprobs: bool = False, data: Data = "answers") -> Iterator[Sample]:
     """Yield the samples of a dataset in their order; arguments and errors as for `read_source`, but it may be empty."""
     if source.path in (EMBEDDED_DATASET, OBSERVATORY):
         raise UserError(f"dataset: only ansible-playbook train.yml provides {source.path}: set dataset to a JSONL file")
@@ -68,7 +71,7 @@ def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sa
         read_logprobs = LogprobReader()
     for before, (where, record) in enumerate(read_records(source)):
         try:
-            sample = replace(to_sample(record, source.columns, source.ignore_keys), where=where)
+            sample = to_record(data, record, source.columns, source.ignore_keys).at(where)
             yield replace(sample, logprobs=read_logprobs(record)) if read_logprobs else sample
         except ValueError as error:
             raise UserError(f"{where}: {_problem(error, before)}") from None
@@ -77,16 +80,17 @@ def iter_source(source: DatasetSource, *, logprobs: bool = False) -> Iterator[Sa
 def samples_of(spec: RunSpec) -> Iterator[Sample]:
     """Yield the samples of all datasets of the spec, in their order. Raises UserError as `read_source`."""
     for source in spec.sources:
-        yield from read_source(source, logprobs=spec.needs_logprobs)
+        yield from read_source(source, logprobs=spec.needs_logprobs, data=METHODS[spec.method].data)
 
 
-def check_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sample] | None:
+def check_source(source: DatasetSource, *, logprobs: bool = False, data: Data = "answers") -> list[Sample] | None:
     """Check a dataset as far as the installed packages allow: without `datasets`, JSON and CSV files.
 
     Returns its samples, or None if only a part of them can be read.
 
     Args:
         logprobs: also check the log-probabilities of a teacher.
+        data: what a sample is, see `METHODS`.
 
     Raises:
         UserError: as `read_source`.
@@ -94,11 +98,11 @@ def check_source(source: DatasetSource, *, logprobs: bool = False) -> list[Sampl
     path = Path(source.path)
     kind = path_kind(path)
     if has_library() or not needs_library(source.path):
-        return read_source(source, logprobs=logprobs)
+        return read_source(source, logprobs=logprobs, data=data)
     _check_choice(source)
     if kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):
-            check_source(source.model_copy(update={"path": str(file), "split": WHOLE}), logprobs=logprobs)
+            check_source(source.model_copy(update={"path": str(file), "split": WHOLE}), logprobs=logprobs, data=data)
     return None
 
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,9 @@ class Sample:
 
     Every message has `role` and `content`; an answer may have `reasoning_content` and `tool_calls`, and the result of a tool
     `name` and `tool_call_id`. `tools` are the descriptions of the tools of a chat, `variables` those of its chat template.
-    `silent` are the indices of the answers without loss; `has_weights` if their own keys say so. `logprobs` are those of a teacher for the last answer. `where` is the
-    record's place, such as ``file:line``.
+    `silent` are the indices of the answers without loss; `has_weights` if their own keys say so. `logprobs` are those of a teacher for the last answer. Of a pair,
+    this is the chosen answer with its prompt, and `rejected` the other one; `desirable` is the label of an answer. `record` is that of a prompt without an answer, see `to_prompt`. `where` is the record's place, such
+    as ``file:line``.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -78,7 +79,14 @@ class Sample:
     silent: frozenset[int] = frozenset()
     has_weights: bool = False
     logprobs: "Logprobs | None" = None
+    rejected: "Sample | None" = None
+    desirable: bool | None = None
+    record: Mapping[str, Any] | None = None
     where: str = field(default="", compare=False)
+
+    def at(self, where: str) -> "Sample":
+        """Return the sample with its place."""
+        return replace(self, where=where, rejected=self.rejected and replace(self.rejected, where=where))
 
 
 def with_system_in_first_question(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -113,29 +121,36 @@ def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collec
     if name != "instruction" and record.get("history") and "history" not in known:
         raise ValueError("has 'history', which only instruction and output can have: write its turns as messages")
     if name in ("messages", "conversations"):
-        return _chat_sample(record, _messages(record[name], name, columns, ignored), known)
+        return chat_sample(record, messages_of(record[name], name, columns, ignored), known)
     if name == "instruction":
-        return _chat_sample(record, _instruction(record), known)
+        return chat_sample(record, instruction_messages(record, "output"), known)
     if name == "prompt":
-        if any(_are_messages(record[part]) for part in shape):
+        if any(are_messages(record[part]) for part in shape):
             prompt = _part(record, "prompt", columns, ignored, "user")
             completion = _part(record, "completion", columns, ignored, "assistant")
-            # Only the completion is an answer, whoever speaks in the prompt.
-            muted = [message | ({SILENT: "prompt"} if message["role"] == "assistant" else {}) for message in prompt]
-            return _chat_sample(record, (*muted, *completion), known)
-        _refuse_chat_keys(record, ignored)
-        return Sample(pieces=((_text(record, "prompt"), False), (_text(record, "completion"), True)))
-    _refuse_chat_keys(record, ignored)
-    return Sample(pieces=((_text(record, "text"), True),))
+            return chat_sample(record, (*muted(prompt), *completion), known)
+        refuse_chat_keys(record, ignored)
+        return Sample(pieces=((text_of(record, "prompt"), False), (text_of(record, "completion"), True)))
+    refuse_chat_keys(record, ignored)
+    return Sample(pieces=((text_of(record, "text"), True),))
 
 
-def _instruction(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the messages of instruction, input and output, after the turns of `history`: pairs of question and answer."""
-    prompt = _text(record, "instruction")
+def muted(prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of the messages of a prompt that carry no loss, whoever speaks in it."""
+    return [message | ({SILENT: "prompt"} if message["role"] == "assistant" else {}) for message in prompt]
+
+
+def instruction_messages(record: Mapping[str, Any], output: str = "") -> tuple[dict[str, Any], ...]:
+    """Return the messages of instruction, input and output, after the turns of `history`: pairs of question and answer.
+
+    Args:
+        output: name of the answer; empty for the question alone.
+    """
+    prompt = text_of(record, "instruction")
     if record.get("input"):
-        prompt = f"{prompt}\n\n{_text(record, 'input')}"
+        prompt = f"{prompt}\n\n{text_of(record, 'input')}"
     history = _from_json(record.get("history"), "'history'") or []
-    turns = [*history, (prompt, _text(record, "output"))] if isinstance(history, list) else [history]
+    turns = [*history, (prompt, text_of(record, output) if output else "")] if isinstance(history, list) else [history]
     messages: list[dict[str, Any]] = []
     for turn in turns:
         pair = list(turn) if isinstance(turn, list | tuple) else []
@@ -143,19 +158,19 @@ def _instruction(record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
             raise ValueError("'history' must be a list of pairs of question and answer")
         texts = [_valid_unicode(text, "'history'") for text in pair]
         messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
-    return tuple(messages)
+    return tuple(messages if output else messages[:-1])
 
 
 def _part(
     record: Mapping[str, Any], name: str, columns: Mapping[str, str], ignored: Collection[str], role: str
 ) -> tuple[dict[str, Any], ...]:
     """Return the messages of a prompt or a completion; one of them can be text beside the other's messages."""
-    if _are_messages(record[name]):
-        return _messages(record[name], name, columns, ignored)
-    return ({"role": role, "content": _text(record, name)},)
+    if are_messages(record[name]):
+        return messages_of(record[name], name, columns, ignored)
+    return ({"role": role, "content": text_of(record, name)},)
 
 
-def _are_messages(value: Any) -> bool:
+def are_messages(value: Any) -> bool:
     """Return whether a prompt or a completion is a list of messages; formats of columns often hold a list as text."""
     if isinstance(value, str):
         return value.lstrip().startswith("[{") and bool(
@@ -164,7 +179,7 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
-def _refuse_chat_keys(record: Mapping[str, Any], ignored: Collection[str]) -> None:
+def refuse_chat_keys(record: Mapping[str, Any], ignored: Collection[str]) -> None:
     """Raise ValueError for a key that only a chat can have, in a record of texts."""
     for name in (*SYSTEM_KEYS, "tools", "functions", "history", "chat_template_kwargs"):
         if record.get(name) and name not in ignored:
@@ -184,10 +199,7 @@ def _shape_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Mappi
             else:
                 return row, required
     mapped = {name: column for name, column in columns.items() if name not in MESSAGE_KEYS}
-    for name, column in mapped.items():
-        if column not in row:
-            raise ValueError(f"has no column {quoted(column)} (columns maps {name} to it); {_keys(row)}")
-    record = {**row, **{name: row[column] for name, column in mapped.items()}}
+    record = renamed(row, columns)
     shapes = [required for required, optional in SHAPES if set(mapped) <= {*required, *optional}]
     # Formats of columns hold null for a name that a record does not have.
     for is_there in (lambda name: record.get(name) is not None, lambda name: name in record):
@@ -196,11 +208,21 @@ def _shape_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Mappi
                 return record, required
     if mapped:
         missing = [name for name in shapes[0] if name not in record]
-        raise ValueError(f"{_keys(row)}; columns must also map {' and '.join(missing)}")
-    raise UnknownShapeError(f"{_keys(row)}; expected {SHAPE_NAMES}", _suggestion(row))
+        raise ValueError(f"{keys_of(row)}; columns must also map {' and '.join(missing)}")
+    raise UnknownShapeError(f"{keys_of(row)}; expected {SHAPE_NAMES}", _suggestion(row))
 
 
-def _keys(row: Mapping[Any, Any]) -> str:
+def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the record with the names of a shape beside its own. Raises ValueError if it lacks a column."""
+    mapped = {name: column for name, column in columns.items() if name not in MESSAGE_KEYS}
+    for name, column in mapped.items():
+        if column not in row:
+            raise ValueError(f"has no column {quoted(column)} (columns maps {name} to it); {keys_of(row)}")
+    return {**row, **{name: row[column] for name, column in mapped.items()}}
+
+
+def keys_of(row: Mapping[Any, Any]) -> str:
+    """Return the keys of a record, for a message."""
     keys = ", ".join(printable(key, 40) for key in itertools.islice(row, _MAX_KEYS))
     rest = f" and {len(row) - _MAX_KEYS} more" if len(row) > _MAX_KEYS else ""
     return f"has the keys {keys or '(none)'}{rest}"
@@ -210,10 +232,10 @@ def _suggestion(row: Mapping[Any, Any]) -> str:
     """Return the shape that is nearest to the names of the record, with the columns to set; empty for no names."""
     nearest, best = "", dict.fromkeys(row, "")
     for required, optional in SHAPES:
-        found = {name: key for name in required if (key := _nearest_key(name, row))}
+        found = {name: key for name in required if (key := nearest_key(name, row))}
         if len({*found.values()}) < len(required):
             continue
-        more = {name: key for name in optional if (key := _nearest_key(name, row)) and key not in found.values()}
+        more = {name: key for name in optional if (key := nearest_key(name, row)) and key not in found.values()}
         mapping = {name: key for name, key in (found | more).items() if name != key}
         if not nearest or len(mapping) < len(best):
             nearest, best = " and ".join(required), mapping
@@ -233,7 +255,7 @@ def _plain_keys(row: Mapping[Any, Any]) -> list[str]:
     return [key for key in itertools.islice(row, 100) if isinstance(key, str) and _PLAIN_KEY.fullmatch(key)]
 
 
-def _nearest_key(name: str, row: Mapping[Any, Any]) -> str | None:
+def nearest_key(name: str, row: Mapping[Any, Any]) -> str | None:
     """Return the key of a record or a message that means `name`, or None."""
     is_list = name in ("messages", "conversations", "tools")
     plain = {}
@@ -252,11 +274,11 @@ def _nearest_key(name: str, row: Mapping[Any, Any]) -> str | None:
     return plain[near[0]] if near else None
 
 
-def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...], ignored: Collection[str]) -> Sample:
+def chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...], ignored: Collection[str]) -> Sample:
     """Return the sample of a chat, with what its record says beside the messages."""
     for name in SYSTEM_KEYS:
         if record.get(name) and name not in ignored:
-            text = _text(record, name)
+            text = text_of(record, name)
             if messages[0]["role"] != "system":
                 messages = ({"role": "system", "content": text}, *messages)
             elif messages[0]["content"] != text:
@@ -273,16 +295,17 @@ def _chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...]
     if not isinstance(variables, dict) or any(name in _RESERVED for name in variables):
         raise ValueError(f"'chat_template_kwargs' must be an object without {', '.join(sorted(_RESERVED))}")
     if variables:
-        _check_values(variables, "'chat_template_kwargs'")
+        check_values(variables, "'chat_template_kwargs'")
     if tools is None or "tools" in ignored:
         tools = []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of objects")
-    _check_values(tools, "'tools'")
+    check_values(tools, "'tools'")
     return Sample(messages=messages, tools=tuple(tools), variables=variables, silent=silent, has_weights=has_weights)
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def text_of(record: Mapping[str, Any], name: str) -> str:
+    """Return the text under `name`. Raises ValueError."""
     value = record[name]
     if not isinstance(value, str):
         hint = ": this record has no value there" if value is None else ""
@@ -302,7 +325,7 @@ def _valid_unicode(text: str, what: str) -> str:
     return text
 
 
-def _check_values(value: Any, what: str) -> None:
+def check_values(value: Any, what: str) -> None:
     """Check that a nested value can be printed as JSON and has no lone surrogate. Raises ValueError."""
     try:
         text = json.dumps(value, ensure_ascii=False)
@@ -321,9 +344,10 @@ def _from_json(value: Any, what: str) -> Any:
         raise ValueError(f"{what} is text that is not JSON: write it with double quotes, as json.dumps does") from None
 
 
-def _messages(
+def messages_of(
     value: Any, name: str, columns: Mapping[str, str], ignored: Collection[str]
 ) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a list under `name`. Raises ValueError."""
     value = _from_json(value, f"{name!r}")
     if isinstance(value, dict) and value and all(isinstance(entries, list) for entries in value.values()):
         # A list of objects as an object of lists, as older versions of `datasets` return it.
@@ -394,12 +418,12 @@ def _message_keys(message: Mapping[Any, Any], where: str, columns: Mapping[str, 
         keys[name] = next((key for key in candidates if message.get(key) is not None), None)
     has_more = message.get("tool_calls") or message.get("function_call") or message.get("reasoning_content")
     if keys["role"] is None or (keys["content"] is None and not has_more):
-        near = {name: keys[name] or _nearest_key(name, message) for name in MESSAGE_KEYS}
+        near = {name: keys[name] or nearest_key(name, message) for name in MESSAGE_KEYS}
         use = ",".join(
             f"{name}={key}" for name, key in near.items() if key not in (name, {"role": "from"}.get(name, "value"))
         )
         suggestion = f": use columns={use}" if use and all(near.values()) else ""
-        raise ValueError(f"{where} must have role and content; it {_keys(message)}{suggestion}")
+        raise ValueError(f"{where} must have role and content; it {keys_of(message)}{suggestion}")
     return keys["role"], keys["content"] or "content"
 
 
@@ -454,5 +478,5 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
         calls.append({**known, "type": "function", "function": function})
-    _check_values(calls, f"'tool_calls' of {where}")
+    check_values(calls, f"'tool_calls' of {where}")
     return calls

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from trainer.common.errors import UserError
@@ -98,6 +98,7 @@ def has_colours(stream: TextIO) -> bool:
 
 def _record(sample: Sample, fitted: Fitted, encoder: Encoder) -> dict[str, object]:
     """Return a sample as `--json` prints it."""
+    other = fitted.rejected
     return {
         "source": sample.where,
         "ids": fitted.ids,
@@ -106,18 +107,31 @@ def _record(sample: Sample, fitted: Fitted, encoder: Encoder) -> dict[str, objec
         "truncated": fitted.truncated,
         "dropped": fitted.dropped or None,
         "notes": list(fitted.notes),
+        **({"label": fitted.desirable} if fitted.desirable is not None else {}),
+        **({"rejected": _record(sample, other, encoder)} if other else {}),
     }
 
 
 def _headline(sample: Sample, fitted: Fitted) -> str:
     """Return where a sample is, its size, and what is lost of it."""
-    line = f"{printable(sample.where, 1000)}: {counted(len(fitted.ids), 'token')}, {sum(fitted.trained)} with loss"
-    line += f"; truncated: {counted(fitted.truncated, 'further token')} beyond seq_length" if fitted.truncated else ""
+    line = f"{printable(sample.where, 1000)}: "
+    if fitted.desirable is not None:
+        line += f"{'good' if fitted.desirable else 'bad'} answer: "
+    line += f"chosen: {_size(fitted)}; rejected: {_size(fitted.rejected)}" if fitted.rejected else _size(fitted)
     return line + (f"; dropped: {printable(fitted.dropped)}" if fitted.dropped else "")
+
+
+def _size(fitted: Fitted) -> str:
+    size = f"{counted(len(fitted.ids), 'token')}, {sum(fitted.trained)} with loss"
+    lost = f"; truncated: {counted(fitted.truncated, 'further token')} beyond seq_length" if fitted.truncated else ""
+    return size + lost
 
 
 def _body(fitted: Fitted, encoder: Encoder, marks: tuple[str, str]) -> list[str]:
     """Return the lines of a sample's text, with marks around what carries loss, and notes about it."""
+    if fitted.rejected:
+        chosen = _body(replace(fitted, rejected=None), encoder, marks)
+        return ["chosen:", *chosen, "rejected:", *_body(fitted.rejected, encoder, marks)]
     text = "".join(_marked(piece, marks) if trained else _shown(piece) for piece, trained in _pieces(fitted, encoder))
     return [*text.removesuffix("\n").split("\n"), *(f"note: {printable(note)}" for note in fitted.notes)]
 

@@ -56,6 +56,8 @@ def _texts(samples: Iterable[Sample]) -> Iterable[str]:
             yield message["content"]
         for text, _ in sample.pieces:
             yield text
+        if sample.rejected:
+            yield from _texts([sample.rejected])
 
 
 def make_tokenizer(samples: Iterable[Sample]) -> Tokenizer:

@@ -13,9 +13,11 @@ from trainer.config import RunSpec
 from trainer.distillation.teacher_client import RemoteTeacher
 from trainer.distillation.teacher_protocol import vocabulary_digest
 from trainer.distributed.world import World
+from trainer.method.method_base import loss_positions
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.models.loss import Teacher, TeacherLogits, at_places, top_tokens
-from trainer.models.model import ModelWithLoss, load_tokenizer, loss_positions, read_causal_model
+from trainer.models.model import load_tokenizer, read_causal_model
 from trainer.models.packing_check import mixes_samples, resolve_packing
 from trainer.strategy import Batch
 

@@ -28,8 +28,8 @@ from trainer.distillation.teacher_protocol import (
     text_of,
 )
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
+from trainer.method.method_base import loss_positions
 from trainer.models.loss import Teacher, TopProbabilities, at_places
-from trainer.models.model import loss_positions
 from trainer.strategy import Batch
 
 START_LIMIT = 300.0  # s for a teacher to listen after its ranks have started

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError
+from trainer.common.lazy import LazyModule
 from trainer.config import RunSpec
 from trainer.distillation.teacher_protocol import (
     KEEPALIVE,
@@ -37,7 +38,6 @@ from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
 from trainer.distributed.listeners import listen
 from trainer.records.telemetry import Heartbeat
 from trainer.spec import read_spec
-from trainer.strategy.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch

@@ -21,6 +21,7 @@ from trainer.config import RunSpec
 from trainer.costs.cost import EXPORT_PART
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import HUB_ID
+from trainer.method import DEFAULT_METHOD
 from trainer.strategy import plan_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def finalize(
     result |= strategy.merge_replicas(state.totals, result["eval_loss"], evaluation)
     require_finite_weights(strategy, state.step)
     if result["eval_loss"] is not None:
-        recorder.evaluation(result["eval_loss"], state.step)
+        recorder.evaluation(result["eval_loss"], state.step, evaluation.metrics)
     heartbeat("saving")
     hosts = world.gather(socket.gethostname())
     weights = strategy.weights()
@@ -322,6 +323,8 @@ def _front_matter(spec: RunSpec, model: str, dataset: str) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["trainyard"]}
     if spec.lora_r:
         front["tags"].append("lora")
+    if spec.method != DEFAULT_METHOD:
+        front["tags"].append(spec.method)
     if HUB_ID.fullmatch(model):
         front |= {"base_model": model, "base_model_relation": "adapter" if spec.lora_r else "finetune"}
     if HUB_ID.fullmatch(dataset):

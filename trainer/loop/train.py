@@ -4,8 +4,9 @@ import math
 import shutil
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,21 @@ from trainer.config import RunSpec
 from trainer.config.run_spec import Interval
 from trainer.data.corpus import Corpus
 from trainer.data.order import Order
-from trainer.data.packing import collate
 from trainer.data.shares import micro_batches
 from trainer.distillation.on_policy import Writer, is_on_policy
 from trainer.distributed.world import World
 from trainer.loop.final_export import finalize
+from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
 from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
+from trainer.method import Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
 from trainer.records.checkpoint import Saver, find_checkpoint
 from trainer.records.run_state import RunState
 from trainer.records.step_metrics import Reduced, StepMetrics
 from trainer.records.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
-from trainer.strategy import Batch, Stopped, Strategy, make_strategy
+from trainer.strategy import Batch, Stopped, Strategy, Update, make_strategy
 from trainer.supervise.environment import LAYERS
 
 
@@ -39,47 +41,70 @@ class Batches:
 
     def __init__(self, inputs: TrainingInputs, world: World, strategy: Strategy, heartbeat: Heartbeat) -> None:
         self._inputs, self._world, self._pad = inputs, world, inputs.tokenizer.pad_token_id or 0
-        self._strategy, self._heartbeat = strategy, heartbeat
+        self._strategy, self._heartbeat, self._method = strategy, heartbeat, inputs.module.method
         self._writer: Writer | None = None
         # A compiled model would be recompiled for every new length.
         self._length = inputs.spec.seq_length if inputs.spec.torch_compile else None
 
-    def __call__(self, corpus: Corpus, rows: Sequence[Sequence[int]]) -> Batch:
+    def batch(self, work: Work, rows: Rows) -> Batch:
         """Return the micro-batch of these rows (lists of sample indices): int64 [rows, T] each."""
-        arrays = collate(corpus, rows, pad=self._pad, length=self._length)
-        return Batch(*map(self._on_device, arrays))
+        return self._method.batch(work, rows, self._pad, self._length, self._on_device)
 
-    def with_teacher_targets(self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int) -> Batch:
-        """Return the micro-batch of these rows at `step` (from 0), with the probabilities of the run's teacher if it has one."""
+    @property
+    def group(self) -> World:
+        """The ranks that share the gradient of an update."""
+        return self._strategy.update_group
+
+    def score(self, batch: Batch) -> float:
+        """Return the loss of a micro-batch without gradients."""
+        return float(self._strategy.loss(batch))
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum values over the ranks that share the gradient of an update."""
+        return self._strategy.sum_update(values)
+
+    def waiting(self, note: str) -> None:
+        """Report that this rank is alive, and what it does."""
+        self._heartbeat("training", note=note)
+
+    def prepare(self, update: Update, step: int) -> Work:
+        """Return the work of an update of `step` (from 0), with what its method needs before the first micro-batch.
+
+        Every rank knows all rows, so the weight of an update needs no communication.
+        """
+        inputs, strategy = self._inputs, self._strategy
+        parts = micro_batches(update.computed, inputs.spec.batch_size, strategy.rounds(len(update.rows)))
+        work = Work(inputs.train_set, update.rows, parts, inputs.weigh(update.rows), inputs.weigh(update.mine), step)
+        return self._method.prepare(work, self)
+
+    def with_teacher_targets(self, work: Work, rows: Rows) -> Batch:
+        """Return the micro-batch of these rows, with the probabilities of the run's teacher if it has one."""
         teacher, weights = self._inputs.teacher, None
-        if is_on_policy(self._inputs.spec, step):
-            corpus, rows, weights = self._write(corpus, rows, step)
-        batch = self(corpus, rows)
+        if is_on_policy(self._inputs.spec, work.step):
+            corpus, rows, weights = self._write(work.corpus, rows, work.step)
+            work = replace(work, corpus=corpus)
+        batch = self.batch(work, rows)
         if teacher:
             with self._strategy.autocast():
-                return batch._replace(teacher=teacher.judge(batch, weights))
-        if corpus.targets is None:
+                return batch._replace(extra=teacher.judge(batch, weights))
+        if work.corpus.targets is None:
             return batch
-        arrays = corpus.targets.lay_out(rows, corpus.starts, batch.ids.shape[1])
-        return batch._replace(teacher=TopProbabilities(*map(self._on_device, arrays)))
+        arrays = work.corpus.targets.lay_out(rows, work.corpus.starts, batch.ids.shape[1])
+        return batch._replace(extra=TopProbabilities(*map(self._on_device, arrays)))
 
-    def all_with_teacher_targets(
-        self, corpus: Corpus, parts: Sequence[Sequence[Sequence[int]]], step: int
-    ) -> Iterator[Batch]:
+    def all_with_teacher_targets(self, work: Work) -> Iterator[Batch]:
         """Yield what `with_teacher_targets` returns for the rows of each micro-batch of an update.
 
         A teacher on another host receives the next micro-batch before the caller trains on this one.
         """
         ready: deque[Batch] = deque()
-        for rows in parts:
-            ready.append(self.with_teacher_targets(corpus, rows, step))
+        for rows in work.parts:
+            ready.append(self.with_teacher_targets(work, rows))
             if len(ready) > (self._inputs.teacher.ahead if self._inputs.teacher else 0):
                 yield ready.popleft()
         yield from ready
 
-    def _write(
-        self, corpus: Corpus, rows: Sequence[Sequence[int]], step: int
-    ) -> tuple[Corpus, list[list[int]], torch.Tensor]:
+    def _write(self, corpus: Corpus, rows: Rows, step: int) -> tuple[Corpus, list[list[int]], torch.Tensor]:
         """Let the student write the answers of these rows; see `Writer`."""
         module = self._strategy.plain
         if self._writer is None:
@@ -91,12 +116,19 @@ class Batches:
         finally:
             module.train()
 
+    def take_metrics(self) -> list[float]:
+        """Return the sums of the method's metrics on this rank since the last call, in the order of `MethodPlan.sums`."""
+        return self._method.take_metrics(self._method.measures(method_of(self._inputs.spec)).sums)
+
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._world.device, non_blocking=True)
 
 
 class Evaluation:
-    """Computes the loss on the held-out samples. `loss`: the newest result; `step`: the step it belongs to, or -1."""
+    """Computes the loss on the held-out samples.
+
+    `loss`, `metrics`: the newest results, those of the method by name; `step`: the step they belong to, or -1.
+    """
 
     def __init__(
         self, inputs: TrainingInputs, world: World, strategy: Strategy, batches: Batches, heartbeat: Heartbeat
@@ -104,11 +136,12 @@ class Evaluation:
         self._inputs, self._world, self._strategy = inputs, world, strategy
         self._batches, self._heartbeat = batches, heartbeat
         self.loss: float | None = None
+        self.metrics: dict[str, float] = {}
         self.step = -1
 
     def __call__(self) -> float | None:
-        """Return the mean loss per token, the same on every rank; None without samples. Every rank calls it."""
-        corpus, spec, strategy, world = self._inputs.eval_set, self._inputs.spec, self._strategy, self._world
+        """Return the mean loss, the same on every rank; None without samples. Every rank calls it."""
+        corpus, spec, strategy = self._inputs.eval_set, self._inputs.spec, self._strategy
         if not len(corpus):
             return None
         order = Order(
@@ -116,17 +149,43 @@ class Evaluation:
         )
         rows = order.epoch(0)
         division = strategy.divide(rows)
-        tokens = float(corpus.trained_counts()[[sample for row in division.mine for sample in row]].sum())
-        module = strategy.plain
+        plan, module = method_of(spec), strategy.plain
+        measures = module.method.measures(plan)
+        weights = plan.weights(corpus)
+        parts = micro_batches(division.computed, spec.batch_size, strategy.rounds(len(rows)))
+        mine = float(weights[[sample for row in division.mine for sample in row]].sum())
         module.eval()
         loss = 0.0
         with strategy.synchronized():
-            for part in micro_batches(division.computed, spec.batch_size, strategy.rounds(len(rows))):
-                self._heartbeat("evaluating")
-                loss += float(strategy.loss(self._batches(corpus, part)))
+            work = module.method.prepare(Work(corpus, rows, parts, float(weights.sum()), mine, -1), self)
+            for part in work.parts:
+                self.waiting("")
+                loss += self.score(self.batch(work, part))
         module.train()
-        loss, tokens = world.sum([loss, tokens])
-        return loss / max(1.0, tokens)
+        loss, weight, *sums = self.sum([loss, work.weight, *module.method.take_metrics(measures.sums)])
+        self.metrics = measures.means(dict(zip(measures.sums, sums, strict=True)))
+        return loss / max(1.0, weight)
+
+    def batch(self, work: Work, rows: Rows) -> Batch:
+        """Return the micro-batch of these rows."""
+        return self._batches.batch(work, rows)
+
+    @property
+    def group(self) -> World:
+        """The ranks that share the evaluation."""
+        return self._world
+
+    def score(self, batch: Batch) -> float:
+        """Return the loss of a micro-batch without gradients."""
+        return float(self._strategy.loss(batch))
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sum values over the ranks that share the evaluation."""
+        return self._world.sum(values)
+
+    def waiting(self, note: str) -> None:
+        """Report that this rank is alive, and what it does."""
+        self._heartbeat("evaluating", note=note)
 
     def update(self, step: int) -> float | None:
         """Evaluate the model after `step` unless that was done; return and keep the loss. Every rank calls it.
@@ -155,24 +214,26 @@ def train_step(
     lr = learning_rate(spec, step, inputs.steps)
     loss, position, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
     local: list[list[int]] = []
+    weight = 0.0
+    written: Counter[str] = Counter()
     for update in strategy.updates(step, rows):
-        # Every rank knows all rows, so the token count of an update needs no communication.
-        tokens = inputs.count_tokens(update.rows)
-        parts = micro_batches(update.computed, spec.batch_size, strategy.rounds(len(update.rows)))
-        remaining = len(parts)
-        for batch in batches.all_with_teacher_targets(inputs.train_set, parts, step):
-            # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
-            # run draws the same numbers as an uninterrupted one.
-            torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
-            position, remaining = position + 1, remaining - 1
-            loss += strategy.backward(batch, tokens, last=not remaining).double().cpu()
-        try:
-            norm = strategy.step(lr)
-        except FloatingPointError:
-            # The loss of another rank can be the cause.
-            what = "gradient norm is not finite" if math.isfinite(loss) else "loss is not a number"
-            raise NonFiniteError(what, step + 1, spec.lr) from None
+        work = batches.prepare(update, step)
+        for _ in range(inputs.module.method.iterations):
+            remaining, weight = len(work.parts), weight + work.weight
+            for batch in batches.all_with_teacher_targets(work):
+                # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
+                # run draws the same numbers as an uninterrupted one.
+                torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
+                position, remaining = position + 1, remaining - 1
+                loss += strategy.backward(batch, work.total, last=not remaining).double().cpu()
+            try:
+                norm = strategy.step(lr)
+            except FloatingPointError:
+                # The loss of another rank can be the cause.
+                what = "gradient norm is not finite" if math.isfinite(loss) else "loss is not a number"
+                raise NonFiniteError(what, step + 1, spec.lr) from None
         local += update.mine
+        written.update(work.counts)
     samples = [sample for row in local for sample in row]
     metrics.add(
         step + 1,
@@ -182,9 +243,12 @@ def train_step(
         grad_norm=norm,
         counts={
             "tokens": int(inputs.lengths[samples].sum()),
-            "trained_tokens": inputs.count_tokens(local),
+            "trained_tokens": int(inputs.trained_counts[samples].sum()),
             "samples": len(samples),
+            "weight": weight,
+            **written,
         },
+        sums=batches.take_metrics(),
         scheduled=sum(map(len, rows)),
         rows=strategy.rows,
         seconds=time.perf_counter() - started,
@@ -314,8 +378,11 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     strategy = make_strategy(inputs.spec, world, inputs.module)
     inputs = with_packing(inputs, strategy, world)
     spec, steps = inputs.spec, inputs.steps
-    strategy.count_tokens = inputs.count_tokens
     all_ranks, world = world, strategy.world
+    comparing = lambda: heartbeat("starting", note="computing the log-probabilities of the reference")  # noqa: E731
+    untrained = Batches(inputs, world, strategy, heartbeat)
+    inputs = with_references(inputs, strategy, data_dir / "store", untrained, comparing)
+    strategy.weigh = inputs.weigh
     batches = Batches(inputs, world, strategy, heartbeat)
     state = RunState(
         steps, world.size, inputs.data, bool(spec.packing), spec.backend, inputs.template_date, inputs.base
@@ -335,9 +402,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder = open_records(inputs, run_dir, world, state)
     saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
+    method = inputs.module.method
+    columns = sorted({name for record in inputs.corpus.records or () for name in record["columns"]})
+    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, steps, columns))
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    metrics, stopping = StepMetrics(), False
+    metrics, stopping = StepMetrics(method.measures(method_of(spec))), False
     while state.step < steps and not stopping:
         try:
             rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)
@@ -346,6 +416,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
             raise
         state.step += 1
         recorder.samples(state.step, rows)
+        recorder.examples(state.step, method.take_examples())
         if not strategy.is_sync_step(state.step) and state.step < steps:
             heartbeat("training", step=state.step, steps=steps, note="", **metrics.local_loss())
             continue
@@ -356,7 +427,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         state.history.add_sync(strategy.present, previous, step)
         report(reduced, state, recorder, heartbeat, usage, spec.lr)
         if len(inputs.eval_set) and is_due(spec.eval_interval, previous, step, inputs.order) and step < steps:
-            recorder.evaluation(evaluation.update(step), step)
+            recorder.evaluation(evaluation.update(step), step, evaluation.metrics)
         if reduced.written:
             saver.finish()
         state.synced_step = step
@@ -377,4 +448,5 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
         shutil.rmtree(run_dir / LAYERS, ignore_errors=True)  # no start needs them any more
     if inputs.teacher:
         inputs.teacher.close()
+    method.end()
     return result

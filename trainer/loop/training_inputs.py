@@ -23,10 +23,12 @@ from trainer.distributed.world import World
 from trainer.loop import unsloth_backend
 from trainer.loop.final_export import read_origin
 from trainer.loop.template_date import prints_date, run_date
+from trainer.method import METHODS, method_of
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.model_files.base_digest import base_digest
 from trainer.model_files.base_weights import embedding_rows
-from trainer.models.model import ModelWithLoss, load_tokenizer, require_compiler
+from trainer.models.model import load_tokenizer, require_compiler
 from trainer.models.packing_check import resolve_packing
 from trainer.records.telemetry import Heartbeat
 from trainer.strategy import Strategy, plan_of
@@ -68,15 +70,20 @@ class TrainingInputs:
         """The tokens with loss of every training sample, int64 [samples]."""
         return self.train_set.trained_counts()
 
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """The weight of every training sample in the mean loss, int64 [samples]."""
+        return method_of(self.spec).weights(self.train_set)
+
     def mixture(self, run_dir: Path) -> list[str]:
         """Return one line for each of several datasets: its part of an epoch."""
         sources = self.train_set.sources
         numbers = np.zeros(len(self.train_set), int) if sources is None else sources
         return describe_mixture(self.spec, numbers, read_origin(run_dir).get("dataset", ""))
 
-    def count_tokens(self, rows: Sequence[Sequence[int]]) -> int:
-        """Return the tokens with loss of `rows` (lists of sample indices)."""
-        return int(self.trained_counts[[sample for row in rows for sample in row]].sum())
+    def weigh(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return the weight of `rows` (lists of sample indices) in the mean loss."""
+        return int(self.weights[[sample for row in rows for sample in row]].sum())
 
     @property
     def steps(self) -> int:
@@ -130,6 +137,8 @@ def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> Tr
         UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
     """
     name = "this model"
+    if not METHODS[inputs.spec.method].packs:
+        return replace(inputs, spec=inputs.spec.model_copy(update={"packing": False}))
     with strategy.autocast():
         vocabulary = usable_tokens(inputs.tokenizer, embedding_rows(inputs.spec.model))
         packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world)

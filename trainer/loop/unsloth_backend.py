@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError, first_line
 from trainer.config import RunSpec
+from trainer.method import method_of
 from trainer.strategy import plan_of
 
 if TYPE_CHECKING:
@@ -26,13 +27,16 @@ def may_use(spec: RunSpec) -> bool:
     if spec.backend != "auto":
         return spec.backend == PACKAGE
     # Weights in float32, compiled models, answers during training and strategies with shards need peft.
-    suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and not spec.gkd_lambda
+    writes = spec.gkd_lambda or spec.learns_from_prompts
+    suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and not writes
     return suits and _permitted(spec) and importlib.util.find_spec(PACKAGE) is not None
 
 
 def _permitted(spec: RunSpec) -> bool:
     try:
-        plan_of(spec).validate(spec.model_copy(update={"backend": PACKAGE}))
+        with_unsloth = spec.model_copy(update={"backend": PACKAGE})
+        method_of(spec).validate(with_unsloth)
+        plan_of(spec).validate(with_unsloth)
     except ValueError:
         return False
     return True

@@ -89,11 +89,12 @@ def _file(run_dir: Path) -> Path:
 def _samples(spec: "RunSpec") -> "Iterable[Sample]":
     """Yield the first samples of every dataset."""
     # These imports take longer than all else where the answers are known.
+    from trainer.config.methods import METHODS
     from trainer.data.samples import iter_source
     from trainer.data.shapes import with_system_in_first_question
 
     for source in spec.sources:
-        for sample in itertools.islice(iter_source(source), MAX_SAMPLES):
+        for sample in itertools.islice(iter_source(source, data=METHODS[spec.method].data), MAX_SAMPLES):
             prepend = spec.system == "prepend"
             messages = with_system_in_first_question(sample.messages) if prepend else sample.messages
             yield dataclasses.replace(sample, messages=tuple(messages))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoTokenizer
@@ -14,14 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.common.errors import UserError, first_line
 from trainer.config import RunSpec
-from trainer.data.packing import IGNORED
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.token_ids import set_padding
 from trainer.model_files.base_weights import embedding_rows, load_causal_model
 from trainer.model_files.model_name import check_model_name
 from trainer.model_files.model_shape import target_error, unknown_targets
-from trainer.models.chunked_loss import Tail
-from trainer.models.loss import Divergence, Teacher, distillation_loss
 from trainer.models.quantized import nf4_config, prepare_quantized
 
 # Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
@@ -225,97 +221,6 @@ def require_targets(spec: RunSpec, adapted: Iterable[str], targets: Any, layers:
 def _starts(name: str) -> list[int]:
     """Return where the parts of a module's name start: those of ``a.b.c`` end in ``a.b.c``, ``b.c`` and ``c``."""
     return [0, *(place + 1 for place, char in enumerate(name) if char == ".")]
-
-
-class ModelWithLoss(nn.Module):
-    """A causal language model whose forward returns the *sum* of the token losses, so that ranks can be weighted exactly."""
-
-    def __init__(self, model: nn.Module, *, compiled: bool = False, divergence: Divergence | None = None) -> None:
-        """`divergence`: how the loss compares the model with a teacher."""
-        super().__init__()
-        self.model, self.divergence = model, divergence or Divergence()
-        self._run = torch.compile(model) if compiled else model
-        self._loss_positions: torch.Tensor | None = None
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # Flash attention separates packed samples by their positions only within a single row.
-        self._single_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
-        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-        if head is not None and not compiled:
-            head.register_forward_pre_hook(self._select_loss_positions)
-        self._tail = None if compiled else Tail.of(base)
-
-    def _select_loss_positions(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Pass only positions with a loss to the output head: the logits are the largest tensor of a step."""
-        if self._loss_positions is None:
-            return hidden
-        return (hidden[0].flatten(0, -2)[self._loss_positions][None],)
-
-    def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, teacher: Teacher | None = None
-    ) -> torch.Tensor:
-        """Return the summed loss of the next tokens, a float32 scalar: the cross entropy, or also the divergence from a teacher.
-
-        Args:
-            ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
-                every packed sample, by which transformers separates them (this requires ``use_cache=False``).
-            teacher: its probabilities for this micro-batch.
-        """
-        targets = _next_labels(labels)
-        selected = _with_label(targets)
-        if teacher is not None:
-            taught = self.selected_logits(ids, positions, selected)
-            return distillation_loss(taught, targets[selected], selected + 1, teacher, self.divergence)
-        if self._tail:
-            with self._tail.loss_wanted(selected, targets[selected]):
-                found = self._output(ids, positions, None)
-            if not found.dim():
-                return found
-            logits = found.flatten(0, 1)
-        else:
-            logits = self.logits(ids, positions, selected)
-        if len(logits) == len(targets):  # the model is compiled, or does not call its head as a module
-            selected = torch.arange(len(targets), device=selected.device)
-        return F.cross_entropy(logits.float(), targets[selected], ignore_index=IGNORED, reduction="sum")
-
-    def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.
-
-        Args:
-            ids, positions: see `forward`.
-            selected: int64 [n].
-        """
-        return self._output(ids, positions, selected).flatten(0, 1)
-
-    def _output(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
-        """Return what the model returns as its logits. `selected`: the places that its head receives; None: all."""
-        if self._single_row:
-            ids, positions = ids.view(1, -1), positions.view(1, -1)
-        self._loss_positions = selected
-        try:
-            found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
-        finally:
-            self._loss_positions = None
-        return found
-
-    def selected_logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as for `logits`."""
-        found = self.logits(ids, positions, selected)
-        return found[selected] if len(found) == ids.numel() else found
-
-
-def loss_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Return the places of a flattened micro-batch whose next token has a label, int64 [n]; the first place if there is none."""
-    return _with_label(_next_labels(labels))
-
-
-def _next_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return the label of the token after each place of the flattened micro-batch, -100 at the end of a row."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-
-
-def _with_label(targets: torch.Tensor) -> torch.Tensor:
-    selected = (targets != IGNORED).nonzero().squeeze(1)
-    return selected if len(selected) else selected.new_zeros(1)
 
 
 @torch.no_grad()

@@ -20,14 +20,15 @@ from trainer.common.files import atomic_folder, sha256_file, sha256_tree, to_jso
 from trainer.common.finite import all_finite
 from trainer.common.lost_connection import end_with_connection
 from trainer.config import RunSpec
-from trainer.data.corpus import Corpus, select
+from trainer.data.corpus import Corpus, preferred, select
 from trainer.data.encode import encoded_dataset
 from trainer.data.order import held_out
 from trainer.data.packing import IGNORED, collate
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.base_weights import load_causal_model
 from trainer.models.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
-from trainer.models.model import ModelWithLoss, load_tokenizer, read_causal_model
+from trainer.models.model import load_tokenizer, read_causal_model
 from trainer.models.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
 from trainer.spec import read_spec
 
@@ -262,10 +263,10 @@ def _full_model(part: Part) -> Any:
 
 
 def _held_out(request: MergeRequest) -> Corpus:
-    """Return the held-out samples of the first run."""
+    """Return the held-out samples of the first run; of preferences, the answers that are to be learned."""
     spec = request.parts[0].spec
     corpus = encoded_dataset(spec, load_tokenizer(str(request.parts[0].weights)), request.store)
-    return select(corpus, sorted(held_out(spec, len(corpus), corpus.sources)))
+    return preferred(select(corpus, sorted(held_out(spec, len(corpus), corpus.sources))))
 
 
 def _loss_of(model: Any, request: MergeRequest) -> ModelWithLoss:

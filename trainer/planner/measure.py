@@ -14,7 +14,8 @@ from trainer.config import TINY, RunSpec
 from trainer.costs.cost import RowStats
 from trainer.data.tiny import CONFIG, VOCABULARY
 from trainer.distributed.world import World
-from trainer.models.model import ModelWithLoss, add_lora, apply_liger, fast_kernels, isolates_packed_samples
+from trainer.method.module_with_loss import ModelWithLoss
+from trainer.models.model import add_lora, apply_liger, fast_kernels, isolates_packed_samples
 from trainer.strategy.base import Batch
 from trainer.strategy.ddp import DDP
 

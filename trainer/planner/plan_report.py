@@ -6,12 +6,14 @@ hosts.json is a list with one object per host: `host` (a name), `processes` (1),
 `threads` (of a process, for nominal speeds), `speed` (of a process in relation to other hosts, 1). The plan.json of a run folder also has this form.
 """
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import model_errors
 from trainer.common.formats import counted, mib, table
@@ -23,9 +25,13 @@ from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib
 from trainer.costs.packing_forecast import packing_text
 from trainer.costs.teacher_cost import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.data.data_report import DataReport
+from trainer.method import METHODS, method_of
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
 from trainer.strategy import possible_plans
+
+if TYPE_CHECKING:
+    from trainer.data.corpus import Corpus
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
 _FULL_ROWS = "full rows, every token with loss"
@@ -35,10 +41,11 @@ _HEAD = ["strategy", "processes", "memory MiB", "sent MB/step", "s/step", "token
 def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | None]:
     """Return the properties of the rows of the spec's dataset, a description, and the totals of the dataset.
 
-    Without a local file of the dataset, or with `fake_data`, every row counts as full, and there are no totals.
+    Without a local file of the dataset, with `fake_data`, and of prompts whose completions are not written yet, every row counts as
+    full, and there are no totals.
     """
     paths = [user_path(source.path, "dataset") for source in spec.sources]
-    if spec.fake_data or not all(path_kind(path) in ("file", "folder") for path in paths):
+    if spec.fake_data or spec.learns_from_prompts or not all(path_kind(path) in ("file", "folder") for path in paths):
         return RowStats.full(spec), _FULL_ROWS, None
     spec = spec.with_dataset_paths([str(path) for path in paths])
     import tempfile
@@ -58,24 +65,33 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
         corpus = encoded_dataset(local, tokenizer, store, rows=rows)
         check_teacher_tokens(local.model, tokenizer, corpus, rows)
     one_epoch = spec.model_copy(update={"epochs": 1})
-    epoch, lengths = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0), corpus.lengths
-    filled = [int(sum(lengths[sample] for sample in row)) for row in epoch]
+    epoch = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0)
+    filled = [length for row in epoch for length in _row_lengths(corpus, row)]
     counts = corpus.trained_counts()
     trained = float(sum(counts[sample] for row in epoch for sample in row))
     # A micro-batch is padded to its longest row.
-    padded = [max(filled[first : first + spec.batch_size]) for first in range(0, len(filled), spec.batch_size)]
+    size = method_of(spec).as_rows(spec).batch_size
+    padded = [max(filled[first : first + size]) for first in range(0, len(filled), size)]
     places = sum(padded) / len(padded)
     return (
-        RowStats(places, sum(filled) / len(filled), trained / (places * len(epoch))),
+        RowStats(places, sum(filled) / len(filled), trained / (places * len(filled))),
         f"{spec.dataset_name}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
         corpus.report,
     )
+
+
+def _row_lengths(corpus: Corpus, row: Sequence[int]) -> list[int]:
+    """Return the tokens of the rows of a micro-batch that the samples of a row become: one, or two for a pair."""
+    spans = [corpus.sequences(sample) for sample in row]
+    return [sum(span.stop - span.start for span in each) for each in zip(*spans, strict=True)]
 
 
 def _with_packing(spec: RunSpec) -> RunSpec:
     """Replace `packing: auto` by the value that a run would choose."""
     if spec.packing != "auto":
         return spec
+    if not METHODS[spec.method].packs:
+        return spec.model_copy(update={"packing": False})
     from trainer.planner.measure import keeps_samples_apart
 
     with model_errors(spec.model):
@@ -101,7 +117,8 @@ def _measured(spec: RunSpec, shape: Shape, rows: RowStats) -> tuple[Speed, str, 
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     others, began = _other_cpu_seconds(), time.monotonic()
-    part, step = measure(spec, rows, device)
+    part, step = measure(method_of(spec).as_rows(spec), rows, device)
+    part *= method_of(spec).time_factor(spec)
     # The teacher computes at the speed of the student. The measured model is not quantized.
     student = unpacking_factor(spec, cuda=device.type == "cuda")
     speed = Speed(part * (student + teacher_flops(spec, rows) / row_flops(spec, shape, rows)), step, True)
@@ -150,7 +167,7 @@ def plan(
         speed = Speed.nominal(spec, shape, rows, device, threads)
         about_speed = f"nominal speed: {NOMINAL[device] * (1 if gpus else threads) / 1e9:,.0f} GFLOP/s per process"
     else:
-        packing, spec = spec.packing, _with_packing(spec)
+        packing, spec = spec.packing and METHODS[spec.method].packs, _with_packing(spec)
         rows, data, totals = rows_of(spec, data_dir)
         if packing and not spec.packing:
             data += "; packing: off, because the model mixes the samples of a packed row"
@@ -279,6 +296,11 @@ def lines(
         f"{spec.model}: {shape.parameters / 1e6:.1f} M parameters, {shape.trained(spec) / 1e6:.2f} M of them trained; "
         f"{spec.rows_per_step} rows of {spec.seq_length} per step in micro-batches of {spec.batch_size}",
         *_teacher_lines(spec),
+        *(
+            ["the time in which the model writes completions and rewards are computed is not counted"]
+            if spec.learns_from_prompts
+            else []
+        ),
         *about,
         "",
         *table([_HEAD, *map(_row, found)], right=True),

@@ -16,6 +16,7 @@ from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
+from trainer.method import method_of
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.spec import check_spec
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
@@ -55,7 +56,8 @@ class Speed:
 def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
     """Return the floating point operations of a full micro-batch; those of unpacking weights count as well."""
     flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
-    return spec.batch_size * flops
+    method = method_of(spec)
+    return method.as_rows(spec).batch_size * flops * method.time_factor(spec)
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def _option(
     """Return the cost of the spec's strategy under the name `label`. `alternatives`: those that made the spec."""
     shape, layout, rows, gloo = setting.shape, setting.layout, setting.rows, setting.gloo
     bandwidth = setting.link * 1e6 / 8  # bytes per second
-    plan = plan_of(spec)
+    plan, spec = plan_of(spec), method_of(spec).as_rows(spec)
     memories = plan.memories(spec, shape, layout, rows, cuda=not gloo)
     sent = plan.comm_bytes(spec, shape, layout, gloo=gloo)
     extra, slow = plan.overhead_seconds(spec, shape, layout, bandwidth) if gloo else (0.0, 0.0)
@@ -438,6 +440,6 @@ def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: in
     strategy = choose(spec, hosts)[0] if spec.strategy == AUTO else spec.strategy
     # With one process, the list has only this process alone.
     option = next((option for option in found if option.strategy == strategy), found[0])
-    epoch = math.ceil(samples / spec.rows_per_step)
+    epoch = math.ceil(samples / spec.samples_per_step)
     steps = min(spec.max_steps or math.inf, max(1, epoch * spec.epochs)) if samples else spec.max_steps
     return steps * (option.compute_seconds + option.comm_seconds)

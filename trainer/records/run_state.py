@@ -156,12 +156,13 @@ class RunState:
         Returns:
             The estimated seconds until the last step.
         """
-        mean_loss = record["loss"] / max(1, record["trained_tokens"])
+        weight = record.pop("weight")
+        mean_loss = record["loss"] / max(1, weight)
         self.totals["missed_samples"] += record.pop("scheduled") - record["samples"]
         for name in ("tokens", "trained_tokens", "samples"):
             self.totals[name] += record[name]
         self.totals["seconds"] += seconds
-        if record["trained_tokens"]:
+        if weight:
             self.totals |= {"loss_last": mean_loss, "loss_first": self.totals["loss_first"] or mean_loss}
         record |= {"loss": mean_loss, "tokens_per_second": record["tokens"] / seconds}
         return float(self.totals["seconds"] / record["step"] * (self.steps - record["step"]))

@@ -4,14 +4,28 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.records.gpu_use import READINGS
 
 if TYPE_CHECKING:
     from trainer.strategy.base import Strategy
 
-_COUNTS = ("loss", "tokens", "trained_tokens", "samples")  # fields of a record that are summed over ranks
+
+class MethodSums(Protocol):
+    """The sums of a method over samples, and the metrics that follow from them (see MethodPlan)."""
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of the sums. Ranks exchange them in this order."""
+        ...
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a step by name."""
+        ...
+
+
+_COUNTS = ("loss", "weight", "tokens", "trained_tokens", "samples")  # fields of a record that are summed over ranks
 
 
 @dataclass(frozen=True)
@@ -37,7 +51,8 @@ class Reduced:
 class StepMetrics:
     """Collects a record per step on this rank and reduces them when ranks synchronize."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: MethodSums) -> None:
+        self._method = method
         self._records: list[dict[str, Any]] = []
 
     def add(
@@ -48,7 +63,8 @@ class StepMetrics:
         loss: float,
         lr: float,
         grad_norm: float,
-        counts: dict[str, int],
+        counts: dict[str, float],
+        sums: Sequence[float] = (),
         scheduled: int,
         rows: Sequence[int],
         seconds: float,
@@ -56,9 +72,10 @@ class StepMetrics:
         """Add the record of step number `step` (from 1) of `steps`.
 
         Args:
-            loss: summed over the tokens with loss on this rank.
+            loss: summed over the samples on this rank.
             grad_norm: before clipping; not finite if the gradient scaler skipped the step.
-            counts: `tokens`, `trained_tokens` and `samples` on this rank.
+            counts: `tokens`, `trained_tokens` and `samples` on this rank, and their `weight` in the mean loss.
+            sums: of the method on this rank, in the order of their names.
             scheduled: samples of the step over all ranks.
             rows: rows of every rank, if one plan distributes them.
             seconds: duration of the step on this rank.
@@ -72,6 +89,7 @@ class StepMetrics:
                 # fp16's gradient scaler skips steps that overflow; JSON has no infinity.
                 "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
                 **counts,
+                **dict(zip(self._method.sums, sums, strict=True)),
                 "scheduled": scheduled,
                 "rows": list(rows),
                 "seconds": seconds,
@@ -79,9 +97,9 @@ class StepMetrics:
         )
 
     def local_loss(self) -> dict[str, Any]:
-        """Return the mean loss of the newest step on this rank as `loss`; nothing without a token with loss."""
+        """Return the mean loss of the newest step on this rank as `loss`; nothing if this rank had no samples."""
         newest = self._records[-1]
-        return {"loss": newest["loss"] / newest["trained_tokens"]} if newest["trained_tokens"] else {}
+        return {"loss": newest["loss"] / newest["weight"]} if newest["weight"] else {}
 
     def reduce(
         self,
@@ -97,10 +115,10 @@ class StepMetrics:
             waiting: see Strategy.sync.
             gpu: the readings of this rank's GPU.
         """
-        world, records = strategy.world, self._records
+        world, records, names = strategy.world, self._records, (*_COUNTS, *self._method.sums)
         self._records = []
         started = time.perf_counter()
-        counts = [float(record[name]) for record in records for name in _COUNTS]
+        counts = [float(record[name]) for record in records for name in names]
         strategy.sync(waiting, [*map(float, flags()), *counts])
 
         compute, total, shared, waited = ([0.0] * world.size for _ in range(4))
@@ -120,8 +138,10 @@ class StepMetrics:
         compute, total, shared, waited = (times[part * world.size :][: world.size] for part in range(4))
         strategy.update_shares(shared)
         for index, record in enumerate(records):
-            record |= dict(zip(_COUNTS, counts[index * len(_COUNTS) :], strict=False))
-            record |= {name: int(record[name]) for name in _COUNTS if name != "loss"}
+            record |= dict(zip(names, counts[index * len(names) :], strict=False))
+            record |= {name: int(record[name]) for name in ("tokens", "trained_tokens", "samples")}
+            if self._method.sums:
+                record["metrics"] = self._method.means({name: record.pop(name) for name in self._method.sums})
         share = [min(1.0, seconds / max(total)) for seconds in waited] if min(waited) >= 0 else None
         ranks = (readings[first:][: len(READINGS)] for first in range(0, len(readings), len(READINGS)))
         gpus = [{name: value for name, value in zip(READINGS, rank, strict=True) if value >= 0} for rank in ranks]

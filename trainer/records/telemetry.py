@@ -6,13 +6,13 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.common.errors import DiskError
 from trainer.common.files import to_json, write_atomic
-from trainer.common.formats import clock
+from trainer.common.formats import clock, quoted
 from trainer.config import RunSpec
 from trainer.records.gpu_use import gpu_use, gpu_uuid
 from trainer.records.loggers import Logger, open_loggers
@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # the first heartbeat is written before torch is imported
 
     from trainer.distributed.world import World
 
+EXAMPLES = "completions.jsonl"
+_SHOWN = 200  # characters of an example in the log
 _HEARTBEAT_INTERVAL = 0.2  # seconds between heartbeats while the status stays the same
 _RESERVE = 64 * 1024  # bytes that are freed for the error message of a rank whose disk is full
 _LOG_INTERVAL = 1.0  # seconds between progress lines in the log
@@ -113,7 +115,12 @@ def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
         DiskError: a file cannot be written.
     """
     try:
-        for path in [run_dir / "metrics.jsonl", run_dir / "evals.jsonl", *(run_dir / "samples").glob("rank*.jsonl")]:
+        for path in [
+            run_dir / "metrics.jsonl",
+            run_dir / "evals.jsonl",
+            run_dir / EXAMPLES,
+            *(run_dir / "samples").glob("rank*.jsonl"),
+        ]:
             if path.exists():
                 valid = [to_json(record) + "\n" for record in _records(path) if history.is_valid(record)]
                 write_atomic(path, "".join(valid))
@@ -153,7 +160,7 @@ class Recorder:
 
     def __init__(self, spec: RunSpec, run_dir: Path, world: "World", history: RunHistory) -> None:
         """Open the files of this rank. Raises DiskError if that fails, and UserError if a logger is not installed."""
-        self._start, self._is_head = history.start, world.rank == 0
+        self._start, self._is_head, self._run_dir = history.start, world.rank == 0, run_dir
         self._logged = 0.0
         try:
             (run_dir / "samples").mkdir(parents=True, exist_ok=True)
@@ -187,6 +194,22 @@ class Recorder:
         """
         self._write(self._samples, {"step": step, "start": self._start, "rows": rows})
 
+    def examples(self, step: int, examples: list[dict[str, Any]]) -> None:
+        """Record examples of what the model writes, for a person to read; at intervals, print the first one.
+
+        Raises:
+            DiskError: the disk is full or not writable.
+        """
+        if examples:
+            try:
+                with (self._run_dir / EXAMPLES).open("a", encoding="utf-8") as file:
+                    for example in examples:
+                        self._write(file, {"step": step, "start": self._start, **example})
+            except OSError as error:
+                raise _not_writable(self._run_dir, error) from None
+            if self._is_head and time.monotonic() - self._logged >= _LOG_INTERVAL:
+                print(f"step {step} wrote {quoted(examples[0]['completion'], _SHOWN)} for {examples[0]['reward']}")
+
     def step(self, record: dict[str, Any], *, eta: float, last: bool) -> None:
         """Record the metrics of one step; on rank 0 also scalars and, at intervals or if it is the `last`, a progress line.
 
@@ -200,20 +223,23 @@ class Recorder:
         self.scalars(_scalars(record), record["step"])
         if last or time.monotonic() - self._logged >= _LOG_INTERVAL:
             self._logged = time.monotonic()
+            reward = record.get("metrics", {}).get("reward")
+            shown = "" if reward is None else f"reward {reward:.4f}  "
             print(
-                f"step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  "
+                f"step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  {shown}"
                 f"{record['tokens_per_second']:.0f} tokens/s  ETA {clock(eta)}"
             )
 
-    def evaluation(self, loss: float | None, step: int) -> None:
-        """Record the loss on the held-out samples after `step`; None where it is unknown.
+    def evaluation(self, loss: float | None, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the loss on the held-out samples after `step`, None where it is unknown, and the metrics of the method.
 
         Raises:
             DiskError: the disk is full or not writable.
         """
         if self._evals and loss is not None:
-            self._write(self._evals, {"step": step, "eval_loss": loss, "start": self._start})
-        self.scalars({"eval_loss": loss or 0.0}, step)
+            found = {"metrics": metrics} if metrics else {}
+            self._write(self._evals, {"step": step, "eval_loss": loss, "start": self._start} | found)
+        self.scalars({"eval_loss": loss or 0.0} | {f"eval_{name}": value for name, value in metrics.items()}, step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Send values to the loggers of the spec."""
@@ -249,6 +275,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return the values of a metrics record that loggers receive."""
     scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
     scalars = {name: value for name, value in scalars.items() if value is not None}
+    scalars |= record.get("metrics", {})
     scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
     scalars |= {f"rows/rank{rank}": value for rank, value in enumerate(record.get("rows", []))}
     gpus = enumerate(record.get("gpus", []))

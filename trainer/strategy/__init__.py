@@ -7,13 +7,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
-from trainer.strategy.base import Batch, Stopped, Strategy
+from trainer.method.method_base import Batch
+from trainer.strategy.base import Stopped, Strategy, Update
 from trainer.strategy.plan import StrategyPlan
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.distributed.world import World
-    from trainer.models.model import ModelWithLoss
+    from trainer.method.module_with_loss import ModelWithLoss
 
 
 @functools.cache
@@ -48,6 +49,7 @@ __all__ = [
     "Stopped",
     "Strategy",
     "StrategyPlan",
+    "Update",
     "make_strategy",
     "plan_named",
     "plan_of",

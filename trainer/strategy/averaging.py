@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import UserError
+from trainer.common.lazy import LazyModule
 from trainer.costs.alternatives import Alternatives, whole_model_alternatives
 from trainer.data.shares import share
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP
-from trainer.strategy.lazy import LazyModule
 from trainer.strategy.plan import StrategyPlan
 from trainer.strategy.replicas import Replicas
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.costs.cost import Layout, State
     from trainer.distributed.world import World
+    from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.models.model import ModelWithLoss
 else:
     torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from trainer.common.lazy import LazyModule
 from trainer.data.shares import share
-from trainer.strategy.lazy import LazyModule
+from trainer.method.method_base import Batch
 
 if TYPE_CHECKING:
     import torch
@@ -18,25 +19,12 @@ if TYPE_CHECKING:
 
     from trainer.config import RunSpec
     from trainer.distributed.world import World
-    from trainer.models.loss import Teacher
-    from trainer.models.model import ModelWithLoss
+    from trainer.method.module_with_loss import ModelWithLoss
 else:
     torch = LazyModule("torch")
 
 Rows = list[list[int]]
 _AUTOCAST_DTYPES = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}
-
-
-class Batch(NamedTuple):
-    """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.packing.collate`).
-
-    `teacher`: the teacher's probabilities for it, if the loss compares student and teacher.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    labels: torch.Tensor
-    teacher: Teacher | None = None
 
 
 class Update(NamedTuple):
@@ -102,8 +90,8 @@ class Strategy(ABC):
     staged = False
     # Every rank writes its own shard of a checkpoint while training continues (see `save`).
     sharded_checkpoint = False
-    # Returns the tokens with loss of rows; set by the loop.
-    count_tokens: Callable[[Rows], int]
+    # Returns the weight of rows in the mean loss (see MethodPlan.weights); set by the loop.
+    weigh: Callable[[Rows], int]
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         """`world`: all ranks. `self.world`: the ranks that share steps, records and checkpoints."""
@@ -169,6 +157,15 @@ class Strategy(ABC):
         """Sum the loop's values over ranks after `sync`. The first value counts the ranks that should stop."""
         return self.world.sum(values)
 
+    @property
+    def update_group(self) -> World:
+        """The ranks that share the gradient of an update."""
+        return self.world
+
+    def sum_update(self, values: list[float]) -> list[float]:
+        """Return values summed over the ranks that share the gradient of an update. All of them call it."""
+        return self.update_group.sum(values)
+
     def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
         """Return whether all ranks have finished their last step. `finished`: whether this rank has."""
         return finished
@@ -213,11 +210,11 @@ class Strategy(ABC):
         return max(1, -(-most // self.spec.batch_size))
 
     @abstractmethod
-    def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
-        """Accumulate the gradient of one micro-batch, scaled so that the step's gradient is that of the mean over `tokens`.
+    def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
+        """Accumulate the gradient of one micro-batch, scaled so that the step's gradient is that of the mean over `total`.
 
         Args:
-            tokens: tokens with loss in the step over all ranks.
+            total: weight of the update over the ranks that share its gradient: tokens with loss, or samples (see MethodPlan.weights).
             last: the last micro-batch of the step on this rank. After this call the gradients are reduced over all ranks.
 
         Returns:

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.lazy import LazyModule
 from trainer.costs.alternatives import Alternatives, gradient_alternatives, whole_model_alternatives
 from trainer.costs.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
 from trainer.strategy.base import Batch, Rows, Strategy, Update, check_norm
-from trainer.strategy.lazy import LazyModule
 from trainer.strategy.loss_scale import MIN_SCALE
 from trainer.strategy.plan import StrategyPlan
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from trainer.config import RunSpec
     from trainer.distributed.world import World
+    from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.models.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -152,14 +152,14 @@ class DDP(Strategy):
             for parameter in self.trained.values():
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
-    def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
         skip_reduce = isinstance(self.module, nn.parallel.DistributedDataParallel) and not last
         with self.module.no_sync() if skip_reduce else contextlib.nullcontext():  # type: ignore[operator]
             with self.autocast(), self._timed():
                 loss = self.module(*batch)
-            self._waited += getattr(batch.teacher, "waited", 0.0)
-            # DDP averages over ranks; multiply by world size so that every token has equal weight.
-            self.scaler.scale(loss * (self.replica_group.size / max(1, tokens))).backward()
+            self._waited += getattr(batch.extra, "waited", 0.0)
+            # DDP averages over ranks; multiply by world size so that every token, or sample, has equal weight.
+            self.scaler.scale(loss * (self.replica_group.size / max(1, total))).backward()
         if self.replica_group.size > 1 and last:
             self._note_averages()
         return loss.detach()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import UserError
+from trainer.common.lazy import LazyModule
 from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.costs.cost import (
     PCI_EXPRESS,
@@ -31,11 +32,11 @@ from trainer.costs.cost import (
     offloaded_step,
     ring_fraction,
 )
+from trainer.method import DEFAULT_METHOD
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine_config, prefetched
 from trainer.strategy.deepspeed_file import check_file
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, create_moments, persistent_buffers, read_full, write_full
-from trainer.strategy.lazy import LazyModule
 from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
     from trainer.config import RunSpec
     from trainer.distributed.world import World
+    from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.models.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
@@ -79,6 +80,11 @@ class DeepSpeedPlan(StrategyPlan):
         return DeepSpeedZeRO
 
     def validate(self, spec: RunSpec) -> None:
+        if spec.method != DEFAULT_METHOD:
+            raise ValueError(
+                f"strategy: deepspeed requires method {DEFAULT_METHOD}, got method {spec.method}: set strategy=fsdp, which also "
+                "divides the weights"
+            )
         reject_unshardable(spec, "strategy", possible=("precision",))
         if self.sharded_weights(spec):
             reject_generation(spec, "strategy")
@@ -326,11 +332,11 @@ class DeepSpeedZeRO(Strategy):
         if self.scale.enabled:
             engine.optimizer.loss_scale = self.scale.value
 
-    def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
         loss = self.engine(*batch)
-        # DeepSpeed averages over ranks; multiply by world size so that every token has equal weight.
-        self.engine.backward(loss * (self.world.size / max(1, tokens)))
+        # DeepSpeed averages over ranks; multiply by world size so that every token, or sample, has equal weight.
+        self.engine.backward(loss * (self.world.size / max(1, total)))
         if not last:
             self.engine.step()  # only advances the micro-batch counter
         return loss.detach()

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.costs.cost import RowStats
     from trainer.distributed.world import World
+    from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.models.model import ModelWithLoss
     from trainer.strategy.diloco_fixed import DiLoCo
 
 _ROUNDS = (20, 50, 100, 200, 500)  # steps of a round that the planner tries; each longer one is a concession more

@@ -30,7 +30,7 @@ from trainer.strategy.replicas import CHUNK, Replicas, apportion, by_speed
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.models.model import ModelWithLoss
+    from trainer.method.module_with_loss import ModelWithLoss
 
 _LONG_ROUND = 20  # minimum steps of a round for the full outer momentum
 _NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed
@@ -64,7 +64,7 @@ class DiLoCo(Strategy):
         self.owners: list[int] = []
         self._step = self._steps = 0  # the current step, and the number of steps of the run
         # This replica's tokens, seconds and inner steps in this round, and the seconds per inner step of every replica.
-        self.tokens, self.seconds, self.inner_steps = 0, 0.0, 0
+        self.tokens, self.seconds, self.inner_steps = 0.0, 0.0, 0
         self.costs = [0.0] * len(self.sizes)
         # The full trained weights, on the first rank of every host during a synchronization.
         self.local_params: dict[str, torch.Tensor] = {}
@@ -127,9 +127,13 @@ class DiLoCo(Strategy):
         """Return the replica of each of the `turns` portions of a round."""
         return apportion(turns, self._speeds(self.sizes, self.costs))
 
-    def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
-        self.tokens += tokens if last else 0
-        return self.inside.backward(batch, tokens, last)
+    def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
+        self.tokens += total if last else 0
+        return self.inside.backward(batch, total, last)
+
+    @property
+    def update_group(self) -> World:
+        return self.replica_group
 
     def comm_seconds(self) -> float | None:
         return self.inside.comm_seconds()
@@ -204,7 +208,7 @@ class DiLoCo(Strategy):
         """Update the seconds per inner step of all replicas, and start a new round. 0: the replica ran no step."""
         known = [(old or now, now or old) for old, now in zip(self.costs, costs, strict=True)]
         self.costs = [old + _NEWEST * (now - old) for old, now in known]
-        self.tokens, self.seconds, self.inner_steps = 0, 0.0, 0
+        self.tokens, self.seconds, self.inner_steps = 0.0, 0.0, 0
 
     def pseudo_gradient(self, names: list[str], weight: float, device: torch.device) -> torch.Tensor:
         """Return the change of this replica's weights times `weight`, flat and in the data type of communication."""

@@ -29,7 +29,7 @@ from trainer.strategy.replicas import CHUNK, Replicas
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
-    from trainer.models.model import ModelWithLoss
+    from trainer.method.module_with_loss import ModelWithLoss
 
 LOCAL_FILE = "local.safetensors"
 
@@ -110,7 +110,7 @@ class DiLoCoFragments(DiLoCo):
                     self._finish(self.spec.diloco_mixing)
         updates = super().updates(step, rows)
         for owner, portion in self.portions(step, rows):
-            tokens = self.count_tokens(portion)
+            tokens = self.weigh(portion)
             for counts in self.fragment_tokens:
                 counts[owner] += tokens
         return updates

@@ -32,7 +32,7 @@ from trainer.config import RunSpec
 from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.store import RunStore
 from trainer.distributed.world import World
-from trainer.models.model import ModelWithLoss
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.records.checkpoint import write_checkpoint
 from trainer.strategy.base import Rows, Stopped, Update
 from trainer.strategy.diloco_fixed import DiLoCo

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.strategy.lazy import LazyModule
+from trainer.common.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import DiskError, UserError, disk_failure
+from trainer.common.lazy import LazyModule
 from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives, switch
 from trainer.costs.cost import (
     PCI_EXPRESS,
@@ -30,7 +31,6 @@ from trainer.model_files.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, create_moments, persistent_buffers, read_full, write_full
 from trainer.strategy.full_state_dict import State as StateDict
-from trainer.strategy.lazy import LazyModule
 from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from trainer.config import RunSpec
     from trainer.distributed.world import World
+    from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.models.model import ModelWithLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
     dcp, fsdp = LazyModule("torch.distributed.checkpoint"), LazyModule("torch.distributed.fsdp")
@@ -331,14 +331,14 @@ class FSDP(Strategy):
                     part.set_custom_all_gather(exchange.AllGather())
                     part.set_custom_reduce_scatter(exchange.ReduceScatter())
 
-    def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
         # Full gradients of adapters are small: they are reduced in the last pass of the step only.
         self.model.set_requires_gradient_sync(last or not self.spec.lora_r)
         self.model.set_requires_all_reduce(last)
         with self.autocast():
             loss = self.plain(*batch)
-        # FSDP averages over ranks; multiply by world size so that every token has equal weight.
-        (loss * (self.world.size * self.scale.value / max(1, tokens))).backward()
+        # FSDP averages over ranks; multiply by world size so that every token, or sample, has equal weight.
+        (loss * (self.world.size * self.scale.value / max(1, total))).backward()
         return loss.detach()
 
     def step(self, lr: float) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError
+from trainer.common.lazy import LazyModule
 from trainer.costs.alternatives import Alternative, Alternatives, quantize_alternatives, rounded_in_transit
 from trainer.costs.cost import (
     Layout,
@@ -30,7 +31,6 @@ from trainer.costs.cost import (
 )
 from trainer.data.shares import share
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
-from trainer.strategy.lazy import LazyModule
 from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.pipeline_split import (
     PIPELINE_KINDS,
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.costs.cost import RowStats
     from trainer.distributed.world import World
+    from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.models.model import ModelWithLoss
     from trainer.strategy.pipeline_stage import StageLoss
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
@@ -383,7 +383,7 @@ class Pipeline(Strategy):
     def rounds(self, rows: int) -> int:
         return 1  # `divide` gives all ranks of a pipeline the same rows
 
-    def backward(self, batch: Batch, tokens: int, last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
         """Collect the micro-batches of a step; with the last one, run their passes as the schedule orders them."""
         self._waiting.append((batch, torch.initial_seed()))
         zero = torch.zeros((), device=self.world.device)
@@ -402,7 +402,7 @@ class Pipeline(Strategy):
                 output = self.stage.run_stage(hidden, part)
             if self.stage.division.last:
                 losses.append(output.detach())
-                output = output * (self.scale.value / max(1, tokens))
+                output = output * (self.scale.value / max(1, total))
             outputs[number] = output
             return output
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.strategy.lazy import LazyModule
+from trainer.common.lazy import LazyModule
 from trainer.strategy.pipeline_split import warmup
 
 if TYPE_CHECKING:

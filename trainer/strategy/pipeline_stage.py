@@ -18,10 +18,11 @@ from trainer.common.errors import UserError, first_line, model_errors
 from trainer.config import RunSpec
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
+from trainer.method import Method, method_of
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.model_files.base_weights import WeightDifferences, unexpected_names
-from trainer.models.loss import Divergence
-from trainer.models.model import ModelWithLoss, add_lora, base_dtype, check_positions
+from trainer.models.model import add_lora, base_dtype, check_positions
 from trainer.models.quantized import Quantizer
 from trainer.strategy.base import Batch
 from trainer.strategy.pipeline_split import PIPELINE_KINDS, check_ranks
@@ -140,9 +141,9 @@ class StageLoss(ModelWithLoss):
         parts: Parts,
         trained: dict[str, TrainedWeight],
         held: dict[str, nn.Parameter],
-        divergence: Divergence | None,
+        method: Method,
     ) -> None:
-        super().__init__(model, divergence=divergence)
+        super().__init__(model, method=method)
         self.division, self.trained_weights, self.held = division, trained, held
         self.pipelines: Pipelines | None = None  # set once the model is loaded
         self._parts = parts
@@ -236,7 +237,7 @@ def load_stage(
     trained, held = _trained_weights(whole, model, parts, division)
     _drop_others(model, parts, division, hidden_dtype(spec))
     whole.to(world.device).train()
-    return StageLoss(whole, division, parts, trained, held, Divergence.of(spec))
+    return StageLoss(whole, division, parts, trained, held, method_of(spec).create(spec))
 
 
 def hidden_dtype(spec: RunSpec) -> torch.dtype:

@@ -11,6 +11,7 @@ from trainer.common.errors import UserError
 from trainer.costs.alternatives import Alternatives, activation_alternatives
 from trainer.costs.cost import Memory, State, activation_bytes, autocast_bytes, full_state
 from trainer.costs.teacher_cost import teacher_memory, teacher_weights
+from trainer.method import method_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from trainer.config import RunSpec
     from trainer.costs.cost import Layout, RowStats
     from trainer.distributed.world import World
+    from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.models.model import ModelWithLoss
     from trainer.strategy.base import Strategy
 
 # Values that need the full model on every rank.
@@ -104,8 +105,8 @@ class StrategyPlan:
             run_dir: the run folder, which keeps parts that ranks send each other.
             progress: called after every part that ranks send each other, which may take longer than the run may show none.
         """
-        from trainer.models.loss import Divergence
-        from trainer.models.model import ModelWithLoss, base_dtype, fast_kernels, load_model
+        from trainer.method.module_with_loss import ModelWithLoss
+        from trainer.models.model import base_dtype, fast_kernels, load_model
         from trainer.models.unsloth_model import load_unsloth
 
         dtype = base_dtype(spec, uniform=self.uniform_dtype)
@@ -120,7 +121,7 @@ class StrategyPlan:
                 own_shard=self.reads_own_shard(spec),
                 kernels=fast_kernels(spec, world.device) if self.supports_fast_kernels(spec) else (),
             )
-        return ModelWithLoss(model, compiled=spec.torch_compile, divergence=Divergence.of(spec))
+        return ModelWithLoss(model, compiled=spec.torch_compile, method=method_of(spec).create(spec))
 
     # Costs --------------------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class Event:
         status: of rank 0, such as `starting` or `training`; empty before its first heartbeat.
         step: the last step of rank 0; None before the first one.
         steps: all steps.
-        loss: training loss per token.
+        loss: mean training loss.
     """
 
     text: str
@@ -121,7 +121,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Metric:
-    """One step of a run. `loss`: training loss per token; `tokens`: those with loss in this step. A script may have none."""
+    """One step of a run. `loss`: mean training loss; `tokens`: those with loss in this step. A script may have none."""
 
     step: int
     loss: float | None = None
@@ -136,9 +136,9 @@ class RunResult:
     Attributes:
         status: finished or stopped.
         step: the last step.
-        loss_first: training loss per token of the first step.
+        loss_first: mean training loss of the first step.
         loss_last: that of the last step.
-        eval_loss_first: loss per token on the held-out samples before the first step; None without `eval_start`.
+        eval_loss_first: mean loss on the held-out samples before the first step; None without `eval_start`.
         eval_loss: the same at the end; None without held-out samples.
         train_samples: number of different samples that the run has trained on.
         adapter, model: folder of the weights on the host of rank 0; one of them is None.

@@ -18,6 +18,7 @@ LISTED = 64  # ranks that are kept of each record
 DAMAGED = 1000  # lines of one answer; what follows more of them is ignored, because a host can send 100 000 at once
 Place = tuple[int, int, int]  # generation, and numbers of metrics and evaluations
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
+METHOD_COLUMNS = ("reward", "completion_length", "kl")  # of the metrics of a training method
 
 
 class RunRecords:
@@ -25,7 +26,7 @@ class RunRecords:
 
     Attributes:
         generation: changes when earlier records are no longer valid, as after a resume.
-        columns: a list per field of metrics.jsonl, one entry per step; `step_seconds` and `comm_share` have a list of ranks.
+        columns: a list per field of metrics.jsonl, and of the metrics of a method, one entry per step; `step_seconds` and `comm_share` have a list of ranks.
         evals: [step, loss] of every evaluation.
         error: why the newest query failed.
     """
@@ -33,7 +34,7 @@ class RunRecords:
     def __init__(self, run: str) -> None:
         self.run = run
         self.generation = 0
-        self.columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.columns: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, *METHOD_COLUMNS)}
         self.evals: list[list[Any]] = []
         self.error = ""
         self._host = ""
@@ -83,7 +84,7 @@ class RunRecords:
 
     def _reset(self, file: str) -> None:
         if file == "metrics.jsonl" and self.columns["step"]:
-            self.columns = {name: [] for name in COLUMNS}
+            self.columns = {name: [] for name in self.columns}
             self._count, self._stride = 0, 1
             self.generation += 1
         elif file == "evals.jsonl" and self.evals:
@@ -100,6 +101,8 @@ class RunRecords:
         for name in COLUMNS:
             value = record.get(name)
             self.columns[name].append(value[:LISTED] if isinstance(value, list) else value)
+        for name in METHOD_COLUMNS:
+            self.columns[name].append(record.get("metrics", {}).get(name))
         if len(steps) > STEPS:
             self._stride *= 2
             self.generation += 1

@@ -109,6 +109,17 @@ def _evaluation(found: Translation, key: str, value: Any) -> None:
         found.set("eval_split", value, key, value)
 
 
+def _rl(found: Translation, key: str, value: Any) -> None:
+    """Handle the kind of training on preferences."""
+    word = as_text(value)
+    if word in ("dpo", "ipo", "orpo", "kto"):
+        found.set("method", "dpo" if word == "ipo" else word, key, value)
+        if word == "ipo":
+            found.set("preference_loss", "ipo", key, value)
+    else:
+        found.apply(Missing("reinforcement learning, or this training on preferences"), key, value)
+
+
 def _finish(found: Translation) -> None:
     loggers_of_project(found)
     if is_empty(found.seen.get("adapter")):
@@ -279,9 +290,13 @@ ROWS: Rows = {
     "push_dataset_to_hub": TRANSFORMERS_ROWS["push_to_hub"],
     "full_finetune": Unused("a file without adapter trains all weights"),
     **rows_of(
-        Missing("reinforcement learning or training on preferences"),
-        "rl trl ebft rl_beta orpo_alpha kto_desirable_weight kto_undesirable_weight dpo_beta",
+        Missing("reinforcement learning or this training on preferences"),
+        "trl ebft",
     ),
+    "rl": _rl,
+    **rows_of("preference_beta", "rl_beta dpo_beta orpo_alpha"),
+    "kto_desirable_weight": "kto_desirable_weight",
+    "kto_undesirable_weight": "kto_undesirable_weight",
     **rows_of(PREFERENCES, "reward_model process_reward_model num_labels center_rewards_coefficient"),
     **rows_of(_MEDIA, "processor_type processor_kwargs image_size"),
     **rows_of(Missing("training of a quantized model"), "qat quantization use_onebitllms llmcompressor"),

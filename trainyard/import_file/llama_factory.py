@@ -30,6 +30,7 @@ from trainyard.import_file.translation import Impossible, Missing, Rows, Section
 
 _MEDIA = Unused("it concerns images, video and sound")
 _OPTIMIZERS = Impossible("the optimizer is AdamW")
+_LOSSES = ("sigmoid", "ipo", "hinge", "orpo")
 
 
 def _method(found: Translation, key: str, value: Any) -> None:
@@ -44,8 +45,15 @@ def _method(found: Translation, key: str, value: Any) -> None:
 
 
 def _stage(found: Translation, key: str, value: Any) -> None:
-    """Handle the kind of training: supervised, or on plain text."""
+    """Handle the kind of training: supervised, on plain text, or on preferences."""
     word = as_text(value)
+    loss = as_text(found.seen.get("pref_loss") or "sigmoid")
+    if word == "kto" or (word == "dpo" and loss == "orpo"):
+        found.set("method", "kto" if word == "kto" else "orpo", key, value)
+        return
+    if word == "dpo" and loss in _LOSSES:
+        found.set("method", "dpo", key, value)
+        return
     if word == "pt":
         found.set("train_on", "all", key, value)
         found.set_default("packing", True, "LLaMA-Factory for stage pt")
@@ -53,6 +61,17 @@ def _stage(found: Translation, key: str, value: Any) -> None:
         found.ignore(key, value, "supervised fine-tuning")
     else:
         found.apply(PREFERENCES, key, value)
+
+
+def _preference_loss(found: Translation, key: str, value: Any) -> None:
+    """Handle the loss of a pair, which counts in the stage dpo."""
+    word = as_text(value)
+    if word not in _LOSSES:
+        found.apply(PREFERENCES, key, value)
+    elif word in ("sigmoid", "orpo") or as_text(found.seen.get("stage")) != "dpo":
+        found.ignore(key, value, "the stage decides")
+    else:
+        found.set("preference_loss", word, key, value)
 
 
 def _targets(found: Translation, key: str, value: Any) -> None:
@@ -218,10 +237,12 @@ ROWS: Rows = {
         Missing("training with Megatron"),
         "use_mca use_megatron_bridge tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size",
     ),
-    **rows_of(
-        PREFERENCES,
-        "pref_beta pref_loss pref_ftx ref_model dpo_label_smoothing kto_chosen_weight kto_rejected_weight simpo_gamma",
-    ),
+    "pref_loss": _preference_loss,
+    "pref_beta": "preference_beta",
+    "kto_chosen_weight": "kto_desirable_weight",
+    "kto_rejected_weight": "kto_undesirable_weight",
+    "ref_model": Impossible("the reference is the model before the training"),
+    **rows_of(PREFERENCES, "pref_ftx dpo_label_smoothing simpo_gamma"),
     **rows_of(Missing("generation or export by this file"), "do_predict export_dir infer_backend"),
     **rows_of(
         Unused("it belongs to the export"),

@@ -35,8 +35,20 @@ _FACTORY_COLUMNS = {
     "messages": "messages",
     "role_tag": "role",
     "content_tag": "content",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "kto_tag": "label",
 }
-_PREFERENCES = "training on preferences"
+_PREFERENCES = "training on rewards of answers or of steps"
+# The columns of axolotl's prompt strategies, by their last word and by whether records are pairs.
+_STRATEGIES: Mapping[tuple[str, bool], Mapping[str, str]] = {
+    ("intel", True): {"prompt": "question"},
+    ("argilla", True): {"instruction": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
+    ("ultra", True): {},
+    ("intel", False): {"prompt": "question"},
+    ("argilla", False): {"prompt": "instruction"},
+    ("ultra", False): {},
+}
 _MEDIA = "training on images, video or sound"
 
 
@@ -115,10 +127,16 @@ def _read_type(found: Translation, entry: _Entry, key: str, value: Any) -> None:
         return
     word = str(value)
     base = word.split(".")[0].split(":")[0]
-    if base in ("bradley_terry", "stepwise_supervised", "orpo", "kto") or word.endswith(
-        (".ultra", ".argilla", ".intel")
-    ):
+    kind = str(found.seen.get("rl") or "")
+    columns = _STRATEGIES.get((word.rpartition(".")[2], kind != "kto"))
+    if base in ("bradley_terry", "stepwise_supervised"):
         found.apply(Missing(_PREFERENCES), key, value)
+    elif kind and columns is not None:
+        for name, column in columns.items() if kind != "orpo" else ():
+            entry.columns.setdefault(name, column)
+        found.note("dataset", key, value)
+    elif kind:
+        found.ignore(key, value, _SHAPES.reason)
     elif base in ("completion", "pretrain", "chat_template", "sharegpt"):
         if base in ("completion", "pretrain"):
             entry.columns.setdefault("text", "text")
@@ -149,6 +167,9 @@ _ENTRY_COLUMNS = {
     "field_tools": "tools",
     "field_prompt": "prompt",
     "field_completion": "completion",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_label": "label",
 }
 _ENTRY: Rows = {
     **rows_of(_SHAPES, "ds_type conversation field_human field_model"),
@@ -172,10 +193,8 @@ _ENTRY: Rows = {
         "roles_to_train train_on_eos train_on_eot",
     ),
     **rows_of(Unused("the trainer reads every dataset as a whole"), "preprocess_shards trust_remote_code"),
-    **rows_of(
-        Missing(_PREFERENCES),
-        "field_chosen field_rejected chosen_format rejected_format step_separator train_on_last_step_only",
-    ),
+    **rows_of(Impossible(_TEMPLATE), "prompt_format chosen_format rejected_format"),
+    **rows_of(Missing(_PREFERENCES), "step_separator train_on_last_step_only"),
 }
 
 
@@ -231,8 +250,6 @@ def _factory_source(found: Translation, key: str, info: Mapping[str, Any], file:
             found.note("dataset", part, value)
         elif name in ("columns", "tags") and isinstance(value, Mapping):
             _factory_columns(found, entry, part, value)
-        elif name == "ranking" or (name == "converter" and value == "pair"):
-            found.apply(Missing(_PREFERENCES), part, value)
         else:
             found.apply(_FACTORY.get(name, Impossible("a dataset has no such option")), part, value)
     entry.fields.setdefault("path", key.rpartition(" ")[2])
@@ -243,8 +260,6 @@ def _factory_columns(found: Translation, entry: _Entry, key: str, names: Mapping
     for name, column in names.items():
         if name in ("images", "videos", "audios"):
             found.apply(Missing(_MEDIA), f"{key}.{name}", column)
-        elif name in ("chosen", "rejected", "kto_tag"):
-            found.apply(Missing(_PREFERENCES), f"{key}.{name}", column)
         elif name in _FACTORY_COLUMNS:
             entry.columns[_FACTORY_COLUMNS[name]] = str(column)
             found.note("dataset", f"{key}.{name}", column)
@@ -253,7 +268,7 @@ def _factory_columns(found: Translation, entry: _Entry, key: str, names: Mapping
 
 
 _FACTORY: Rows = {
-    **rows_of(_SHAPES, "formatting converter source file_name ms_hub_url om_hub_url"),
+    **rows_of(_SHAPES, "formatting converter ranking source file_name ms_hub_url om_hub_url"),
     **rows_of(
         Impossible("all samples of a dataset are trained: set a weight below 1, or max_steps"),
         "size num_samples",

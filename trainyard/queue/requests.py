@@ -252,11 +252,13 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None) -> lis
     if same_files:
         paths = {name: getattr(now, name) for name in ("model", "dataset", "teacher", "script")}
         earlier = earlier.model_copy(update=paths)
+        if len(earlier.reward_files) == len(now.reward_files):
+            earlier = earlier.with_reward_files(now.reward_files)
     found = changed_fields(earlier, now)
     changed = {kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f.kind, f.digest) for f in prepared.files}}
     return [printable(line) for line in found] or [
         f"{kind}: another content"
-        for kind in sorted(changed & {"dataset", "model", "teacher", "script", PROMPTS, EVAL_PROMPTS})
+        for kind in sorted(changed & {"dataset", "model", "teacher", "script", "reward", PROMPTS, EVAL_PROMPTS})
     ]
 
 
@@ -375,6 +377,8 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
         return 0, "no time limit, because the plan cannot estimate the time of its teachers: set time_limit=MINUTES"
     if run.spec.script:
         return 0, "no time limit, because the plan cannot estimate a script: set time_limit=MINUTES"
+    if run.spec.learns_from_prompts:
+        return 0, "no time limit, because the plan cannot estimate completions and rewards: set time_limit=MINUTES"
     request = run.request()
     able = [node for node in queue.nodes.values() if can_run(request, node)]
     hosts = [_as_host(request, node) for node in sorted(able, key=lambda node: node.cores)[: request.nodes]]

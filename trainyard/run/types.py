@@ -71,7 +71,7 @@ class StagedFile:
     """A file or folder that hosts of a run need.
 
     Attributes:
-        kind: dataset, model, teacher, script, trainer; prompts, eval_prompts and converter for the further steps of a queued run.
+        kind: dataset, model, teacher, script, reward, trainer; prompts, eval_prompts and converter for the further steps of a queued run.
         src: path on the controller; empty if only hosts have it.
         dest: path below the data directory of a host.
         sha256: by relative name; the name of a file is empty.
@@ -79,7 +79,7 @@ class StagedFile:
         bytes: to copy.
         sizes: in bytes, by relative name.
         modes: by relative name, where the file is not on the controller.
-        source: place of a dataset among those of the spec.
+        source: place of a dataset, or of a file with rewards, among those of the spec.
         on_hosts: path on the hosts of what they have already, to which the store has a link.
         fetched_by: the host that fetched it from the hub.
         config: text of a model's config.json, where the controller does not have the folder.
@@ -174,14 +174,16 @@ class PreparedRun:
             spec: that of a plan, whose strategy may be another one than `auto`.
         """
         spec = spec or self.spec
-        changed, datasets = {}, [source.path for source in spec.sources]
+        changed, datasets, rewards = {}, [source.path for source in spec.sources], spec.reward_files
         for file in self.files:
             path = f"{data_dir}/{file.dest}"
             if file.kind in (*MODELS, "script"):
                 changed[file.kind] = path
             elif file.kind == "dataset":
                 datasets[file.source] = path
-        return spec.model_copy(update=changed).with_dataset_paths(datasets)
+            elif file.kind == "reward":
+                rewards[file.source] = path
+        return spec.model_copy(update=changed).with_dataset_paths(datasets).with_reward_files(rewards)
 
 
 @dataclass

@@ -171,7 +171,8 @@ def trained_teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path
 
     from trainer.data.encode import encoded_dataset
     from trainer.data.packing import collate
-    from trainer.models.model import ModelWithLoss, load_tokenizer
+    from trainer.method.module_with_loss import ModelWithLoss
+    from trainer.models.model import load_tokenizer
 
     folder = tmp_path_factory.mktemp("trained")
     spec = make_spec({"model": str(model_folder), "dataset": str(chain(folder, 600, seed=5)), "seq_length": 64}, "test")

@@ -19,8 +19,9 @@ from trainer_runs import TOP, WIDE, Here, llama
 from trainer.common.errors import UserError
 from trainer.costs.cost import Layout
 from trainer.data.packing import best_fit
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.model_shape import shape_of
-from trainer.models.model import ModelWithLoss, fast_kernels, load_model
+from trainer.models.model import fast_kernels, load_model
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch.testing import assert_close
-from trainer_runs import TOP, Cluster, Here, losses
+from trainer_runs import TOP, Cluster, Here, lines, losses
 from transformers import AutoModelForCausalLM
 
 from benchmarks.plain_loop import weight_difference
@@ -113,3 +114,14 @@ def test_a_merged_adapter_is_the_mean_of_the_updates(real: Here) -> None:
     mean = (update(real.run_dir("part1") / "adapter") + update(real.run_dir("part2") / "adapter")) / 2
     assert_close(update(target / "adapter"), mean, rtol=0, atol=1e-6)
     assert mean.abs().max() > 1e-4
+
+
+def test_rewards_raise_the_part_of_right_sums(real: Here) -> None:
+    """The example of docs/rewards.md, its first steps: the mean reward of the last ones is at least twice that of the first."""
+    rewards = rf"[{{use: regex, pattern: '^\d+ \+ \d+ = \d+$'}}, {TOP / 'examples/rewards/sums.py'}]"
+    fields = {"dataset": TOP / "examples/rewards/sums.jsonl", "reward": rewards, "lr": 2e-4, "lora_r": 16}
+    fields |= {"method": "grpo", "seq_length": 64, "grpo_max_tokens": 14, "grpo_temperature": 0.8, "max_steps": 15}
+    fields |= {"total_batch_size": 32, "batch_size": 32, "schedule": "constant", "precision": "bf16-mixed"}
+    train(real, "sums", **fields)
+    found = [record["metrics"]["reward"] for record in lines(real.run_dir("sums") / "metrics.jsonl")]
+    assert statistics.mean(found[-3:]) >= 2 * statistics.mean(found[:2]), found

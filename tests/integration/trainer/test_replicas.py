@@ -29,8 +29,9 @@ from trainer.costs.cost import Layout
 from trainer.data.order import Order
 from trainer.distributed.world import World
 from trainer.loop.train import is_due
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.model_shape import shape_of
-from trainer.models.model import ModelWithLoss, load_model
+from trainer.models.model import load_model
 from trainer.offline import merge
 from trainer.records.checkpoint import complete_checkpoints
 from trainer.spec import make_spec, read_spec

@@ -28,6 +28,7 @@ from trainer.config import (
 )
 from trainer.config.alias_table import REFUSED
 from trainer.config.fields import metadata, mismatch
+from trainer.config.reward_source import RewardSource
 from trainer.spec import changed_fields, make_spec, read_spec
 
 
@@ -44,6 +45,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
     known = {
         "run": ("my-run.1", "my-run.1"),
         "model": ("org/name", "org/name"),
+        "method": ("dpo", "dpo"),
         "teacher": ("org/large", "org/large"),
         "dataset": ("x.jsonl", "x.jsonl"),
         "dataset_split": ("train[:10]", "train[:10]"),
@@ -60,6 +62,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "deepspeed_stage": ("3", 3),
         "teacher_host": ("node3", "node3"),
         "script": ("worker.py", "worker.py"),
+        "reward": ("mine.py:0.5", (RewardSource(use="mine.py", weight=0.5),)),
         "template_date": ("2026-01-31", "2026-01-31"),
         "pipeline_layers": ("10,6", "10,6"),
         "data_part": ("shard:2/4", "shard:2/4"),
@@ -87,6 +90,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
 
 # Fields that others require.
 REQUIRED: dict[str, dict[str, Any]] = {
+    "method": {"dataset": "pairs.jsonl"},
     "teacher": {"distill_alpha": 0.5},
     "gkd_lambda": {"distill_alpha": 0.5, "teacher": "folder"},
     "gkd_beta": {"distill_alpha": 0.5, "teacher": "folder"},

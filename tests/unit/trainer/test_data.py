@@ -13,7 +13,8 @@ from trainer_runs import TOP, write_jsonl
 
 from trainer.common.errors import UserError
 from trainer.data.dataset_files import is_hub_dataset, is_hub_id
-from trainer.data.samples import Sample, read_samples, to_sample
+from trainer.data.samples import Sample, read_samples
+from trainer.data.shapes import to_sample
 from trainer.spec import make_spec
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

@@ -15,8 +15,9 @@ from trainer.common.errors import NonFiniteError, UserError
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout, RowStats
 from trainer.distributed.world import World
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.model_shape import shape_of
-from trainer.models.model import ModelWithLoss, load_model
+from trainer.models.model import load_model
 from trainer.spec import make_spec
 from trainer.strategy import make_strategy, plan_of
 from trainer.strategy.diloco_fragments import DiLoCoFragments, divide
@@ -82,7 +83,7 @@ def make(model_folder: Path) -> Iterator[Any]:
         torch.manual_seed(1)
         strategy = make_strategy(spec, worlds[0], ModelWithLoss(load_model(spec, torch.device("cpu"))))
         assert isinstance(strategy, DiLoCoFragments)
-        strategy.count_tokens = len
+        strategy.weigh = len
         strategy.join("", 20, Path(), dict, lambda: False)
         return strategy
 

@@ -24,6 +24,8 @@ from trainer.data.encode import Encoder, encode_all, encoded_dataset
 from trainer.data.logprobs import TOP, LogprobReader, Vocabulary, last_answer
 from trainer.data.samples import read_source, source_of
 from trainer.data.shapes import to_sample
+from trainer.method.module_with_loss import ModelWithLoss
+from trainer.method.sft import SFT
 from trainer.models.loss import (
     Divergence,
     TeacherLogits,
@@ -34,7 +36,6 @@ from trainer.models.loss import (
     top_kl,
     top_tokens,
 )
-from trainer.models.model import ModelWithLoss
 from trainer.spec import make_spec
 
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -288,7 +289,7 @@ def test_packed_rows_and_micro_batches_give_the_loss_and_gradient_of_single_samp
     gradients = [p.grad.clone() for p in model.parameters()]
     for parts in ([[[0, 1, 2], [3, 4]], [[5, 6, 7, 8], [9, 10, 11]]], [[[index]] for index in range(12)]):
         model.zero_grad()
-        module = ModelWithLoss(model, divergence=divergence)
+        module = ModelWithLoss(model, method=SFT(divergence))
         total = 0.0
         for rows in parts:
             made = batch(taught, rows)
@@ -303,7 +304,7 @@ def test_packed_rows_and_micro_batches_give_the_loss_and_gradient_of_single_samp
 def test_a_batch_without_loss_and_one_without_distributions(taught: Corpus, model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    module = ModelWithLoss(AutoModelForCausalLM.from_pretrained(model_folder), divergence=Divergence(0.7))
+    module = ModelWithLoss(AutoModelForCausalLM.from_pretrained(model_folder), method=SFT(Divergence(0.7)))
     made = batch(taught, [])
     loss = module(*made[:3], probabilities(taught, [], made.ids.shape[1]))
     loss.backward()

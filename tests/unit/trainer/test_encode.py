@@ -25,7 +25,8 @@ from trainer.data.encode import DataReport, encode_all, encoded_dataset
 from trainer.data.hf_template import SPECIAL_TOKENS
 from trainer.data.packing import collate
 from trainer.data.plain_template import PLAIN_TEMPLATE
-from trainer.data.samples import Sample, to_sample
+from trainer.data.samples import Sample
+from trainer.data.shapes import to_sample
 from trainer.data.special_tokens import DEFAULTS
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.data.tiny import TEMPLATE

@@ -16,7 +16,8 @@ from trainer.data.corpus import Corpus
 from trainer.data.packing import best_fit
 from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World
-from trainer.models.model import ModelWithLoss, isolates_packed_samples, load_model
+from trainer.method.module_with_loss import ModelWithLoss
+from trainer.models.model import isolates_packed_samples, load_model
 from trainer.models.optim import make_optimizer
 from trainer.spec import make_spec
 from trainer.strategy import make_strategy

@@ -12,7 +12,8 @@ import torch
 from test_distillation import taught
 
 from trainer.data.corpus import Corpus
-from trainer.distillation.on_policy import Writer, _Sampler, is_on_policy
+from trainer.distillation.on_policy import Writer, is_on_policy
+from trainer.models.sampling import Sampler
 from trainer.spec import make_spec
 
 __all__ = ["taught"]
@@ -70,7 +71,7 @@ def test_written_tokens_have_the_probabilities_of_the_student(writer: Any, token
     count = 4000
     uniform = torch.from_numpy(np.random.default_rng(1).random((count, 1)))
     for temperature in (1.0, 2.0):
-        sampler = LogitsProcessorList([_Sampler(uniform, 5, len(tokenizer), temperature)])
+        sampler = LogitsProcessorList([Sampler(uniform, 5, len(tokenizer), temperature)])
         drawn = sampler(torch.zeros(count, 5), logits.expand(count, -1)).argmax(-1)
         wanted = (logits[0, : len(tokenizer)] / temperature).softmax(-1)
         found = torch.bincount(drawn, minlength=len(tokenizer)) / count

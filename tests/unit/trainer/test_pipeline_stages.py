@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.distributed.world import World
-from trainer.models.model import ModelWithLoss, isolates_packed_samples, load_model
+from trainer.method.module_with_loss import ModelWithLoss
+from trainer.models.model import isolates_packed_samples, load_model
 from trainer.spec import make_spec
 from trainer.strategy.base import Batch, autocast
 from trainer.strategy.pipeline_measure import layer_seconds

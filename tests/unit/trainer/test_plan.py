@@ -25,9 +25,12 @@ from trainer.costs.cost import Layout, Memory, RowStats
 from trainer.costs.host_memory import BASE, available_bytes, own_memory_mib, read_hosts
 from trainer.costs.teacher_cost import teacher_step_bytes, teacher_weights
 from trainer.distributed.world import World
+from trainer.method.method_base import loss_positions
+from trainer.method.module_with_loss import ModelWithLoss
+from trainer.method.sft import SFT
 from trainer.model_files.model_shape import Shape, read_shape, shape_of
 from trainer.models.loss import Divergence, TeacherLogits
-from trainer.models.model import ModelWithLoss, add_lora, lora_config, loss_positions
+from trainer.models.model import add_lora, lora_config
 from trainer.planner import plan_report as report
 from trainer.planner.plan_report import plan
 from trainer.planner.recommend import Setting, Speed, choose, options, recommend
@@ -78,7 +81,7 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = add_lora(spec, model) if spec.lora_r else model
-    module = ModelWithLoss(model.train(), divergence=Divergence.of(spec))
+    module = ModelWithLoss(model.train(), method=SFT(Divergence.of(spec)))
     strategy = DDP(spec, World(0, 1, 0, 0, torch.device("cpu")), module)
     teaching = (
         ModelWithLoss(AutoModelForCausalLM.from_config(teacher).requires_grad_(False).eval()) if teacher else None
@@ -90,7 +93,7 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
         batch = Batch(ids, positions, ids)
         if teaching:
             with torch.no_grad():
-                batch = batch._replace(teacher=TeacherLogits(teaching.logits(ids, positions, loss_positions(ids))))
+                batch = batch._replace(extra=TeacherLogits(teaching.logits(ids, positions, loss_positions(ids))))
         strategy.backward(batch, ids.numel(), True)
         strategy.step(1e-3)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.method import MethodPlan
 from trainer.model_files import base_digest as digests
 from trainer.model_files.base_digest import base_digest
 from trainer.records.run_state import RunHistory, RunState
@@ -18,7 +19,15 @@ SPEC = make_spec({"run": "r", "dataset": "d.jsonl"}, "")
 
 
 def record(step: int, loss: float = 6.0, trained: int = 3) -> dict[str, Any]:
-    return {"step": step, "loss": loss, "tokens": 10, "trained_tokens": trained, "samples": 2, "scheduled": 3}
+    return {
+        "step": step,
+        "loss": loss,
+        "tokens": 10,
+        "trained_tokens": trained,
+        "weight": trained,
+        "samples": 2,
+        "scheduled": 3,
+    }
 
 
 def test_totals_and_the_estimated_time() -> None:
@@ -101,20 +110,20 @@ class OtherRank:
 
 
 def add(metrics: StepMetrics, step: int, loss: float, norm: float = 1.0) -> None:
-    counts = {"tokens": 8, "trained_tokens": 4, "samples": 2}
+    counts = {"tokens": 8, "trained_tokens": 4, "samples": 2, "weight": 4}
     metrics.add(
         step, 9, loss=loss, lr=0.1, grad_norm=norm, counts=counts, scheduled=4, rows=[1, 1], seconds=float(step)
     )
 
 
 def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
-    metrics, strategy = StepMetrics(), OtherRank()
+    metrics, strategy = StepMetrics(MethodPlan()), OtherRank()
     add(metrics, 1, 2.0, norm=float("inf"))
     add(metrics, 2, 4.0)
     assert metrics.local_loss() == {"loss": 1.0}
     reduced = metrics.reduce(strategy, lambda: (False, True), lambda: False, {"power_w": 5.0})  # type: ignore[arg-type]
     assert strategy.calls == [
-        ("sync", [0.0, 1.0, 2.0, 8.0, 4.0, 2.0, 4.0, 8.0, 4.0, 2.0]),
+        ("sync", [0.0, 1.0, 2.0, 4.0, 8.0, 4.0, 2.0, 4.0, 4.0, 8.0, 4.0, 2.0]),
         ("shares", [0.5, 1.0]),
     ]
     assert [one["loss"] for one in reduced.records] == [4.0, 8.0]

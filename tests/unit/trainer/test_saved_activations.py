@@ -14,8 +14,9 @@ import torch
 from trainer.config import RunSpec
 from trainer.costs.cost import RowStats, activation_bytes, autocast_bytes
 from trainer.data.tiny import CONFIG, make_tiny
+from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.model_shape import shape_of
-from trainer.models.model import ModelWithLoss, load_model
+from trainer.models.model import load_model
 from trainer.spec import make_spec
 from trainer.strategy import plan_of
 from trainer.strategy.base import Batch

@@ -10,7 +10,8 @@ from trainer_runs import TOP, records, write_jsonl
 
 from trainer.common.files import sha256_file, sha256_tree
 from trainer.data import tiny
-from trainer.data.samples import Sample, to_sample
+from trainer.data.samples import Sample
+from trainer.data.shapes import to_sample
 from trainer.data.tiny import VOCABULARY, ensure_tiny_model, make_tiny, make_tokenizer
 
 MADE = {

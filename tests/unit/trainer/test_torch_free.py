@@ -53,6 +53,7 @@ def test_the_run_spec_needs_no_package_but_pydantic_and_yaml() -> None:
     """An environment without torch has neither numpy nor transformers."""
     blocked = "import sys\nfor name in ('torch', 'numpy', 'transformers', 'safetensors'): sys.modules[name] = None\n"
     code = "from trainer.spec import make_spec\nfrom trainer.strategy import STRATEGIES\n"
-    code += "[make_spec({'strategy': name}, 'here') for name in ('auto', *STRATEGIES)]"
+    code += "[make_spec({'strategy': name}, 'here') for name in ('auto', *STRATEGIES)]\n"
+    code += "from trainer.method import METHODS, method_named\n[method_named(name) for name in METHODS]"
     done = subprocess.run([sys.executable, "-c", blocked + code], cwd=TOP, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -105,7 +105,8 @@ def _in_folder(spec: RunSpec, folder: Path) -> RunSpec:
         return name if name in _NAMES or not path_kind(path) else str(path)
 
     changed = {name: found(getattr(spec, name)) for name in (*MODELS, "script")}
-    return spec.model_copy(update=changed).with_dataset_paths([found(source.path) for source in spec.sources])
+    spec = spec.model_copy(update=changed).with_reward_files([found(name) for name in spec.reward_files])
+    return spec.with_dataset_paths([found(source.path) for source in spec.sources])
 
 
 # The record for the service ----------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def read_service_start(path: Path, run: str) -> StartRecord:
         if wrong := sorted(_NOT_IN_SERVICE & set(record.launch)):
             raise ValueError(f"it has the launch option {wrong[0]}")
         for file in record.files:
-            if file.kind not in ("dataset", *MODELS, "script"):
+            if file.kind not in ("dataset", *MODELS, "script", "reward"):
                 raise ValueError(f"files: kind {file.kind} is not one of the hosts")
             if file.src:
                 raise ValueError(f"files: src of the {file.kind} is a path of another machine")

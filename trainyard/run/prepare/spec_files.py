@@ -17,12 +17,14 @@ from trainer.common.files import sha256_file
 from trainer.common.inputs import host_path, path_kind, user_path
 from trainer.config import EMBEDDED_DATASET, OBSERVATORY, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
+from trainer.config.methods import METHODS, Data
 from trainer.config.run_name import file_stem
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import all_files, data_suffix, is_hub_dataset, is_hub_id
 from trainer.data.samples import check_source
 from trainer.data.shapes import Sample
 from trainer.loop.script import check_script
+from trainer.rewards.reward_file import check_reward_file
 from trainyard import front_end
 from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests
@@ -67,6 +69,11 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
     if spec.script:
         files.append(script_entry(check_script(spec.script)))
         identity["script"] = files[-1].digest
+    for place, name in enumerate(spec.reward_files):
+        file = script_entry(check_reward_file(name), "reward")
+        files.append(dataclasses.replace(file, source=place))
+    if rewards := [file.digest for file in files if file.kind == "reward"]:
+        identity["reward"] = spec.with_reward_files(rewards).reward
     digests.keep()
     files.append(trainer_file(work))
     known = {f"{file.kind}_sha256": file.digest for file in models}
@@ -144,7 +151,7 @@ def dataset_entries(
             file = dataset_entry(path, digests)
             if not spec.script:  # which may read any format
                 here = source.model_copy(update={"path": str(path)})
-                if samples := _check_samples(here, file.digest, work, spec.needs_logprobs):
+                if samples := _check_samples(here, file.digest, work, spec.needs_logprobs, METHODS[spec.method].data):
                     read[place] = samples
             files.append(dataclasses.replace(file, source=place))
         elif fetched := hub_dataset(source.path, access and access_for(access, spec, "dataset"), digests, report):
@@ -152,12 +159,10 @@ def dataset_entries(
     return files
 
 
-def script_entry(path: Path) -> StagedFile:
-    """Return a script on the controller."""
+def script_entry(path: Path, kind: str = "script") -> StagedFile:
+    """Return a script on the controller, or a file with rewards."""
     digest = sha256_file(path)
-    return StagedFile.of(
-        path, f"store/scripts/{file_stem(path.stem) or 'script'}-{digest[:12]}.py", {"": digest}, "script"
-    )
+    return StagedFile.of(path, f"store/{kind}s/{file_stem(path.stem) or kind}-{digest[:12]}.py", {"": digest}, kind)
 
 
 def dataset_entry(path: Path, digests: Digests) -> StagedFile:
@@ -271,13 +276,15 @@ def _suggest(path: Path) -> str:
     return f" (did you mean {known[near[0]]!r}?)" if near else ""
 
 
-def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool) -> list[Sample] | None:
+def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool, data: Data) -> list[Sample] | None:
     """Check the records of a dataset, once for each content and way to read it; return them if they are read. Raises UserError."""
-    settings = source.model_dump_json(exclude={"path", "weight"}) + " logprobs" * logprobs
+    settings = (
+        source.model_dump_json(exclude={"path", "weight"}) + " logprobs" * logprobs + f" {data}" * (data != "answers")
+    )
     mark = work / "checked" / hashlib.sha256(f"{digest} {settings}".encode()).hexdigest()
     if mark.exists():
         return None
-    samples = check_source(source, logprobs=logprobs)
+    samples = check_source(source, logprobs=logprobs, data=data)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
     return samples

@@ -113,6 +113,14 @@ class RecordLines(OpenReply):
     reset: Flag
 
 
+class MethodMetrics(TypedDict):
+    """Those metrics of a training method that the dashboard shows."""
+
+    reward: NotRequired[Optional]
+    completion_length: NotRequired[Optional]
+    kl: NotRequired[Optional]
+
+
 class StepRecord(TypedDict):
     """A line of metrics.jsonl."""
 
@@ -123,6 +131,7 @@ class StepRecord(TypedDict):
     tokens_per_second: NotRequired[Optional]
     step_seconds: NotRequired[Measured]
     comm_share: NotRequired[Measured]
+    metrics: NotRequired[MethodMetrics]
 
 
 class EvalRecord(TypedDict):

@@ -1,0 +1,94 @@
+"""A run that learns from rewards, from the controller to the ranks of two hosts over local processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_hosts import Bed, bed, until
+from trainer_runs import write_jsonl
+
+from trainer.spec import make_spec
+from trainyard.run.launch_options import make_options
+from trainyard.run.session import RunSession
+from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.run_errors import RunError
+
+__all__ = ["bed"]
+pytestmark = pytest.mark.slow
+REWARD = """
+import os, time
+
+def reward_short(completions, answer, **_):
+    with open({note!r}, "a") as file:
+        file.write(f"{{os.getpid()}} {{len(completions)}}\\n")
+    time.sleep(0.1)
+    return [1 / (1 + len(text)) + (text == right) for text, right in zip(completions, answer)]
+"""
+
+
+def session(bed: Bed, reward: Path, lines: list[str], run: str, **options: Any) -> RunSession:
+    rows = [{"prompt": f"{number} + 1 =", "answer": str(number + 1)} for number in range(30)]
+    dataset = write_jsonl(bed.folder / "sums.jsonl", rows)
+    fields = {"run": run, "model": "tiny", "dataset": str(dataset), "method": "grpo", "reward": f"{reward},exact:0.5"}
+    fields |= {"seq_length": 48, "grpo_max_tokens": 8, "grpo_group_size": 4, "total_batch_size": 16, "epochs": 10}
+    fields |= {"max_steps": 12, "checkpoint_interval": 2, "loggers": "none", "eval_split": 0.1, "balance": "even"}
+    hosts = [
+        Host(name, "127.0.0.1", str(bed.folder / name), sys.executable, backend="process")
+        for name in ("node1", "node2")
+    ]
+    return RunSession(
+        hosts,
+        lambda host: HostConnection(host, LocalTransport()),
+        make_options({"progress_interval": 0.1, **options}),
+        spec=make_spec(fields, "the test"),
+        home=bed.folder,
+        report=lines.append,
+    )
+
+
+def test_a_killed_rank_loses_no_completion(bed: Bed) -> None:
+    note = bed.folder / "calls"
+    reward = bed.folder / "short.py"
+    reward.write_text(REWARD.format(note=str(note)), encoding="utf-8")
+    lines: list[str] = []
+    straight = session(bed, reward, lines, "straight").run()["result"]
+    assert straight["step"] == 12 and straight["world_size"] == 2
+    calls = [line.split() for line in note.read_text().splitlines()]
+    assert len({process for process, _ in calls}) == 1, "one process on one host rates all completions"
+    assert [count for _, count in calls].count("16") == 12
+
+    killed = session(bed, reward, lines, "killed", max_restarts=2)
+    running = threading.Thread(target=killed.run, daemon=True)
+    running.start()
+    until(lambda: bed.state(1, "killed").get("step", 0) >= 5, 180, "step 5 of rank 1")
+    os.kill(bed.state(1, "killed")["pid"], signal.SIGKILL)
+    running.join(180)
+    assert killed.state.status == "finished"
+
+    def completions(run: str) -> list[dict[str, Any]]:
+        text = (bed.run_dir(0, run) / "completions.jsonl").read_text()
+        return [json.loads(line) | {"start": ""} for line in text.splitlines()]
+
+    assert completions("killed") == completions("straight")
+    results = [json.loads((bed.run_dir(0, run) / "result.json").read_text()) for run in ("straight", "killed")]
+    assert results[0]["adapter_sha256"] == results[1]["adapter_sha256"]
+    assert not bed.live_processes()
+
+
+def test_a_reward_that_opens_the_network_stops_the_run_with_one_line(bed: Bed) -> None:
+    reward = bed.folder / "network.py"
+    reward.write_text("import socket\ndef reward(completions, **_):\n    socket.socket()\n", encoding="utf-8")
+    lines: list[str] = []
+    with pytest.raises(RunError) as raised:
+        session(bed, reward, lines, "network", max_restarts=0).run()
+    said = str(raised.value)
+    assert "reward: network-" in said and "it opens a network connection, and rewards have no network" in said
+    assert "Traceback" not in said and not bed.live_processes()

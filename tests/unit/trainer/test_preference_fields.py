@@ -1,0 +1,116 @@
+"""The fields of the methods: which of them go together, names of TRL, and the costs that the planner expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.common.errors import UserError
+from trainer.config.methods import METHODS
+from trainer.costs.cost import Layout, RowStats
+from trainer.costs.packing_forecast import packing_text
+from trainer.method import method_named, method_of
+from trainer.model_files.model_shape import shape_of
+from trainer.planner.recommend import Setting, Speed, options
+from trainer.spec import make_spec, read_spec
+
+PAIRS: dict[str, Any] = {"method": "dpo", "dataset": "pairs.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"packing": True}, "packing: true requires method sft, got method dpo"),
+        ({"train_on": "all"}, "train_on: all requires method sft, got method dpo.*: set train_on=answer"),
+        ({"distill_alpha": 0.5}, "distill_alpha: 0.5 requires method sft"),
+        ({"fake_data": True}, "fake_data: true requires method sft"),
+        ({"torch_compile": True}, "torch_compile: true requires method sft"),
+        ({"backend": "unsloth"}, "backend: unsloth requires method sft"),
+        ({"dataset": "observatory"}, "dataset: observatory has one answer .* pairs of a chosen and a rejected answer"),
+        ({"dataset": "ansible-docs", "method": "kto"}, "ansible-docs has one answer .* needs answers with labels"),
+        ({"strategy": "deepspeed"}, "strategy: deepspeed requires method sft, got method dpo: set strategy=fsdp"),
+        ({"preference_label_smoothing": 0.1}, "preference_label_smoothing: .* with sigmoid: set both, or neither"),
+        ({"preference_loss": "robust"}, "preference_label_smoothing: .* got 0 with robust"),
+        ({"preference_beta": 0}, "preference_beta: expected a number > 0"),
+        ({"script": "worker.py"}, "script: method dpo is for the trainer, which does not run"),
+        ({"method": "ppo"}, "method: expected one of sft, dpo, orpo, kto, grpo"),
+        ({"beta": 0.1}, "beta.*: several methods have one: set preference_beta"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_fields_that_exclude_each_other_are_one_line(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        make_spec(PAIRS | fields, "-e")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value", "owner"),
+    [
+        ("sft", "preference_beta", 0.2, "dpo or orpo or kto"),
+        ("orpo", "preference_loss", "ipo", "dpo"),
+        ("orpo", "preference_precompute", True, "dpo or kto"),
+        ("dpo", "kto_desirable_weight", 2, "kto"),
+    ],
+)
+def test_a_field_of_another_method_is_refused(method: str, field: str, value: Any, owner: str) -> None:
+    given = {"method": method, "dataset": "pairs.jsonl", field: value}
+    with pytest.raises(
+        UserError, match=f"{field} has no effect with method={method}: set method={owner}, or omit {field}"
+    ):
+        read_spec(None, given, "the flags", strict=True)
+    for right in owner.split(" or "):
+        assert getattr(read_spec(None, given | {"method": right}, "the flags", strict=True), field) == value
+
+
+def test_names_of_trl() -> None:
+    names = {"label_smoothing": 0.1, "precompute_ref_log_probs": True, "preference_loss": "robust"}
+    spec = make_spec(PAIRS | names, "-e")
+    assert (spec.preference_label_smoothing, spec.preference_precompute) == (0.1, True)
+    spec = make_spec({**PAIRS, "method": "kto", "desirable_weight": 2, "undesirable_weight": 0.5}, "-e")
+    assert (spec.kto_desirable_weight, spec.kto_undesirable_weight) == (2.0, 0.5)
+
+
+def test_a_default_method_does_not_change_the_name_of_a_run() -> None:
+    before = make_spec({}, "-e").digest()
+    assert make_spec({"method": "sft", "preference_beta": 0.1}, "-e").digest() == before
+    assert make_spec({"preference_beta": 0.2}, "-e").digest() != before
+
+
+def test_the_reference_is_precomputed_without_an_adapter() -> None:
+    for method, fields, wanted in [
+        ("dpo", {}, False),
+        ("dpo", {"lora_r": 0}, True),
+        ("kto", {"preference_precompute": True}, True),
+        ("orpo", {"lora_r": 0}, False),
+        ("sft", {"lora_r": 0}, False),
+    ]:
+        spec = make_spec({**PAIRS, "method": method, **fields}, "-e")
+        assert method_of(spec).precomputes(spec) is wanted
+
+
+def costs(**fields: Any) -> Any:
+    spec = make_spec({"batch_size": 2, "total_batch_size": 8, "seq_length": 128, "packing": False, **fields}, "-e")
+    shape, rows = shape_of(spec), RowStats.full(spec)
+    speed = Speed.nominal(spec, shape, rows, "cpu")
+    (option,) = options(spec, Setting(shape, Layout((1,)), rows, speed, 1000, gloo=True))
+    return option
+
+
+def test_a_pair_costs_two_rows_and_the_reference_a_pass() -> None:
+    sft, twice = costs(), costs(batch_size=4, total_batch_size=16)
+    plain, full = costs(**PAIRS, preference_precompute=True), costs(**PAIRS)
+    assert plain.memory == twice.memory and plain.memory.activations == 2 * sft.memory.activations
+    assert plain.compute_seconds == pytest.approx(2 * sft.compute_seconds, rel=0.01)
+    assert full.compute_seconds == pytest.approx(1.5 * plain.compute_seconds, rel=0.01), (
+        "a forward pass of LoRA is half"
+    )
+    kto = costs(method="kto", dataset="labels.jsonl")
+    assert kto.memory == sft.memory and kto.compute_seconds == pytest.approx(2.5 * sft.compute_seconds, rel=0.01)
+
+
+def test_rows_are_not_packed() -> None:
+    assert packing_text(make_spec(PAIRS, "-e")) == "not packed: a row has one sequence with method=dpo"
+    assert [name for name, entry in METHODS.items() if entry.packs and entry.data == "answers"] == ["sft"]
+    assert all(method_named(name) for name in METHODS)

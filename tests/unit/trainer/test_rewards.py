@@ -1,0 +1,311 @@
+"""Rewards: built-in ones, files of the user, and what stops a file that does not behave."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from trainer.common.errors import UserError
+from trainer.config.json_schema import matches, schema_error
+from trainer.config.reward_source import Rewards, RewardSource, rewards_error, with_reward_paths
+from trainer.rewards.built_in import answer_of, built_in, text_of
+from trainer.rewards.reward_file import check_reward_file
+from trainer.rewards.scores import RewardProcess, Rollouts, total
+from trainer.spec import make_spec
+
+ENTRIES: TypeAdapter[tuple[RewardSource, ...]] = TypeAdapter(Rewards)
+
+
+def sources(value: Any) -> tuple[RewardSource, ...]:
+    return ENTRIES.validate_python(value)
+
+
+def rate(entry: Any, completions: list[Any], **columns: list[Any]) -> list[float | None]:
+    (source,) = sources([entry])
+    assert not rewards_error([source])
+    return built_in(source.model_dump(mode="json"))(
+        completions=completions, prompts=["?"] * len(completions), **columns
+    )
+
+
+# The field of the spec ---------------------------------------------------------------------------------------------------
+
+
+def test_rewards_as_words_and_as_mappings() -> None:
+    assert sources("exact,length:0.1") == sources([{"use": "exact"}, {"use": "length", "weight": 0.1}])
+    assert sources("my_reward.py") == sources({"use": "my_reward.py"}) == sources("[my_reward.py]")
+    assert sources("a.py:-2")[0].weight == -2 and sources("a.py:-2")[0].is_file
+    assert sources("[{use: regex, pattern: 'a,b:1'}]")[0].pattern == "a,b:1"
+    assert [each.use for each in with_reward_paths(sources("exact,a.py,b.py"), ["x.py", "y.py"])] == [
+        "exact",
+        "x.py",
+        "y.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("regex", "regex needs pattern"),
+        ("length", "length needs limit"),
+        ([{"use": "regex", "pattern": "("}], "the pattern '(' is not valid"),
+        ([{"use": "exact", "pattern": "x"}], "'exact' has no option pattern"),
+        ("a.py,a.py", "'a.py' is given twice"),
+        ([{"use": "json", "json_schema": {"type": "objekt"}}], "type must be one of"),
+        ([{"use": "json", "json_schema": {"oneOf": []}}], "the keyword 'oneOf' is not supported"),
+    ],
+)
+def test_rewards_that_are_refused(value: Any, reason: str) -> None:
+    assert reason in rewards_error(sources(value))
+
+
+def test_a_reward_that_is_unknown() -> None:
+    with pytest.raises(
+        UserError, match=r"reward: expected Python files \(NAME.py\) and built-in rewards .*, got 'exakt'"
+    ):
+        make_spec({"method": "grpo", "reward": "exakt"}, "test")
+
+
+# The built-in rewards ----------------------------------------------------------------------------------------------------
+
+
+def test_exact_answers() -> None:
+    texts = ["4", " 4.0 ", "five", "<think>2+2=5?</think>4", "<answer>3</answer> no <answer>4</answer>", "4 apples"]
+    assert rate("exact", texts, answer=[4, "4", "four", "4", "4", "4"]) == [1, 1, 0, 1, 1, 0]
+    assert rate({"use": "exact", "column": "solution"}, ["1,000", "yes"], solution=["1000", None]) == [1, None]
+    assert rate("exact", ["nan", "Infinity"], answer=["NaN", "inf"]) == [0, 0]
+    chat = [[{"role": "assistant", "content": "<answer>7</answer>"}]]
+    assert (
+        rate("exact", chat, answer=["7"]) == [1] and text_of(chat[0]) == "<answer>7</answer>" and answer_of("x") == "x"
+    )
+
+
+def test_patterns_and_lengths() -> None:
+    assert rate({"use": "regex", "pattern": "^[A-Z]"}, ["Yes", "no"]) == [1, 0]
+    assert rate({"use": "length", "limit": 10}, ["x" * n for n in (0, 10, 15, 20, 99)]) == [1, 1, 0.5, 0, 0]
+
+
+def test_the_format_is_that_of_trl() -> None:
+    from trl.rewards import think_format_reward
+
+    texts = [
+        "<think>a</think>b",
+        "<think>a\nb</think>\nc",
+        "b",
+        "<think>a<think></think>b",
+        "x<think>a</think>",
+        "<think>a",
+    ]
+    wanted = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
+    assert rate("format", texts) == wanted and {*wanted} == {0, 1}
+
+
+def test_json_and_its_schema() -> None:
+    schema = {
+        "type": "object",
+        "required": ["name", "age"],
+        "properties": {"name": {"type": "string", "minLength": 1}, "age": {"type": "integer", "minimum": 0}},
+        "additionalProperties": False,
+    }
+    texts = [
+        '{"name": "a", "age": 3}',
+        '```json\n{"name": "a", "age": 3}\n```',
+        '{"name": "", "age": 3}',
+        '{"name": "a", "age": true}',
+        '{"name": "a", "age": 3, "x": 1}',
+        '{"name": "a"}',
+        "{",
+        "[" * 100_000,
+    ]
+    assert rate({"use": "json", "json_schema": schema}, texts) == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert rate("json", ["[1]", "no"]) == [1, 0]
+
+
+def test_schemas_by_hand() -> None:
+    cases: list[tuple[Any, Any, bool]] = [
+        (1, {"enum": [True, 2]}, False),
+        (1.0, {"type": "integer"}, True),
+        ([1, "a"], {"items": {"type": "number"}}, False),
+        ([], {"minItems": 1}, False),
+        ("ab", {"pattern": "^a", "maxLength": 2}, True),
+        (None, {"type": ["string", "null"]}, True),
+        ({"a": 1}, {"properties": {"a": False}}, False),
+        (5, {"exclusiveMaximum": 5}, False),
+        ({"a": 1}, {"const": {"a": 1}}, True),
+    ]
+    for value, schema, wanted in cases:
+        assert not schema_error(schema) and matches(value, schema) is wanted, (value, schema)
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"items": deep}
+    assert "at most 32 levels" in schema_error(deep)
+
+
+# Files -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., RewardProcess]]:
+    processes: list[RewardProcess] = []
+
+    def start(text: str, columns: tuple[str, ...] = ("answer",), seconds: float = 20, more: str = "") -> RewardProcess:
+        path = tmp_path / "mine.py"
+        path.write_text(text, encoding="utf-8")
+        processes.append(RewardProcess(sources(f"{path}{more}"), columns, seconds))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.close()
+
+
+ROLLOUTS = Rollouts(["2+2=", "3+3="], ["4", "seven"], [[5], [6, 7]], {"answer": ["4", "6"]}, 3, 10)
+
+GOOD = """
+import math
+
+FACTOR = 2.0
+
+def reward_right(prompts, completions, answer, **columns):
+    assert sorted(columns) == ["completion_ids", "trainer_state"] and len(prompts) == 2
+    print("seen", len(completions))
+    return [FACTOR * (text == right) for text, right in zip(completions, answer)]
+
+async def reward_tokens(completion_ids):
+    return [len(ids) if len(ids) > 1 else None for ids in completion_ids]
+
+def helper():
+    return 1
+
+reward_step = lambda trainer_state, **_: [trainer_state.global_step, trainer_state.max_steps]
+"""
+
+
+def test_a_file_and_built_in_rewards(make: Callable[..., RewardProcess]) -> None:
+    process = make(GOOD, more=":0.5,exact")
+    assert [(each.name, each.file, each.weight) for each in process.functions] == [
+        ("reward_right", "mine.py", 0.5),
+        ("reward_tokens", "mine.py", 0.5),
+        ("reward_step", "mine.py", 0.5),
+        ("exact", "", 1.0),
+    ]
+    parts = process(ROLLOUTS)
+    np.testing.assert_array_equal(parts, [[2, math.nan, 3, 1], [0, 2, 10, 0]])
+    assert total(parts, [each.weight for each in process.functions]).tolist() == [
+        2 * 0.5 + 3 * 0.5 + 1,
+        2 * 0.5 + 10 * 0.5,
+    ]
+    assert np.isnan(total(np.full((1, 2), math.nan), [1, 1])).all()
+    np.testing.assert_array_equal(process(ROLLOUTS), parts)
+
+
+NETWORK = "it opens a network connection, and rewards have no network"
+REFUSED = {
+    "loop": ("while True: pass", "mine.py: reward_bad: it takes more than 1 s"),
+    "sleep": ("import time; time.sleep(60)", "mine.py: reward_bad: it takes more than 1 s"),
+    "child": (
+        "import os, time; os.fork() and os._exit(0); time.sleep(60)",
+        "mine.py: reward_bad: it takes more than 1 s",
+    ),
+    "network": ("import socket; socket.socket()", f"mine.py: reward_bad: {NETWORK}"),
+    "hidden network": (
+        "import urllib.request\n try: urllib.request.urlopen('http://127.0.0.1:9')\n except Exception: pass\n return [0, 0]",
+        NETWORK,
+    ),
+    "child with network": (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import socket; socket.socket()'], check=True)",
+        "CalledProcessError",
+    ),
+    "local socket": ("import socket; socket.socket(socket.AF_UNIX)", "line 3: PermissionError"),
+    "failure": ("return [1 / 0]", "mine.py: reward_bad line 3: ZeroDivisionError: division by zero"),
+    "exit": ("raise SystemExit(3)", "reward_bad line 3: SystemExit: 3"),
+    "end": ("import os; os._exit(5)", "mine.py: reward_bad: its process ended with exit code 5"),
+    "memory": ("x = bytearray(8 << 30); return [1, 2]", "mine.py: reward_bad: it takes more than 4096 MiB of memory"),
+    "few": ("return [1]", "mine.py: reward_bad returned 1 rewards for 2 completions: return one per completion"),
+    "nan": ("return [1, float('nan')]", "mine.py: reward_bad returned nan: return finite numbers"),
+    "text": ("return [1, '2']", "mine.py: reward_bad returned '2': return finite numbers"),
+    "none": ("return None", "mine.py: reward_bad returned a NoneType: return a list"),
+    "dict": ("return {0: 1, 1: 2}", "mine.py: reward_bad returned a dict: return a list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_reward_that_does_not_behave_is_stopped_with_one_line(name: str, make: Callable[..., RewardProcess]) -> None:
+    body, reason = REFUSED[name]
+    process = make(f"def reward_bad(prompts, completions, **_):\n '''Bad.'''\n {body}\n", seconds=1)
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        process(ROLLOUTS)
+    assert time.monotonic() - started < 8
+    assert reason in str(caught.value) and str(caught.value).startswith("reward: ") and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nothing_of_this_name\ndef reward(): pass", "mine.py: line 1: ModuleNotFoundError"),
+        (
+            "def reward(completions, solution): return []",
+            "mine.py: reward has the parameter 'solution', which no column",
+        ),
+        ("import time; time.sleep(60)\ndef reward(): pass", "mine.py: importing it takes more than 1 s"),
+        ("reward = 3", "it defines no function whose name begins with 'reward'"),
+    ],
+)
+def test_a_file_that_cannot_be_used(text: str, reason: str, make: Callable[..., RewardProcess]) -> None:
+    with pytest.raises(UserError) as caught:
+        make(text, seconds=1)
+    assert reason in str(caught.value)
+
+
+def test_libraries_may_look_for_a_network_while_they_are_imported(make: Callable[..., RewardProcess]) -> None:
+    text = (
+        "import socket\ntry: socket.socket(socket.AF_INET6); open_ = True\nexcept OSError: open_ = False\n"
+        "def reward(completions): return [float(open_)] * len(completions)"
+    )
+    assert make(text)(ROLLOUTS).tolist() == [[0], [0]]
+
+
+def test_a_reward_has_no_keys_and_no_input(make: Callable[..., RewardProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    text = "import os, sys\ndef reward(completions): return [float('HF_TOKEN' in os.environ), float(len(sys.stdin.read()))]"
+    assert make(text)(ROLLOUTS).tolist() == [[0], [0]]
+
+
+def test_a_column_with_the_answers_is_required(make: Callable[..., RewardProcess]) -> None:
+    with pytest.raises(UserError, match="exact: the dataset has no column 'answer'"):
+        make("def reward(completions): return []", columns=("solution",), more=",exact")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def rate(): pass", "has no function whose name begins with 'reward'"),
+        ("def reward(:", "mine.py:1: invalid syntax"),
+        ("import os\nos.abort()\ndef reward_x(): pass", ""),
+        ("from other import reward", ""),
+        ("async def reward_x(): pass", ""),
+        ("class A:\n def reward(self): pass", "has no function"),
+    ],
+)
+def test_the_controller_reads_a_file_and_does_not_run_it(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text, encoding="utf-8")
+    if not reason:
+        assert check_reward_file(str(path)) == path
+        return
+    with pytest.raises(UserError) as caught:
+        check_reward_file(str(path))
+    assert reason in str(caught.value)
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(UserError, match=r"cannot read /nowhere/mine\.py: No such file"):
+        check_reward_file("/nowhere/mine.py")

@@ -1,0 +1,94 @@
+"""The model as the strategies call it: a micro-batch in, the loss of the method out."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.data.packing import IGNORED
+from trainer.method.method_base import Batch, Method
+from trainer.method.sft import SFT
+from trainer.models.chunked_loss import Tail
+
+
+class ModelWithLoss(nn.Module):
+    """A causal language model whose forward returns the *sum* of the losses of tokens or samples, so that ranks can be weighted exactly."""
+
+    def __init__(self, model: nn.Module, *, compiled: bool = False, method: Method | None = None) -> None:
+        """`method`: computes the loss; None: supervised fine-tuning."""
+        super().__init__()
+        self.model, self.method = model, method or SFT()
+        self._run = torch.compile(model) if compiled else model
+        self._loss_positions: torch.Tensor | None = None
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # Flash attention separates packed samples by their positions only within a single row.
+        self._single_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
+        head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+        if head is not None and not compiled:
+            head.register_forward_pre_hook(self._select_loss_positions)
+        self._tail = None if compiled else Tail.of(base)
+
+    def _select_loss_positions(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Pass only positions with a loss to the output head: the logits are the largest tensor of a step."""
+        if self._loss_positions is None:
+            return hidden
+        return (hidden[0].flatten(0, -2)[self._loss_positions][None],)
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, extra: Any = None
+    ) -> torch.Tensor:
+        """Return the summed loss of a micro-batch, a float32 scalar.
+
+        Args:
+            ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
+                every packed sample, by which transformers separates them (this requires ``use_cache=False``).
+            extra: see `Batch`.
+        """
+        return self.method.loss(self, Batch(ids, positions, labels, extra))
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.
+
+        Args:
+            ids, positions: see `forward`.
+            selected: int64 [n].
+        """
+        return self._output(ids, positions, selected).flatten(0, 1)
+
+    def summed_cross_entropy(
+        self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the cross entropy of the tokens after the selected places, a float32 scalar.
+
+        The logits of all places exist only if the model is compiled, or transformers does not know its decoder.
+
+        Args:
+            ids, positions, selected: see `logits`.
+            targets: int64 [n]; -100 where there is no loss.
+        """
+        if self._tail:
+            with self._tail.loss_wanted(selected, targets):
+                found = self._output(ids, positions, None)
+            if not found.dim():
+                return found
+            logits = found.flatten(0, 1)[selected]
+        else:
+            logits = self.selected_logits(ids, positions, selected)
+        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+    def _output(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
+        """Return what the model returns as its logits. `selected`: the places that its head receives; None: all."""
+        if self._single_row:
+            ids, positions = ids.view(1, -1), positions.view(1, -1)
+        self._loss_positions = selected
+        try:
+            found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
+        finally:
+            self._loss_positions = None
+        return found
+
+    def selected_logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as for `logits`."""
+        found = self.logits(ids, positions, selected)
+        return found[selected] if len(found) == ids.numel() else found

@@ -1,0 +1,139 @@
+"""The rewards of completions, as a rank asks for them. They are computed in a process with limits: see `reward_program`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
+from trainer.config.reward_source import RewardSource
+from trainer.data.limited_process import LimitedProcess, LimitError
+
+MEMORY = 4 << 30  # bytes
+# A reward gets one thread and no GPU, which the ranks need.
+_SET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+# Variables that it keeps: not those with keys, such as HF_TOKEN.
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+_MAX_NAME = 100  # characters
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function: its name, the name of its file (empty for a built-in one), and its weight in the sum."""
+
+    name: str
+    file: str
+    weight: float
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}" if self.file else self.name
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Completions that are rated together.
+
+    Attributes:
+        prompts, completions: a text or a list of messages each, as TRL has them.
+        completion_ids: the tokens of every completion.
+        columns: the other columns of the dataset, by name, one value for every completion.
+        step, steps: number of the step, from 0, and of all steps.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    completion_ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[Any]]
+    step: int = 0
+    steps: int = 0
+
+
+class RewardProcess:
+    """The reward functions of a run in their process. `functions`: in the order of the spec."""
+
+    def __init__(self, rewards: Sequence[RewardSource], columns: Sequence[str], seconds: float) -> None:
+        """Start the process and import the files.
+
+        Args:
+            columns: of the dataset, without prompt.
+            seconds: time limit of one call of a function.
+
+        Raises:
+            UserError: a file cannot be imported in time, or a function needs a column that the dataset lacks.
+        """
+        env = _SET | {name: os.environ[name] for name in _KEPT if name in os.environ}
+        self._process = LimitedProcess("trainer.rewards.reward_program", MEMORY, 0, wait=seconds, env=env)
+        entries = [{**reward.model_dump(mode="json"), "is_file": reward.is_file} for reward in rewards]
+        files = ", ".join(reward.use.rpartition("/")[2] for reward in rewards)
+        found = self._ask((entries, list(columns)), f"{files}: importing", "")
+        self.functions = [
+            RewardFunction(printable(name, _MAX_NAME), printable(file, _MAX_NAME), rewards[entry].weight)
+            for name, file, entry in found
+        ]
+
+    def __call__(self, rollouts: Rollouts) -> np.ndarray:
+        """Return the rewards of completions by function, float64 [n, functions]; NaN where a function does not rate one.
+
+        Raises:
+            UserError: a function failed, exceeded a limit, or returned something else; the message names it.
+        """
+        self._ask(vars(rollouts), "reading the completions", "")
+        parts = np.full((len(rollouts.completions), len(self.functions)), math.nan)
+        for place, function in enumerate(self.functions):
+            answer = self._ask(place, f"{function}:", f"{function} ")
+            if not isinstance(answer, list) or len(answer) != len(parts):
+                raise UserError(
+                    f"reward: {function} sent a damaged answer: it must not write to the pipe of its process"
+                )
+            parts[:, place] = [math.nan if value is None else float(value) for value in answer]
+        if np.isinf(parts).any():
+            raise UserError("reward: the process of the rewards sent a number that is not finite")
+        return parts
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _ask(self, request: object, doing: str, who: str) -> Any:
+        """Return the answer of the process. Raises UserError.
+
+        Args:
+            doing: what it does, for the message about a limit.
+            who: what begins the message of an error that it reports.
+        """
+        try:
+            error, answer = self._process.ask(request)
+        except LimitError as limit:
+            self._process.close()
+            raise UserError(f"reward: {doing} {limit}{_REMEDIES.get(_kind(str(limit)), '')}") from None
+        if error:
+            self._process.close()
+            raise UserError(f"reward: {who}{error}")
+        return answer
+
+
+_REMEDIES = {
+    "network": ", and rewards have no network: compute the reward on this host",
+    "time": ", see reward_timeout: make it faster, or increase the limit",
+}
+
+
+def _kind(limit: str) -> str:
+    return "network" if "network" in limit else "time" if limit.endswith(" s") else ""
+
+
+def total(parts: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """Return the weighted sums of rewards, float64 [n]; NaN for a completion that no function rates, as in TRL.
+
+    Args:
+        parts: float64 [n, functions].
+        weights: of the functions.
+    """
+    sums = np.nansum(parts * np.array(weights), axis=1)
+    return np.where(np.isnan(parts).all(axis=1), math.nan, sums)
