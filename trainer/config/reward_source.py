@@ -43,10 +43,10 @@ class RewardSource(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     use: str = Field(min_length=1)
-    weight: float = Field(1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)
+    weight: float = Field(default=1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)
     column: str = ""
     pattern: str = ""
-    limit: int = Field(0, ge=0, le=10**9)
+    limit: int = Field(default=0, ge=0, le=10**9)
     json_schema: dict[str, Any] = {}
 
     @field_validator("use")
