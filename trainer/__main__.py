@@ -390,10 +390,11 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         return previous
     result = loop.train(spec, run_dir, data_dir, world, heartbeat)
     if world.rank == 0 and result.get("loss_first") is not None:
+        used = f" ({result['mfu']:.0%} of the device's peak)" if result.get("mfu") else ""
         print(
             f"run {spec.run} {result['status']} at step {result['step']}/{result['steps']}: "
             f"loss {result['loss_first']:.4f} -> {result['loss_last']:.4f}, eval {result['eval_loss']}, "
-            f"{result['tokens_per_second']:.0f} tokens/s, in {run_dir}"
+            f"{result['tokens_per_second']:.0f} tokens/s{used}, in {run_dir}"
         )
     return result
 

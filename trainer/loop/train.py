@@ -28,6 +28,7 @@ from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packi
 from trainer.method import Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
+from trainer.models.peak import Utilisation
 from trainer.records.checkpoint import Saver, find_checkpoint
 from trainer.records.run_state import RunState
 from trainer.records.step_metrics import Reduced, StepMetrics
@@ -271,6 +272,8 @@ def report(
     comm: dict[str, Any] = (
         {"comm_share": [round(value, 4) for value in reduced.comm_share]} if reduced.comm_share else {}
     )
+    if reduced.mfu:
+        comm["mfu"] = [round(value, 4) for value in reduced.mfu]
     for record in reduced.records:
         eta = state.add(record, reduced.seconds)
         record |= {"step_seconds": reduced.step_seconds} | comm | ({"gpus": reduced.gpus} if any(reduced.gpus) else {})
@@ -407,7 +410,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, steps, columns))
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    metrics, stopping = StepMetrics(method.measures(method_of(spec))), False
+    utilisation = Utilisation.of(spec, world.device) if method_of(spec).computes_tokens_only else None
+    metrics = StepMetrics(method.measures(method_of(spec)), utilisation.seconds if utilisation else None)
+    stopping = False
     while state.step < steps and not stopping:
         try:
             rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)

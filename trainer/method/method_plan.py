@@ -26,6 +26,8 @@ class MethodPlan:
     fields: ClassVar[frozenset[str]] = frozenset()
     sequences: ClassVar[int] = 1  # sequences of one sample in a pass with gradients; each takes a row of a micro-batch
     has_reference: ClassVar[bool] = False  # the loss compares the model with the untrained one
+    # The work of a step is that of its tokens: no reference, no completions, no second sequence. MFU is known then.
+    computes_tokens_only: ClassVar[bool] = False
     # Names of the sums over samples that the loss adds (see Method.add_metrics). Ranks exchange them in this order.
     sums: ClassVar[tuple[str, ...]] = ()
 

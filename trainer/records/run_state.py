@@ -67,6 +67,7 @@ def _no_totals() -> dict[str, Any]:
         "samples": 0,
         "missed_samples": 0,  # scheduled samples that no rank trained on
         "seconds": 0.0,
+        "mfu_seconds": 0.0,  # seconds x share of the peak
         "loss_first": None,
         "loss_last": None,
     }
@@ -162,6 +163,8 @@ class RunState:
         for name in ("tokens", "trained_tokens", "samples"):
             self.totals[name] += record[name]
         self.totals["seconds"] += seconds
+        if record.get("mfu"):
+            self.totals["mfu_seconds"] += seconds * sum(record["mfu"]) / len(record["mfu"])
         if weight:
             self.totals |= {"loss_last": mean_loss, "loss_first": self.totals["loss_first"] or mean_loss}
         record |= {"loss": mean_loss, "tokens_per_second": record["tokens"] / seconds}

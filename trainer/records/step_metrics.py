@@ -36,7 +36,8 @@ class Reduced:
     written its shard of the pending checkpoint. `seconds`: mean duration of a step on the slowest rank, which is the same
     number on every host. `step_seconds`: mean seconds of a step on every rank, without the synchronization after it.
     `comm_share`: share of the time, from 0 to 1, in which every rank waited for communication that its computation does
-    not hide; None if the strategy does not measure it. `gpus`: the readings of every rank's GPU, see gpu_use; empty on a CPU.
+    not hide; None if the strategy does not measure it. `mfu`: share of the peak of every rank's device that the step used, from 0
+    to 1; None if it is unknown. `gpus`: the readings of every rank's GPU, see gpu_use; empty on a CPU.
     """
 
     records: list[dict[str, Any]]
@@ -45,14 +46,16 @@ class Reduced:
     seconds: float
     step_seconds: list[float]
     comm_share: list[float] | None
+    mfu: list[float] | None
     gpus: list[dict[str, float]]
 
 
 class StepMetrics:
     """Collects a record per step on this rank and reduces them when ranks synchronize."""
 
-    def __init__(self, method: MethodSums) -> None:
-        self._method = method
+    def __init__(self, method: MethodSums, at_peak: Callable[[int, int, int], float] | None = None) -> None:
+        """`at_peak`: returns the seconds of a step at the peak of this device, see `Utilisation.seconds`."""
+        self._method, self._at_peak = method, at_peak
         self._records: list[dict[str, Any]] = []
 
     def add(
@@ -121,7 +124,8 @@ class StepMetrics:
         counts = [float(record[name]) for record in records for name in names]
         strategy.sync(waiting, [*map(float, flags()), *counts])
 
-        compute, total, shared, waited = ([0.0] * world.size for _ in range(4))
+        compute, total, shared, waited, needed = ([0.0] * world.size for _ in range(5))
+        needed[world.rank] = self._needed(records)
         compute[world.rank] = sum(record.pop("seconds") for record in records) / len(records)
         total[world.rank] = compute[world.rank] + (time.perf_counter() - started) / len(records)
         shared[world.rank] = strategy.rank_seconds()
@@ -130,12 +134,12 @@ class StepMetrics:
         readings = [0.0] * (world.size * len(READINGS))  # -1: unknown
         first = world.rank * len(READINGS)
         readings[first : first + len(READINGS)] = [gpu.get(name, -1.0) for name in READINGS]
-        sums = strategy.sum([*map(float, flags()), *counts, *readings, *compute, *total, *shared, *waited])
+        sums = strategy.sum([*map(float, flags()), *counts, *readings, *compute, *total, *shared, *waited, *needed])
 
         stop, written, *rest = sums
         counts, rest = rest[: len(counts)], rest[len(counts) :]
         readings, times = rest[: len(readings)], rest[len(readings) :]
-        compute, total, shared, waited = (times[part * world.size :][: world.size] for part in range(4))
+        compute, total, shared, waited, needed = (times[part * world.size :][: world.size] for part in range(5))
         strategy.update_shares(shared)
         for index, record in enumerate(records):
             record |= dict(zip(names, counts[index * len(names) :], strict=False))
@@ -145,4 +149,12 @@ class StepMetrics:
         share = [min(1.0, seconds / max(total)) for seconds in waited] if min(waited) >= 0 else None
         ranks = (readings[first:][: len(READINGS)] for first in range(0, len(readings), len(READINGS)))
         gpus = [{name: value for name, value in zip(READINGS, rank, strict=True) if value >= 0} for rank in ranks]
-        return Reduced(records, stop > 0, written == world.size, max(total), compute, share, gpus)
+        mfu = [seconds / max(total) for seconds in needed] if min(needed) >= 0 and not strategy.staged else None
+        return Reduced(records, stop > 0, written == world.size, max(total), compute, share, mfu, gpus)
+
+    def _needed(self, records: Sequence[Mapping[str, Any]]) -> float:
+        """Return the mean seconds of a step at the peak of this device; -1 if they are unknown."""
+        if self._at_peak is None:
+            return -1.0
+        names = ("tokens", "trained_tokens", "samples")
+        return sum(self._at_peak(*(int(record[name]) for name in names)) for record in records) / len(records)

@@ -278,5 +278,6 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     scalars |= record.get("metrics", {})
     scalars |= {f"step_seconds/rank{rank}": value for rank, value in enumerate(record["step_seconds"])}
     scalars |= {f"rows/rank{rank}": value for rank, value in enumerate(record.get("rows", []))}
+    scalars |= {f"mfu/rank{rank}": value for rank, value in enumerate(record.get("mfu", []))}
     gpus = enumerate(record.get("gpus", []))
     return scalars | {f"gpu_{name}/rank{rank}": value for rank, gpu in gpus for name, value in gpu.items()}

@@ -21,7 +21,7 @@ from trainer.supervise.processes import (
 from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, read_job, read_log, read_node, read_ranks
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
-_OF_ALL_RANKS = ("step_seconds", "comm_share")  # of a heartbeat
+_OF_ALL_RANKS = ("step_seconds", "comm_share", "mfu")  # of a heartbeat
 ENDED_WELL = ("finished", "stopped")  # a rank that ended as intended
 
 

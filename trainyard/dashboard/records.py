@@ -17,7 +17,7 @@ STEPS = 8000  # records of a run that are kept; of more, every second one, then 
 LISTED = 64  # ranks that are kept of each record
 DAMAGED = 1000  # lines of one answer; what follows more of them is ignored, because a host can send 100 000 at once
 Place = tuple[int, int, int]  # generation, and numbers of metrics and evaluations
-COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
+COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share", "mfu")
 METHOD_COLUMNS = ("reward", "completion_length", "kl")  # of the metrics of a training method
 
 
@@ -26,7 +26,7 @@ class RunRecords:
 
     Attributes:
         generation: changes when earlier records are no longer valid, as after a resume.
-        columns: a list per field of metrics.jsonl, and of the metrics of a method, one entry per step; `step_seconds` and `comm_share` have a list of ranks.
+        columns: a list per field of metrics.jsonl, and of the metrics of a method, one entry per step; `step_seconds`, `comm_share` and `mfu` have a list of ranks.
         evals: [step, loss] of every evaluation.
         error: why the newest query failed.
     """

@@ -116,8 +116,12 @@ class RunState:
     @property
     def comm_share(self) -> float | None:
         """Mean share of the time in which its ranks wait for communication, from 0 to 1; None if it is not measured."""
-        shares = self.first.get("comm_share") or []
-        return sum(shares) / len(shares) if shares else None
+        return _mean(self.first.get("comm_share") or [])
+
+    @property
+    def mfu(self) -> float | None:
+        """Mean share of the peak of their devices that its ranks use, from 0 to 1; None if it is unknown."""
+        return _mean(self.first.get("mfu") or [])
 
     @property
     def result(self) -> dict[str, Any]:
@@ -136,6 +140,10 @@ class Event:
     text: str
     run: str = ""
     host: str = ""
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def overall_status(parts: list[HostRun]) -> str:

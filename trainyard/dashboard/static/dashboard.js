@@ -130,13 +130,13 @@ class Charts {
   // Returns { label, steps, values, colour, dash, points } of every curve of a chart. Runs that are compared have a colour
   // each; ranks are those of the first run only.
   curves(chart) {
-    const found = [], compared = this.names.length > 1, byRank = chart === "step_seconds" || chart === "comm_share";
+    const found = [], compared = this.names.length > 1, byRank = ["step_seconds", "comm_share", "mfu"].includes(chart);
     this.names.forEach((name, number) => {
       const series = this.runs.get(name), column = series?.columns[chart];
       if (!series || !series.columns.step.length || (byRank && found.length)) return;
       const steps = series.columns.step, dashed = compared ? 1 : 0;
       if (byRank) {
-        const factor = chart === "comm_share" ? 100 : 1;
+        const factor = chart === "step_seconds" ? 1 : 100;
         const ranks = Math.min(RANKS, Math.max(0, ...column.map((one) => one ? one.length : 0)));
         for (let rank = 0; rank < ranks; rank++) {
           const values = column.map((one) => one?.[rank] === undefined ? null : one[rank] * factor);
@@ -161,7 +161,7 @@ class Charts {
       if (!curves.length) continue;
       any = true;
       // The unit of the values; that of the axis is in the title.
-      const unit = { step_seconds: " s", comm_share: " %", tokens_per_second: " tokens/s" }[figure.dataset.chart] || "";
+      const unit = { step_seconds: " s", comm_share: " %", mfu: " %", tokens_per_second: " tokens/s" }[figure.dataset.chart] || "";
       const data = uPlot.join(curves.map(({ steps, values }) => [steps, values]));
       const key = curves.map(({ label }) => label).join("\n");
       const plot = this.plots.get(figure);

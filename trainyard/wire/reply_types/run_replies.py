@@ -90,6 +90,7 @@ class Heartbeat(OpenReply):
     process: NotRequired[Line | None]
     step_seconds: NotRequired[Measured]
     comm_share: NotRequired[Measured]
+    mfu: NotRequired[Measured]
     gpu: NotRequired[GpuUse | None]
     error: NotRequired[RankError | None]
 

@@ -131,6 +131,7 @@ class StepRecord(TypedDict):
     tokens_per_second: NotRequired[Optional]
     step_seconds: NotRequired[Measured]
     comm_share: NotRequired[Measured]
+    mfu: NotRequired[Measured]
     metrics: NotRequired[MethodMetrics]
 
 
