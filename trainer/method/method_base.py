@@ -119,7 +119,7 @@ class Method(ABC):
     def add_metrics(self, **sums: torch.Tensor) -> None:
         """Add sums over the samples of a micro-batch to the metrics; names as in `MethodPlan.sums`."""
         for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value.detach().double().cpu()
+            self._sums[name] = self._sums[name] + value.detach().double()
 
     def take_metrics(self, names: Sequence[str]) -> list[float]:
         """Return the sums of the metrics since the last call, in the order of `names`."""
