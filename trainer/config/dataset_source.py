@@ -22,7 +22,7 @@ SHAPES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 PAIR = ("chosen", "rejected")  # answers of a record of preferences
 LABEL_NAMES = ("label", "kto_tag")  # of an answer
 # Those of preferences (see trainer.data.preferences), which a method can require.
-_PREFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+PREFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (PAIR, ("prompt", "system", "tools")),
     ((*PAIR, "conversations"), ("system", "tools")),
     ((*PAIR, "messages"), ("system", "tools")),
@@ -31,7 +31,7 @@ _PREFERENCES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 MESSAGE_KEYS = ("role", "content")  # of a message in `messages` or `conversations`
 COLUMNS = tuple(
-    dict.fromkeys([name for shape in (*SHAPES, *_PREFERENCES) for names in shape for name in names] + [*MESSAGE_KEYS])
+    dict.fromkeys([name for shape in (*SHAPES, *PREFERENCES) for names in shape for name in names] + [*MESSAGE_KEYS])
 )
 MAX_WEIGHT = 1000
 EXPECTED = {
@@ -114,7 +114,7 @@ def columns_error(columns: Mapping[str, str]) -> str:
             known = "" if turned else f": expected one of {', '.join(COLUMNS)}"
             return f"columns: unknown name {quoted(name)}{turned}{known}"
     mapped = set(columns).difference(MESSAGE_KEYS)
-    if not any(mapped <= {*required, *optional} for required, optional in (*SHAPES, *_PREFERENCES)):
+    if not any(mapped <= {*required, *optional} for required, optional in (*SHAPES, *PREFERENCES)):
         shapes = "; ".join(", ".join(required + optional) for required, optional in SHAPES)
         return f"columns: {', '.join(sorted(mapped))} are of different shapes: map the names of one shape: {shapes}"
     return ""

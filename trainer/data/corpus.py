@@ -15,9 +15,7 @@ import numpy as np
 
 from trainer.common.files import write_atomic
 from trainer.data.data_report import NO_DATA, DataReport
-from trainer.data.logprobs import TOP, Targets, join_targets
-
-NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
+from trainer.data.logprobs import NO_TARGETS, Targets, join_targets
 
 _OF_SAMPLES = ("splits", "desirable", "references")  # arrays of a corpus with an entry for each sample
 

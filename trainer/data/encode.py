@@ -19,11 +19,11 @@ from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.methods import METHODS, Data
 from trainer.data.answer_spans import AnswerFinder, Answers
-from trainer.data.corpus import NO_TARGETS, Corpus, joined, load_corpus, save_corpus
+from trainer.data.corpus import Corpus, joined, load_corpus, save_corpus
 from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, SAME, TOO_LONG, DataReport
 from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
-from trainer.data.logprobs import COLUMN, Targets, Vocabulary
+from trainer.data.logprobs import COLUMN, MatchedTargets, Targets, Vocabulary
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.template_process import limited_template
@@ -375,7 +375,7 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     records: list[Mapping[str, Any]] = []
     splits: list[int] = []
     labels: list[bool] = []
-    matched = _Matched()
+    matched = MatchedTargets()
     report = NO_DATA
     for sample in samples:
         encoded = encoder.encode(sample)
@@ -412,43 +412,6 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         desirable=np.array(labels, dtype=np.bool_) if labels else None,
         records=records or None,
     )
-
-
-class _Matched:
-    """Collects the teacher's distributions of the samples of a corpus, in order."""
-
-    def __init__(self) -> None:
-        self._taught: list[np.ndarray] = [NO_TARGETS.taught]
-        self._ids, self._values = [NO_TARGETS.ids], [NO_TARGETS.values]
-        self._matched = self._unmatched = 0
-
-    def add(
-        self, vocabulary: Vocabulary, sample: Sample, ids: list[int], answered: list[bool], mask: list[bool]
-    ) -> None:
-        """Add a sample.
-
-        Args:
-            ids: all of its tokens.
-            answered: which of them belong to an answer.
-            mask: the loss mask of those that the corpus keeps.
-        """
-        taught: np.ndarray = np.zeros(len(mask), np.bool_)
-        found = vocabulary.match(sample.logprobs, ids, answered) if sample.logprobs else None
-        if found:
-            first, top, values = found
-            trained: np.ndarray = np.array(mask[first : first + len(top)], np.bool_)
-            usable = trained & (values[: len(trained), 0] > -np.inf)
-            taught[first : first + len(trained)] = usable
-            self._ids.append(top[: len(trained)][usable])
-            self._values.append(values[: len(trained)][usable])
-        self._taught.append(taught)
-        self._matched += bool(found)
-        self._unmatched += sample.logprobs is not None and not found
-
-    def targets(self) -> Targets:
-        """Return what was added."""
-        taught, ids, values = map(np.concatenate, (self._taught, self._ids, self._values))
-        return Targets(taught, ids, values, self._matched, self._unmatched)
 
 
 def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:

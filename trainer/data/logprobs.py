@@ -12,9 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from trainer.data.shapes import Sample
 
 COLUMN = "teacher_logprobs"
 TOP = 20  # tokens of a place that count: the most probable ones
@@ -265,3 +268,43 @@ def _sorted(ids: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
     order = np.argsort(-values, axis=1, kind="stable")
     ids, values = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
     return np.where(values == -np.inf, 0, ids).astype(np.int32), values
+
+
+NO_TARGETS = Targets(np.zeros(0, np.bool_), np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32))
+
+
+class MatchedTargets:
+    """Collects the teacher's distributions of the samples of a corpus, in order."""
+
+    def __init__(self) -> None:
+        self._taught: list[np.ndarray] = [NO_TARGETS.taught]
+        self._ids, self._values = [NO_TARGETS.ids], [NO_TARGETS.values]
+        self._matched = self._unmatched = 0
+
+    def add(
+        self, vocabulary: Vocabulary, sample: Sample, ids: list[int], answered: list[bool], mask: list[bool]
+    ) -> None:
+        """Add a sample.
+
+        Args:
+            ids: all of its tokens.
+            answered: which of them belong to an answer.
+            mask: the loss mask of those that the corpus keeps.
+        """
+        taught: np.ndarray = np.zeros(len(mask), np.bool_)
+        found = vocabulary.match(sample.logprobs, ids, answered) if sample.logprobs else None
+        if found:
+            first, top, values = found
+            trained: np.ndarray = np.array(mask[first : first + len(top)], np.bool_)
+            usable = trained & (values[: len(trained), 0] > -np.inf)
+            taught[first : first + len(trained)] = usable
+            self._ids.append(top[: len(trained)][usable])
+            self._values.append(values[: len(trained)][usable])
+        self._taught.append(taught)
+        self._matched += bool(found)
+        self._unmatched += sample.logprobs is not None and not found
+
+    def targets(self) -> Targets:
+        """Return what was added."""
+        taught, ids, values = map(np.concatenate, (self._taught, self._ids, self._values))
+        return Targets(taught, ids, values, self._matched, self._unmatched)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.common.formats import quoted
-from trainer.config.dataset_source import LABEL_NAMES, PAIR
+from trainer.config.dataset_source import LABEL_NAMES, MESSAGE_KEYS, PAIR, PREFERENCES
 from trainer.config.methods import METHODS, Data
 from trainer.data.prompt_records import to_prompt
 from trainer.data.record_keys import PAIR_KEYS, check_keys
@@ -35,6 +35,9 @@ from trainer.data.shapes import (
 Messages = tuple[dict[str, Any], ...]
 Reader = Callable[[Any, Mapping[str, str], Collection[str]], Sample]
 PAIR_NAMES = "chosen and rejected, alone or beside prompt, messages, conversations or instruction"
+_NAMES = {name for required, optional in PREFERENCES if PAIR[0] in required for name in (*required, *optional)} | {
+    *MESSAGE_KEYS
+}
 _PROMPTS = ("messages", "conversations")  # keys of a prompt as a list of messages
 _TRUE, _FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 
@@ -64,6 +67,8 @@ def to_pair(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collecti
         raise ValueError(f"is a {type(row).__name__}, expected an object with {PAIR_NAMES}")
     known = {*columns.values(), *ignored}
     check_keys(row, PAIR_KEYS, known)
+    if unused := sorted(set(columns) - _NAMES):
+        raise ValueError(f"is a pair for this run, and columns maps {' and '.join(unused)}, which a pair does not have")
     record = renamed(row, columns)
     if lost := [name for name in PAIR if record.get(name) is None]:
         hint = "" if len(lost) == 1 else f"; set method={_method_for('answers')} to learn answers alone"

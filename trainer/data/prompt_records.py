@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.common.formats import quoted
+from trainer.config.dataset_source import MESSAGE_KEYS
 from trainer.data.record_keys import ABOUT_ANSWERS, RECORD_KEYS, check_keys
 from trainer.data.shapes import (
     NO_COLUMNS,
@@ -34,6 +35,10 @@ def to_prompt(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collec
     """
     if not isinstance(row, dict):
         raise ValueError(f"is a {type(row).__name__}, expected an object with prompt")
+    if unused := sorted(set(columns) - {"prompt", *MESSAGE_KEYS}):
+        raise ValueError(
+            f"is a prompt for this run, and columns maps {' and '.join(unused)}: rewards get columns by their names"
+        )
     name = columns.get("prompt", "prompt")
     if row.get(name) is None:
         near = nearest_key("prompt", row)

@@ -201,6 +201,10 @@ def _shape_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Mappi
     mapped = {name: column for name, column in columns.items() if name not in MESSAGE_KEYS}
     record = renamed(row, columns)
     shapes = [required for required, optional in SHAPES if set(mapped) <= {*required, *optional}]
+    if not shapes:
+        raise ValueError(
+            f"is an answer alone for this run, and columns maps {' and '.join(mapped)} of preferences: set method"
+        )
     # Formats of columns hold null for a name that a record does not have.
     for is_there in (lambda name: record.get(name) is not None, lambda name: name in record):
         for required in shapes:

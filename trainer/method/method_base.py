@@ -165,8 +165,7 @@ class Method(ABC):
     def add_metrics(self, **sums: torch.Tensor | float) -> None:
         """Add sums over the samples of a micro-batch to the metrics; names as in `MethodPlan.sums`."""
         for name, value in sums.items():
-            added = value if isinstance(value, float) else value.detach().double().cpu()
-            self._sums[name] = self._sums[name] + added
+            self._sums[name] = self._sums[name] + (value if isinstance(value, float) else value.detach().double())
 
     def take_examples(self) -> list[dict[str, Any]]:
         """Return the examples since the last call."""
@@ -204,7 +203,6 @@ def label_logps(module: ModelWithLoss, batch: Batch, temperature: float = 1.0) -
     targets = next_labels(batch.labels)
     places = with_label(targets)
     logits = module.selected_logits(batch.ids, batch.positions, places)
-    each = -F.cross_entropy(
-        logits.float() / temperature, targets[places], ignore_index=packing.IGNORED, reduction="none"
-    )
+    logits = logits.float() if temperature == 1 else logits.float() / temperature  # a copy is as large as the logits
+    each = -F.cross_entropy(logits, targets[places], ignore_index=packing.IGNORED, reduction="none")
     return each.new_zeros(len(targets)).index_copy(0, places, each).view(batch.ids.shape)

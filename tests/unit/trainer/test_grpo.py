@@ -261,6 +261,11 @@ def test_records_of_prompts() -> None:
     }
 
 
+def test_columns_that_a_prompt_does_not_have() -> None:
+    with pytest.raises(ValueError, match="columns maps completion: rewards get columns by their names"):
+        to_prompt({"q": "x", "a": "y"}, {"prompt": "q", "completion": "a"})
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -25,11 +25,12 @@ from trainer.costs.cost import Layout, Memory, RowStats
 from trainer.costs.host_memory import BASE, available_bytes, own_memory_mib, read_hosts
 from trainer.costs.teacher_cost import teacher_step_bytes, teacher_weights
 from trainer.distributed.world import World
+from trainer.method import method_of
 from trainer.method.method_base import loss_positions
 from trainer.method.module_with_loss import ModelWithLoss
-from trainer.method.sft import SFT
+from trainer.method.orpo import Answers
 from trainer.model_files.model_shape import Shape, read_shape, shape_of
-from trainer.models.loss import Divergence, TeacherLogits
+from trainer.models.loss import TeacherLogits
 from trainer.models.model import add_lora, lora_config
 from trainer.planner import plan_report as report
 from trainer.planner.plan_report import plan
@@ -81,16 +82,18 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = add_lora(spec, model) if spec.lora_r else model
-    module = ModelWithLoss(model.train(), method=SFT(Divergence.of(spec)))
+    module = ModelWithLoss(model.train(), method=method_of(spec).create(spec))
     strategy = DDP(spec, World(0, 1, 0, 0, torch.device("cpu")), module)
     teaching = (
         ModelWithLoss(AutoModelForCausalLM.from_config(teacher).requires_grad_(False).eval()) if teacher else None
     )
-    ids = torch.randint(0, config.vocab_size, (spec.batch_size, spec.seq_length))
-    positions = (torch.arange(spec.seq_length) % (spec.seq_length // 4)).repeat(spec.batch_size, 1)
+    count = method_of(spec).as_rows(spec).batch_size
+    ids = torch.randint(0, config.vocab_size, (count, spec.seq_length))
+    positions = (torch.arange(spec.seq_length) % (spec.seq_length // 4)).repeat(count, 1)
+    extra = Answers(torch.ones_like(ids, dtype=torch.bool), 0.1) if spec.method == "orpo" else None
 
     def step() -> None:
-        batch = Batch(ids, positions, ids)
+        batch = Batch(ids, positions, ids, extra)
         if teaching:
             with torch.no_grad():
                 batch = batch._replace(extra=TeacherLogits(teaching.logits(ids, positions, loss_positions(ids))))
@@ -166,6 +169,22 @@ def test_the_memory_of_a_teacher_is_within_10_percent_of_the_measured_peak(
         spec.model_copy(update={"teacher": "", "distill_alpha": 0}), shape, Layout((1,)), RowStats.full(spec)
     )
     assert memory.total - alone.total == memory.teacher > teacher_weights(spec) > 4 * 10**6
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"gradient_checkpointing": True}, {"method": "orpo", "lora_r": 0}],
+    ids=["dpo", "checkpoints", "orpo"],
+)
+def test_the_memory_of_pairs_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any]) -> None:
+    """The pass of the reference needs no more than the backward pass."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 2048}
+    config = AutoConfig.for_model("llama", hidden_size=192, intermediate_size=512, num_hidden_layers=2, **sizes)
+    common = {"model": "x", "method": "dpo", "dataset": "x.jsonl", "seq_length": 128, "batch_size": 2}
+    spec = make_spec(common | fields, "here")
+    measured, shape = live_peak(spec, config)
+    planned = memory_of(method_of(spec).as_rows(spec), shape, Layout((1,)), RowStats.full(spec)).total
+    assert planned == pytest.approx(measured, rel=0.10)
 
 
 def test_a_teacher_takes_time_and_is_named_by_the_plan(model_folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.data.corpus import joined, load_corpus, preferred, save_corpus, sel
 from trainer.data.encode import Encoder, encode_all
 from trainer.data.preferences import to_labelled, to_pair
 from trainer.data.samples import check_source, read_source, source_of
-from trainer.data.shapes import Sample
+from trainer.data.shapes import Sample, to_sample
 from trainer.data.show import View, show
 
 USER, GOOD, BAD = (
@@ -116,6 +117,10 @@ def test_columns_and_ignored_keys_of_a_pair() -> None:
     sample = to_pair(row, columns, ["margin"])
     assert sample.pieces == (("Q", False), ("A", True))
     assert columns_error({"chosen": "a", "completion": "b"})
+    with pytest.raises(ValueError, match="columns maps completion, which a pair does not have"):
+        to_pair(row | {"answer": "C"}, {"completion": "answer"}, ["margin"])
+    with pytest.raises(ValueError, match="columns maps chosen and prompt of preferences: set method"):
+        to_sample({"a": "x", "b": "y"}, {"chosen": "a", "prompt": "b"})
     kept = to_pair({"prompt": "X", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, ignored=["prompt"])
     assert kept.messages == CHAT_PAIR[0]
 
@@ -244,3 +249,39 @@ def test_errors_name_the_line(tmp_path: Path) -> None:
         read_source(source_of(path), data="pairs")
     found = check_source(source_of(write_jsonl(tmp_path / "e.jsonl", [good])), data="pairs")
     assert found and isinstance(found[0], Sample) and found[0].rejected and found[0].rejected.where == found[0].where
+
+
+def test_hostile_records_are_one_line(tmp_path: Path) -> None:
+    """Random values under the keys of preferences are refused as ValueError, or read."""
+    draw = random.Random(7)
+    keys = ["prompt", "chosen", "rejected", "messages", "conversations", "instruction", "label", "completion", "system"]
+    keys += ["role", "content", "from", "value", "tools", "history", "input"]
+
+    def value(depth: int) -> Any:
+        kind = draw.randrange(8 if depth else 5)
+        plain = [
+            None,
+            "A",
+            draw.choice([USER, GOOD, BAD]),
+            draw.choice([0, True, 1.5, "", "[{", "\ud800"]),
+            [USER, GOOD],
+        ]
+        if kind < 5:
+            return plain[kind]
+        if kind == 5:
+            return [value(depth - 1) for _ in range(draw.randrange(3))]
+        return {draw.choice(keys): value(depth - 1) for _ in range(draw.randrange(4))}
+
+    read = 0
+    for _ in range(2000):
+        valid = draw.choice([*PAIRS, {"prompt": "Q", "completion": "A", "label": True}, {}])
+        row = valid | {draw.choice(keys): value(2) for _ in range(draw.randrange(1, 4))}
+        for reader in (to_pair, to_labelled):
+            try:
+                sample = reader(row)
+            except ValueError as error:
+                assert "\n" not in str(error)
+            else:
+                read += 1
+                assert bool(sample.rejected) == (reader is to_pair)
+    assert read > 20

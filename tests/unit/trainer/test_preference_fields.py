@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_runs import write_jsonl
 
 from trainer.common.errors import UserError
 from trainer.config.methods import METHODS
@@ -114,3 +116,15 @@ def test_rows_are_not_packed() -> None:
     assert packing_text(make_spec(PAIRS, "-e")) == "not packed: a row has one sequence with method=dpo"
     assert [name for name, entry in METHODS.items() if entry.packs and entry.data == "answers"] == ["sft"]
     assert all(method_named(name) for name in METHODS)
+
+
+def test_the_plan_measures_the_sequences_of_pairs(model_folder: Path, tmp_path: Path) -> None:
+    from trainer.planner.plan_report import plan
+
+    rows = [{"prompt": "the ", "chosen": "cat " * 9, "rejected": "dog " * count} for count in (3, 20)]
+    file = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    spec = make_spec({"model": str(model_folder), "dataset": str(file), "method": "dpo", "batch_size": 1}, "-e")
+    found = plan(spec, [{"host": "a", "processes": 1}], None, fast=False, data_dir=tmp_path)
+    assert found["speed"]["measured"] and "packed" not in " ".join(found["settings"])
+    tokens, places = found["rows"]["tokens"], found["rows"]["places"]
+    assert 10 < tokens < places < 64, "a micro-batch has both sequences of a pair, padded to the longer one"
