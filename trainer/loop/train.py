@@ -275,8 +275,8 @@ def report(
     if reduced.mfu:
         comm["mfu"] = [round(value, 4) for value in reduced.mfu]
     for record in reduced.records:
-        eta = state.add(record, reduced.seconds)
         record |= {"step_seconds": reduced.step_seconds} | comm | ({"gpus": reduced.gpus} if any(reduced.gpus) else {})
+        eta = state.add(record, reduced.seconds)
         recorder.step(record, eta=eta, last=record["step"] == state.steps)
     newest = reduced.records[-1]
     heartbeat(

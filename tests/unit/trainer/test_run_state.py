@@ -45,6 +45,7 @@ def test_totals_and_the_estimated_time() -> None:
         "samples": 6,
         "missed_samples": 3,
         "seconds": 7.0,
+        "mfu_seconds": 0.0,
         "loss_first": 2.0,
         "loss_last": 1.0,
     }
@@ -88,14 +89,15 @@ class OtherRank:
         self.size, self.rank = 2, 0
         self.calls: list[Any] = []
         self.waited: float | None = 0.6
+        self.staged = False
 
     def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
         self.calls.append(("sync", flags))
 
     def sum(self, values: list[float]) -> list[float]:
-        head, readings, times = values[:-18], values[-18:-8], values[-8:]
+        head, readings, times = values[:-20], values[-20:-10], values[-10:]
         doubled = [2 * value for value in head] + [*readings[:5], 7.0, -1.0, -1.0, -1.0, 9.0]
-        for first in range(0, 8, 2):
+        for first in range(0, 10, 2):
             doubled += [times[first], 2 * times[first]]
         return doubled
 
@@ -117,7 +119,7 @@ def add(metrics: StepMetrics, step: int, loss: float, norm: float = 1.0) -> None
 
 
 def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
-    metrics, strategy = StepMetrics(MethodPlan()), OtherRank()
+    metrics, strategy = StepMetrics(MethodPlan(), lambda tokens, trained, samples: tokens * 0.03), OtherRank()
     add(metrics, 1, 2.0, norm=float("inf"))
     add(metrics, 2, 4.0)
     assert metrics.local_loss() == {"loss": 1.0}
@@ -133,6 +135,9 @@ def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
     assert reduced.step_seconds == [1.5, 3.0] and reduced.seconds >= 3.0
     assert reduced.gpus == [{"power_w": 5.0}, {"memory_peak_gb": 7.0, "power_w": 9.0}]
     assert reduced.comm_share == pytest.approx([0.1, 0.2], abs=0.01)
+    assert reduced.mfu == pytest.approx([0.08, 0.16], abs=0.001), (
+        "seconds at the peak in relation to those of the slowest rank"
+    )
     add(metrics, 3, 1.0)
     strategy.waited = None
     again = metrics.reduce(strategy, lambda: (True, False), lambda: False, {})  # type: ignore[arg-type]
