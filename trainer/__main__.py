@@ -357,31 +357,24 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
     from trainer.loop.run_dir import claim, finished_result
 
     previous = finished_result(run_dir)
-    automatic = spec.strategy == AUTO
-    undecided = bool(spec.automatic) and not spec.script
-    if automatic or undecided:
+    started = True
+    if spec.strategy == AUTO or spec.automatic:
         from trainer.planner.decisions import decide_here
 
-        spec, lines = decide_here(spec, run_dir)
+        spec, lines, started = decide_here(spec, run_dir)
         print(*lines, sep="\n")
     with without_collector():
         unsloth_backend.import_early(spec)
         from trainer.distributed.world import World
         from trainer.loop import train as loop
+        from trainer.planner.agreement import agree
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
     world = World.join(spec.collective_timeout, replica)
-    if (automatic or undecided) and len(set(world.gather(spec.strategy))) > 1:
-        raise UserError(
-            "strategy: auto chooses differently on different hosts: set a strategy, or start with train.yml"
-        )
-    if undecided:
-        from trainer.planner.agreement import agree
-
-        spec = agree(spec, world)
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            claim(spec, run_dir)
+    claimed, spec = spec, agree(spec, started, world)
+    if spec != claimed and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        claim(spec, run_dir)
     # Return it only if all hosts have a result: a host that failed before it wrote its result needs the other hosts.
     # For replicas of other torchruns, only the synchronization of replicas determines whether they have one.
     if all(world.gather(previous is not None)) and previous and not plan_of(spec).separate_launchers(spec):

@@ -99,7 +99,7 @@ def test_many_requests_raise_the_limit_of_open_files() -> None:
 
 def test_a_host_beyond_equal_pipelines_is_left_out_of_the_plan(tmp_path: Path) -> None:
     cluster, prepared = Cluster(3, tmp_path, duration=1.0), prepared_run(8)
-    spec = prepared.spec.model_copy(update={"strategy": "pipeline", "pipeline_hosts": 2})
+    spec = prepared.spec.model_copy(update={"strategy": "pipeline", "pipeline_hosts": 2, "automatic": ()})
 
     def session(**options: object) -> RunSession:
         state = SessionState(prepared=replace(prepared, spec=spec))

@@ -17,6 +17,10 @@ MAX_FAKE_ROWS = 2**20
 
 def check_combinations(spec: RunSpec) -> None:
     """Check that the fields of a spec can be combined, under any strategy. Raises ValueError with one line."""
+    if spec.gradient_accumulation and "batch_size" in spec.automatic:
+        raise ValueError(
+            "batch_size: auto cannot be combined with gradient_accumulation, which counts micro-batches: set total_batch_size"
+        )
     if spec.gradient_accumulation and spec.total_batch_size:
         product = spec.gradient_accumulation * spec.batch_size
         if product != spec.total_batch_size:

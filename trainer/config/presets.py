@@ -27,7 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": 1e-3,
         "total_batch_size": 4,
         "epochs": 6,
-        "precision": "bf16-mixed",
+        "precision": "bf16-mixed",  # until the hosts decide; a part of the default name
         "eval_split": 0.0,
     },
 }

@@ -35,7 +35,6 @@ _LATER_FIELDS = (
     "shared_seed",
     "data_part",
     "method",
-    "reward",
     "grpo_group_size",
     "grpo_max_tokens",
     "grpo_temperature",
@@ -61,7 +60,9 @@ def spec_digest(spec: RunSpec) -> str:
     fixed = {
         next(iter(metadata(fields[name])["deprecated_names"]), name): value
         for name, value in spec.model_dump(mode="json").items()
-        if not metadata(fields[name])["mutable"] and not (name in _LATER_FIELDS and value == fields[name].default)
+        if not metadata(fields[name])["mutable"]
+        and not (name in _LATER_FIELDS and value == fields[name].default)
+        and not (name == "reward" and not value)  # a list, which as JSON does not equal its default
     }
     fixed["packing"] = bool(fixed["packing"])  # packing was true before it was auto
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]

@@ -410,7 +410,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, steps, columns))
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    utilisation = Utilisation.of(spec, world.device) if method_of(spec).computes_tokens_only else None
+    utilisation = (
+        Utilisation.of(spec, world.device) if method_of(spec).computes_tokens_only and not spec.gkd_lambda else None
+    )
     metrics = StepMetrics(method.measures(method_of(spec)), utilisation.seconds if utilisation else None)
     stopping = False
     while state.step < steps and not stopping:

@@ -334,7 +334,9 @@ class GRPO(Method):
         ]
         try:
             if self._process is None:
-                self._process = RewardProcess(self._spec.reward, self._run.columns, self._spec.reward_timeout)
+                self._process = RewardProcess(
+                    self._spec.reward, self._run.columns, self._spec.reward_timeout, self._spec.collective_timeout
+                )
             rollouts = Rollouts(asked, answers, ids, given, max(0, work.step), self._run.steps)
             parts: list[list[float]] = self._process(rollouts).tolist() if ids else []
         except UserError as error:

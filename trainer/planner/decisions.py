@@ -19,10 +19,11 @@ from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC
 from trainer.costs.alternatives import shown
 from trainer.costs.host_memory import have_gpus, own_memory_mib
+from trainer.costs.teacher_cost import teacher_shape
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.recommend import choose, fits
 from trainer.spec import check_spec, read_spec
-from trainer.strategy import AUTO
+from trainer.strategy import AUTO, plan_of
 
 BF16, FP16 = 8.0, 7.0  # the first compute capability with bfloat16 (Ampere), and with fast float16 (Volta)
 FULL = 16_384  # tokens of a micro-batch that keep a GPU busy
@@ -52,6 +53,7 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
     spec, lines = _with_precision(spec, hosts)
     try:
         shape = shape or shape_of(spec)
+        teacher_shape(spec)
     except UserError as error:
         return _without_shape(spec, hosts, lines, error)
     first: UserError | None = None
@@ -71,11 +73,16 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
     return _decided(smallest), [*lines, *_lines(spec, smallest), warning]
 
 
-def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str]]:
-    """Decide without a controller: keep the decisions of the run's first start, or assume that all hosts are like this one."""
+def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str], bool]:
+    """Decide without a controller: keep the decisions of the run's first start, or assume that all hosts are like this one.
+
+    Returns:
+        Spec and lines as `decide` does, and whether an earlier start had decided everything.
+    """
     kept = run_dir / "spec.yml"
     if kept.exists() and (run_dir / "checkpoints").is_dir():
-        return as_before(spec, read_spec(kept, {}, str(kept)))
+        spec, lines = as_before(spec, read_spec(kept, {}, str(kept)))
+        return spec, lines, not spec.automatic
     import torch
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -91,7 +98,7 @@ def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str]]:
         "four_bits": importlib.util.find_spec("bitsandbytes") is not None,
         "memory_mib": own_memory_mib("cpu"),
     }
-    return decide(spec, [host] * (int(os.environ.get("WORLD_SIZE", "1")) // processes))
+    return *decide(spec, [host] * (int(os.environ.get("WORLD_SIZE", "1")) // processes)), False
 
 
 def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
@@ -142,6 +149,11 @@ def _decided(spec: RunSpec) -> RunSpec:
 def _with_precision(spec: RunSpec, hosts: Hosts) -> tuple[RunSpec, list[str]]:
     if "precision" not in spec.automatic:
         return spec, []
+    if not have_gpus(hosts) and plan_of(spec).separate_launchers(spec):
+        rest = tuple(name for name in spec.automatic if name != "precision")
+        return spec.model_copy(update={"precision": "32-true", "automatic": rest}), [
+            "auto: precision=32-true: replicas with a torchrun each do not compare their CPUs"
+        ]
     if not have_gpus(hosts):
         # Plans count on float32, which needs more memory.
         return spec.model_copy(update={"precision": "32-true"}), [

@@ -417,6 +417,7 @@ def _nominal_setting(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: S
 
 def fits(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> bool | None:
     """Return whether every rank of these hosts (see `choose`) has enough memory for a spec; None if that is unknown."""
+    spec = method_of(spec).as_rows(spec)
     setting, _ = _nominal_setting(spec, hosts, shape)
     plan, cuda = plan_of(spec), not setting.gloo
     if not plan.runs_on(spec, shape, setting.layout):

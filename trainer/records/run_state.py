@@ -68,6 +68,7 @@ def _no_totals() -> dict[str, Any]:
         "missed_samples": 0,  # scheduled samples that no rank trained on
         "seconds": 0.0,
         "mfu_seconds": 0.0,  # seconds x share of the peak
+        "mfu_measured": 0.0,  # seconds in which it was known
         "loss_first": None,
         "loss_last": None,
     }
@@ -165,6 +166,7 @@ class RunState:
         self.totals["seconds"] += seconds
         if record.get("mfu"):
             self.totals["mfu_seconds"] += seconds * sum(record["mfu"]) / len(record["mfu"])
+            self.totals["mfu_measured"] += seconds
         if weight:
             self.totals |= {"loss_last": mean_loss, "loss_first": self.totals["loss_first"] or mean_loss}
         record |= {"loss": mean_loss, "tokens_per_second": record["tokens"] / seconds}

@@ -57,15 +57,18 @@ class Rollouts:
 class RewardProcess:
     """The reward functions of a run in their process. `functions`: in the order of the spec."""
 
-    def __init__(self, rewards: Sequence[RewardSource], columns: Sequence[str], seconds: float) -> None:
+    def __init__(
+        self, rewards: Sequence[RewardSource], columns: Sequence[str], seconds: float, patience: float = math.inf
+    ) -> None:
         """Start the process and import the files.
 
         Args:
             columns: of the dataset, without prompt.
             seconds: time limit of one call of a function.
+            patience: seconds that the other ranks wait for all rewards of a step.
 
         Raises:
-            UserError: a file cannot be imported in time, or a function needs a column that the dataset lacks.
+            UserError: a file cannot be imported in time, the functions together may take too long, or a function needs a column that the dataset lacks.
         """
         env = _SET | {name: os.environ[name] for name in _KEPT if name in os.environ}
         self._process = LimitedProcess("trainer.rewards.reward_program", MEMORY, 0, wait=seconds, env=env)
@@ -76,6 +79,13 @@ class RewardProcess:
             RewardFunction(printable(name, _MAX_NAME), printable(file, _MAX_NAME), rewards[entry].weight)
             for name, file, entry in found
         ]
+        # Importing and reading have the limit, too; the other ranks wait for all of them.
+        if (longest := (len(self.functions) + 2) * seconds) >= patience:
+            self.close()
+            raise UserError(
+                f"reward_timeout: {len(self.functions)} rewards may take {longest:g} s, but other ranks wait only {patience:g} s for "
+                "them (collective_timeout): increase collective_timeout, or decrease reward_timeout"
+            )
 
     def __call__(self, rollouts: Rollouts) -> np.ndarray:
         """Return the rewards of completions by function, float64 [n, functions]; NaN where a function does not rate one.

@@ -9,9 +9,11 @@ import pytest
 import torch
 from trainer_runs import Here
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC
 from trainer.model_files.model_shape import read_shape
+from trainer.planner.agreement import agree
 from trainer.planner.decisions import as_before, common, decide
 from trainer.planner.measure import bfloat16_gain
 from trainer.spec import make_spec, read_spec
@@ -118,8 +120,11 @@ def test_automatic_fields_of_a_spec(tmp_path: Path) -> None:
     assert one.precision == "bf16-mixed" and "precision" not in one.automatic
     file.write_text(one.model_copy(update={"automatic": ()}).to_yaml())
     assert read_spec(file, {"precision": "auto"}, "flags").automatic == ("precision",)
-    # The same default name as before there were automatic fields.
-    assert make_spec({}, "here").digest() == make_spec({"precision": "32-true", "batch_size": 4}, "here").digest()
+    # The same default names as before there were automatic fields, methods and rewards.
+    assert make_spec({}, "here").named().run == "tiny-b72cb9"
+    assert make_spec({"model": "smollm2"}, "here").named().run == "smollm2-3ab613"
+    with pytest.raises(UserError, match=r"batch_size: auto cannot be combined with gradient_accumulation"):
+        make_spec({"batch_size": "auto", "gradient_accumulation": 2}, "here")
 
 
 def test_ranks_with_different_decisions_take_what_needs_least() -> None:
@@ -136,6 +141,52 @@ def test_ranks_with_different_decisions_take_what_needs_least() -> None:
     assert common([mine, other | {"precision": "fp16-mixed", "quantize": "nf4"}]) == other | {
         "precision": "32-true", "quantize": "nf4"
     }  # fmt: skip
+
+
+class Ranks:
+    """The world of the first rank: the others answer in a row what they have for each gather."""
+
+    def __init__(self, *others: list[Any]) -> None:
+        self.rank, self._others = 0, list(others)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self._others.pop(0)]
+
+
+def answer(spec: RunSpec, started: bool) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in (*AUTOMATIC, "automatic")} | {"started": started}
+
+
+def test_a_rank_that_joins_takes_what_the_run_has(monkeypatch: Any) -> None:
+    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 9.0)
+    new, _ = decide(make_spec({"model": "x"}, "here"), [cpu(16)] * 2, read_shape(SMALL))
+    has = make_spec(
+        {"precision": "32-true", "batch_size": 2, "gradient_checkpointing": True, "quantize": "none"}, "here"
+    )
+    has = has.model_copy(update={"automatic": ()})
+    ranks: Any = Ranks([answer(has, True)])
+    assert decided(agree(new, False, ranks)) == decided(has)
+    ranks = Ranks([answer(new, False)])
+    assert decided(agree(has, True, ranks)) == decided(has), "and the others keep it"
+
+
+def test_ranks_decide_together(monkeypatch: Any) -> None:
+    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 3.0)
+    mine, _ = decide(make_spec({"model": "x"}, "here"), [cpu(64)] * 2, read_shape(ONE))
+    theirs, _ = decide(make_spec({"model": "x"}, "here"), [cpu(16)] * 2, read_shape(ONE))
+    assert mine != theirs
+    ranks: Any = Ranks([answer(theirs, False)], [2.0])
+    assert decided(agree(mine, False, ranks)) == ("bf16-mixed", *decided(theirs)[1:])
+    slow: Any = Ranks([answer(theirs, False)], [1.0])
+    assert decided(agree(mine, False, slow)) == decided(theirs)
+    other: Any = Ranks([answer(theirs.model_copy(update={"strategy": "fsdp"}), False)])
+    with pytest.raises(UserError, match="strategy: auto chooses differently"):
+        agree(mine, False, other)
+    # A file of the user excludes bfloat16.
+    given = {"model": "x", "strategy": "deepspeed", "deepspeed_config": {"bf16": {"enabled": False}}}
+    fixed, _ = decide(make_spec(given, "here"), [cpu(64)] * 2, read_shape(ONE))
+    alone: Any = Ranks([answer(fixed, False)], [3.0])
+    assert agree(fixed, False, alone).precision == "32-true"
 
 
 def test_a_started_run_keeps_its_decisions() -> None:

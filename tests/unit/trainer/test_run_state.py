@@ -46,6 +46,7 @@ def test_totals_and_the_estimated_time() -> None:
         "missed_samples": 3,
         "seconds": 7.0,
         "mfu_seconds": 0.0,
+        "mfu_measured": 0.0,
         "loss_first": 2.0,
         "loss_last": 1.0,
     }

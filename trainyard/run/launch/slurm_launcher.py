@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.common.formats import counted
 from trainer.config import RunSpec
+from trainer.planner.decisions import as_before
 from trainer.strategy import AUTO
 from trainer.tools.slurm_script import gpus_of
 from trainyard import front_end
@@ -82,7 +83,7 @@ def plan_job(
     part = login.facts["part"] or {}
     processes = login.host.processes or gpus_of(options.slurm_gres) or 1
     if login.facts["spec"]:  # its nodes have chosen
-        spec = spec.model_copy(update={"strategy": staged_spec(login).strategy})
+        spec, _ = as_before(spec, staged_spec(login))
     if previous.begun:
         spec = spec.model_copy(update={"resume": "auto"})
     attempt = int(part.get("attempt") or 0)
@@ -124,7 +125,8 @@ def _plan_lines(login: HostState, options: LaunchOptions, processes: int, spec: 
     if spec.script:
         return lines
     strategy = "which the nodes choose" if spec.strategy == AUTO else spec.strategy
-    batches = f"{spec.rows_per_step} rows per step in micro-batches of {spec.batch_size}"
+    size = "a size that the nodes choose" if "batch_size" in spec.automatic else spec.batch_size
+    batches = f"{spec.rows_per_step} rows per step in micro-batches of {size}"
     return [*lines, f"strategy {strategy}, {batches}"]
 
 
