@@ -9,6 +9,7 @@ bytes that the devices of this network namespace send per step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -26,6 +27,8 @@ from trainer.data.samples import read_samples
 from trainer.distributed.world import World, leave
 from trainer.loop.train import train
 from trainer.models.model import lora_config
+from trainer.planner.agreement import agree
+from trainer.planner.decisions import decide_here
 from trainer.records.telemetry import Heartbeat
 from trainer.spec import make_spec
 
@@ -94,12 +97,16 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
             | a.get("fields", {}),
             "the benchmark",
         )
+        spec, _, started = decide_here(spec, run_dir)
+        with contextlib.redirect_stdout(sys.stderr):  # where a decision is said
+            spec = agree(spec, started, world)
         result = train(spec, run_dir, Path(work), world, Beat(run_dir, world.rank))
         # With local steps the records are written at each sync.
         if world.rank == 0:
             clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     about = {"loss": result["loss_last"], "eval_loss": result["eval_loss"]}
     peaks = world.gather(peak_mib())
+    about |= {"precision": spec.precision, "mfu": result["mfu"]}
     return clock.result() | about | {"peak_mib": max(peaks)}
 
 

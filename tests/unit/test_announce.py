@@ -47,8 +47,17 @@ def test_what_is_not_sent_is_a_line_without_the_url() -> None:
     announce = announcer(lines, notify=[f"http://127.0.0.1:{free_port()}/token"])
     announce("finished", "mine")
     assert lines == ["warning: notify: 127.0.0.1: not sent: [Errno 111] Connection refused"]
-    with socket.create_server(("127.0.0.1", 0)) as server:  # one that does not speak HTTP
-        answer = threading.Thread(target=lambda: server.accept()[0].sendall(b"no\x1b[2J\r\n\r\n"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak_no_http() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"no\x1b[2J\r\n\r\n")
+                while connection.recv(65536):  # the client has not read the answer before it closes
+                    pass
+
+        answer = threading.Thread(target=speak_no_http)
         answer.start()
         announcer(lines, notify=[f"http://127.0.0.1:{server.getsockname()[1]}/token"])("finished", "mine")
         answer.join()
