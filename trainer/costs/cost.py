@@ -180,7 +180,7 @@ def activation_bytes(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool)
 
 
 def _loss_bytes(spec: RunSpec, shape: Shape, places: float) -> float:
-    """Return the bytes of logits, log-probabilities and gradient, all in float32, of so many places with loss."""
+    """Return the bytes of logits, log-probabilities and gradient, all in float32, for a number of places with loss."""
     chunk = max(LOSS_CHUNK, shape.vocabulary)
     whole = places * shape.vocabulary
     if whole <= chunk or spec.torch_compile or spec.distill_alpha:

@@ -25,7 +25,7 @@ from trainer.loop.final_export import finalize
 from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
 from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
-from trainer.method import Rows, RunContext, Work, method_of
+from trainer.method import Method, Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
 from trainer.models.peak import Utilisation
@@ -366,6 +366,28 @@ def open_records(inputs: TrainingInputs, run_dir: Path, world: World, state: Run
     return recorder
 
 
+def compare_untrained(inputs: TrainingInputs, strategy: Strategy, store: Path, heartbeat: Heartbeat) -> TrainingInputs:
+    """Add the log-probabilities of the untrained model, if the method compares with them. Every rank calls it."""
+    note = "computing the log-probabilities of the reference"
+    untrained = Batches(inputs, strategy.world, strategy, heartbeat)
+    return with_references(inputs, strategy, store, untrained, lambda: heartbeat("starting", note=note))
+
+
+def begin_method(inputs: TrainingInputs, strategy: Strategy) -> Method:
+    """Give the method of the run what it may use, and return it."""
+    method = inputs.module.method
+    columns = sorted({name for record in inputs.corpus.records or () for name in record["columns"]})
+    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, inputs.steps, columns))
+    return method
+
+
+def step_metrics(spec: RunSpec, method: Method, device: torch.device) -> StepMetrics:
+    """Return empty metrics of the run; they include MFU where the work of a step is that of its tokens."""
+    plan = method_of(spec)
+    utilisation = Utilisation.of(spec, device) if plan.computes_tokens_only and not spec.gkd_lambda else None
+    return StepMetrics(method.measures(plan), utilisation.seconds if utilisation else None)
+
+
 def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat: Heartbeat) -> dict[str, Any]:
     """Run the spec in `run_dir` to its end, from its newest checkpoint if there is one. Every rank calls it.
 
@@ -382,14 +404,11 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     inputs = with_packing(inputs, strategy, world)
     spec, steps = inputs.spec, inputs.steps
     all_ranks, world = world, strategy.world
-    comparing = lambda: heartbeat("starting", note="computing the log-probabilities of the reference")  # noqa: E731
-    untrained = Batches(inputs, world, strategy, heartbeat)
-    inputs = with_references(inputs, strategy, data_dir / "store", untrained, comparing)
+    inputs = compare_untrained(inputs, strategy, data_dir / "store", heartbeat)
     strategy.weigh = inputs.weigh
     batches = Batches(inputs, world, strategy, heartbeat)
-    state = RunState(
-        steps, world.size, inputs.data, bool(spec.packing), spec.backend, inputs.template_date, inputs.base
-    )
+    packed = bool(spec.packing)
+    state = RunState(steps, world.size, inputs.data, packed, spec.backend, inputs.template_date, inputs.base)
 
     def waiting() -> bool:
         status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")
@@ -405,16 +424,10 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder = open_records(inputs, run_dir, world, state)
     saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
-    method = inputs.module.method
-    columns = sorted({name for record in inputs.corpus.records or () for name in record["columns"]})
-    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, steps, columns))
+    method = begin_method(inputs, strategy)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    utilisation = (
-        Utilisation.of(spec, world.device) if method_of(spec).computes_tokens_only and not spec.gkd_lambda else None
-    )
-    metrics = StepMetrics(method.measures(method_of(spec)), utilisation.seconds if utilisation else None)
-    stopping = False
+    metrics, stopping = step_metrics(spec, method, world.device), False
     while state.step < steps and not stopping:
         try:
             rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)
@@ -453,7 +466,12 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     all_ranks.barrier()
     if finished and world.is_host_leader:
         shutil.rmtree(run_dir / LAYERS, ignore_errors=True)  # no start needs them any more
+    release(inputs)
+    return result
+
+
+def release(inputs: TrainingInputs) -> None:
+    """End what the teacher and the method of the run have opened."""
     if inputs.teacher:
         inputs.teacher.close()
-    method.end()
-    return result
+    inputs.module.method.end()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
     from trainer.method.module_with_loss import ModelWithLoss
     from trainer.models.sampling import CompletionWriter
-    from trainer.rewards.scores import RewardFunction, RewardProcess
+    from trainer.rewards.reward_process import RewardFunction, RewardProcess
 else:
     np, torch, packing = LazyModule("numpy"), LazyModule("torch"), LazyModule("trainer.data.packing")
 
@@ -65,8 +65,8 @@ class GRPOPlan(MethodPlan):
         }
         if name := next((name for name, found in refused.items() if found), ""):
             raise ValueError(f"{name}: {getattr(spec, name)} cannot be combined with method=grpo: omit it")
-        inside = spec.strategy != "diloco" or spec.replica_strategy == "ddp"
-        if spec.strategy not in STRATEGIES or not inside or spec.diloco_membership != "fixed":
+        inside = {"diloco": spec.replica_strategy}.get(spec.strategy, "ddp")
+        if spec.strategy not in STRATEGIES or inside != "ddp" or spec.diloco_membership != "fixed":
             raise ValueError(
                 "method: grpo needs ranks that hold the whole model: set strategy=ddp (or diloco with replica_strategy=ddp and "
                 "diloco_membership=fixed)"
@@ -302,7 +302,7 @@ class GRPO(Method):
     def _rate(self, work: Work, prompts: Sequence[int], ids: list[list[int]], group: int, rank: Rank) -> Rated:
         """Return the rewards of all completions. The first rank computes them. Raises UserError on every rank if that fails."""
         from trainer.models.policy_loss import group_advantages
-        from trainer.rewards.scores import total
+        from trainer.rewards.reward_process import total
 
         rank.waiting("computing rewards")
         found: Any = self._rewards(work, prompts, ids, group) if rank.group.rank == 0 else None
@@ -321,7 +321,7 @@ class GRPO(Method):
         self, work: Work, prompts: Sequence[int], ids: list[list[int]], group: int
     ) -> tuple[str, Any, Any, Any]:
         """Return an error, and the names, weights and rewards of all functions."""
-        from trainer.rewards.scores import RewardProcess, Rollouts
+        from trainer.rewards.reward_process import RewardProcess, Rollouts
 
         assert self._run is not None and work.corpus.records is not None
         records = [work.corpus.records[sample] for sample in prompts for _ in range(group)]

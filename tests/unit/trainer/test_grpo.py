@@ -28,7 +28,7 @@ from trainer.method.grpo import GRPO, Rated, Shared, completed
 from trainer.method.method_base import RunContext, Work
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.models.policy_loss import group_advantages
-from trainer.rewards.scores import total
+from trainer.rewards.reward_process import total
 from trainer.spec import check_given, make_spec
 
 FIELDS = {

@@ -17,7 +17,7 @@ from trainer.config.json_schema import matches, schema_error
 from trainer.config.reward_source import Rewards, RewardSource, rewards_error, with_reward_paths
 from trainer.rewards.built_in import answer_of, built_in, text_of
 from trainer.rewards.reward_file import check_reward_file
-from trainer.rewards.scores import RewardProcess, Rollouts, total
+from trainer.rewards.reward_process import RewardProcess, Rollouts, total
 from trainer.spec import make_spec
 
 ENTRIES: TypeAdapter[tuple[RewardSource, ...]] = TypeAdapter(Rewards)
