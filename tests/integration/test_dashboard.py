@@ -134,7 +134,7 @@ def test_a_real_run_is_shown_live_and_stopped(site: Site, browser: WebDriver, tm
     until(lambda: "training" in shown_text(browser, "[data-chart=loss] .latest"), 20, "the curve")
     shown = browser.find_elements(By.CSS_SELECTOR, "[data-chart]:not([hidden])")
     assert {one.get_attribute("data-chart") for one in shown} == {
-        *("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share")
+        *("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share", "mfu")
     }
     assert "held out" in shown[0].text and "rank 0" in shown[4].text and "rank 1" in shown[4].text
     latencies = []
