@@ -421,7 +421,7 @@ def fits(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> boo
     setting, _ = _nominal_setting(spec, hosts, shape)
     plan, cuda = plan_of(spec), not setting.gloo
     if not plan.runs_on(spec, shape, setting.layout):
-        return False
+        return None  # a pipeline of one rank, for example, whose memory the plan does not know
     memories = plan.memories(spec, shape, setting.layout, setting.rows, cuda=cuda)
     return _fits(plan.free(spec, shape, setting.layout, memories, cuda=cuda))
 

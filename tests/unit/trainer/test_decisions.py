@@ -101,6 +101,11 @@ def test_what_a_user_sets_is_kept() -> None:
     found, lines = decide(spec, [card(8, 8.6)] * 3, read_shape(EIGHT))
     assert decided(found) == ("32-true", 3, False, "none", "ddp")
     assert len(lines) == 1 and lines[0].startswith("warning: the plan does not fit")
+    # A strategy that the plan does not know on these hosts is not a reason to save memory.
+    alone, lines = decide(make_spec({"model": "x", "strategy": "pipeline"}, "here"), [card(80, 9.0)], read_shape(ONE))
+    assert decided(alone) == ("bf16-mixed", 16, False, "none", "pipeline") and not any(
+        "warning" in line for line in lines
+    )
     # Without bitsandbytes on every host there are no weights in 4 bits.
     hosts = [card(8, 8.6, four_bits=False), card(8, 8.6)]
     found, lines = decide(make_spec({"model": "x", "strategy": "ddp"}, "here"), hosts, read_shape(EIGHT))
