@@ -6,7 +6,6 @@ scripts, too.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import math
@@ -18,16 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import ScriptError, UserError
+from trainer.common.errors import ScriptError
 from trainer.common.files import to_json, write_atomic
-from trainer.common.formats import mib, printable, quoted
-from trainer.common.inputs import read_regular, user_path
+from trainer.common.formats import printable, quoted
+from trainer.common.inputs import read_regular
+from trainer.common.python_file import parse_python_file
 from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.loop.run_dir import StopRequest, claim
 from trainer.records.telemetry import Heartbeat
 
-MAX_SCRIPT = 1 << 20  # bytes
 MAX_RESULT = 1 << 20  # bytes of the result that a script writes
 RESULT = "script-result.json"
 POLL = 0.1  # s between two checks of the script
@@ -39,27 +38,8 @@ _FIXED = ("run", "status", "script", "world_size")  # keys of the result that a 
 
 
 def check_script(name: str) -> Path:
-    """Return the absolute path of a script, after a check of its content.
-
-    Raises:
-        UserError: it is missing, not a regular file, too large, or not Python.
-    """
-    path = user_path(name, "script")
-    try:
-        content = read_regular(path, MAX_SCRIPT)
-    except OSError as error:
-        raise UserError(
-            f"script: cannot read {printable(path)}: {error.strerror}: give a Python file of at most "
-            f"{mib(MAX_SCRIPT)} MiB"
-        ) from None
-    try:
-        ast.parse(content)
-    except SyntaxError as error:
-        where = f":{error.lineno}" if error.lineno else ""
-        raise UserError(f"script: {printable(path)}{where}: {error.msg}: give a Python file") from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"script: {printable(path)}: {error}: give a Python file") from None
-    return path.absolute()
+    """Return the absolute path of a script, after a check of its content. Raises UserError as `parse_python_file`."""
+    return parse_python_file(name, "script")[0]
 
 
 def run_script(spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> dict[str, Any]:

@@ -6,11 +6,10 @@ import ast
 from pathlib import Path
 
 from trainer.common.errors import UserError
-from trainer.common.formats import mib, printable
-from trainer.common.inputs import read_regular, user_path
+from trainer.common.formats import printable
+from trainer.common.python_file import parse_python_file
 
 PREFIX = "reward"
-MAX_FILE = 1 << 20  # bytes
 
 
 def check_reward_file(name: str) -> Path:
@@ -19,26 +18,13 @@ def check_reward_file(name: str) -> Path:
     Raises:
         UserError: it is missing, not a regular file, too large, not Python, or has no function whose name begins with ``reward``.
     """
-    path = user_path(name, "reward")
-    try:
-        content = read_regular(path, MAX_FILE)
-    except OSError as error:
-        raise UserError(
-            f"reward: cannot read {printable(path)}: {error.strerror}: give a Python file of at most {mib(MAX_FILE)} MiB"
-        ) from None
-    try:
-        tree = ast.parse(content)
-    except SyntaxError as error:
-        where = f":{error.lineno}" if error.lineno else ""
-        raise UserError(f"reward: {printable(path)}{where}: {error.msg}: correct the file") from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"reward: {printable(path)}: {error}: give a Python file") from None
+    path, tree = parse_python_file(name, "reward")
     if not any(map(_defines_reward, tree.body)):
         raise UserError(
             f"reward: {printable(path)} has no function whose name begins with {PREFIX!r}: define one, as in "
             "def reward(prompts, completions, **columns)"
         )
-    return path.absolute()
+    return path
 
 
 def _defines_reward(node: ast.stmt) -> bool:
