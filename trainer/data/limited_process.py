@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
@@ -159,6 +159,22 @@ def limit_answer(seconds: int) -> None:
     soft = math.ceil(used.ru_utime + used.ru_stime) + seconds
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
+
+
+def answer_messages(requests: BinaryIO, answers: BinaryIO, answer: Callable[[Any], tuple[str, Any]]) -> int:
+    """Answer every message of the process that started this one; return the exit code of this one.
+
+    Args:
+        answer: returns the error that the other process shows, or an empty text, and the answer.
+    """
+    try:
+        while (request := read_message(requests)) is not None:
+            write_message(answers, answer(request))
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except BrokenPipeError:
+        pass  # it waits for no answer any more
+    return 0
 
 
 def read_message(file: BinaryIO) -> Any:

@@ -16,13 +16,11 @@ from typing import Any
 
 from trainer.data.hf_template import ChatTemplate, Message, Rendered, TemplateError
 from trainer.data.limited_process import (
-    OUT_OF_MEMORY,
     LimitedProcess,
     LimitError,
+    answer_messages,
     limit_answer,
     limit_process,
-    read_message,
-    write_message,
 )
 from trainer.data.plain_template import PLAIN_TEMPLATE
 
@@ -95,32 +93,27 @@ def main() -> int:
     seconds = limit_process()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    template = None
-    try:
-        while (request := read_message(sys.stdin.buffer)) is not None:
-            limit_answer(seconds)
-            try:
-                if template is None:
-                    source, tokens, today = request
-                    template = ChatTemplate(source, tokens, datetime.datetime.fromisoformat(today))
-                    answer: Any = None
-                else:
-                    chat, tools, variables, prompt = request
-                    found = template.render_blocks(chat, tools=tools, variables=variables, generation_prompt=prompt)
-                    if len(found.text) > MAX_TEXT:
-                        raise TemplateError(
-                            f"chat template: it writes more than {MAX_TEXT >> 20} million characters for a conversation"
-                        )
-                    answer = (found.text, found.blocks)
-                reply = ("", answer)
-            except TemplateError as error:
-                reply = (str(error), None)
-            write_message(answers, reply)
-    except MemoryError:
-        return OUT_OF_MEMORY
-    except BrokenPipeError:
-        return 0
-    return 0
+    template: ChatTemplate | None = None
+
+    def answer(request: Any) -> tuple[str, Any]:
+        nonlocal template
+        limit_answer(seconds)
+        try:
+            if template is None:
+                source, tokens, today = request
+                template = ChatTemplate(source, tokens, datetime.datetime.fromisoformat(today))
+                return "", None
+            chat, tools, variables, prompt = request
+            found = template.render_blocks(chat, tools=tools, variables=variables, generation_prompt=prompt)
+            if len(found.text) > MAX_TEXT:
+                raise TemplateError(
+                    f"chat template: it writes more than {MAX_TEXT >> 20} million characters for a conversation"
+                )
+            return "", (found.text, found.blocks)
+        except TemplateError as error:
+            return str(error), None
+
+    return answer_messages(sys.stdin.buffer, answers, answer)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from trainer.data.limited_process import OUT_OF_MEMORY, limit_process, read_message, write_message
+from trainer.data.limited_process import answer_messages, limit_process
 from trainer.rewards.built_in import Function, built_in
 from trainer.rewards.no_network import deny_network
 from trainer.rewards.reward_file import PREFIX
@@ -167,32 +167,28 @@ def main() -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     rewards: list[Reward] | None = None
     batch: Mapping[str, Any] = {}
-    try:
-        while (request := read_message(messages)) is not None:
-            answer: Any = None
-            error = ""
-            try:
-                if rewards is None:
-                    # Libraries may try a connection while they are imported, and go on without one.
-                    deny_network(kill=False)
-                    rewards = load(*request)
-                    deny_network(kill=True)
-                    answer = [(each.name, each.file, each.entry) for each in rewards]
-                elif isinstance(request, int):
-                    answer = rewards[request].rate(batch)
-                else:
-                    batch = request
-            except RewardError as caught:
-                error = str(caught)
-            except OSError as caught:
-                error = f"this host cannot deny a process the network: {caught}: use a Linux kernel with seccomp"
+
+    def answer(request: Any) -> tuple[str, Any]:
+        nonlocal rewards, batch
+        try:
+            if rewards is None:
+                # Libraries may try a connection while they are imported, and go on without one.
+                deny_network(kill=False)
+                rewards = load(*request)
+                deny_network(kill=True)
+                return "", [(each.name, each.file, each.entry) for each in rewards]
+            if isinstance(request, int):
+                return "", rewards[request].rate(batch)
+            batch = request
+            return "", None
+        except RewardError as error:
+            return str(error), None
+        except OSError as error:
+            return f"this host cannot deny a process the network: {error}: use a Linux kernel with seccomp", None
+        finally:
             sys.stdout.flush()
-            write_message(answers, (error, answer))
-    except MemoryError:
-        return OUT_OF_MEMORY
-    except BrokenPipeError:
-        return 0
-    return 0
+
+    return answer_messages(messages, answers, answer)
 
 
 if __name__ == "__main__":
