@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from plugins.module_utils.gpus import RANGES, find_cards, select_driver
+from trainyard.remote.host_facts import gpus
 
 TOP = Path(__file__).resolve().parents[2]
 NVIDIA, VGA, COMPUTE, AUDIO = "0x10de", "0x030000", "0x030200", "0x040300"
@@ -117,3 +118,17 @@ def test_the_role_reports_the_driver_and_changes_nothing(tmp_path: Path) -> None
             and "branch 580 with closed" in done.stdout
         )
         assert wants == install, done.stdout
+
+
+@pytest.mark.parametrize(("known", "capability"), [(True, 8.9), (False, 0.0)], ids=["new driver", "old driver"])
+def test_the_capability_of_a_gpu_is_a_fact_if_the_driver_knows_it(
+    known: bool, capability: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "nvidia-smi"
+    asked = "echo 'GeForce RTX 4090, 24564, GPU-1, 8.9'" if known else "exit 2"
+    file.write_text(
+        f"#!/bin/sh\ncase \"$1\" in *compute_cap*) {asked} ;; *) echo 'GeForce RTX 4090, 24564, GPU-1' ;; esac\n"
+    )
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpus() == [{"name": "GeForce RTX 4090", "memory_mib": 24564, "uuid": "GPU-1", "capability": capability}]

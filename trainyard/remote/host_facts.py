@@ -120,16 +120,17 @@ def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
 
 def gpus() -> list[dict[str, Any]]:
     """Return name, memory in MiB, UUID and compute capability (0: unknown) of every NVIDIA GPU that the driver shows."""
-    rows = nvidia_smi.query("name", "memory.total", "uuid")
-    known = dict(nvidia_smi.query("uuid", "compute_cap")) if rows else {}  # a field that old drivers do not have
+    fields = ("name", "memory.total", "uuid")
+    # Old drivers know no capability, and then answer nothing.
+    rows = nvidia_smi.query(*fields, "compute_cap") or [[*row, ""] for row in nvidia_smi.query(*fields)]
     return [
         {
             "name": name,
             "memory_mib": nvidia_smi.mib(memory),
             "uuid": uuid,
-            "capability": float(known[uuid]) if re.fullmatch(r"\d{1,2}\.\d", known.get(uuid, "")) else 0.0,
+            "capability": float(capability) if re.fullmatch(r"\d{1,2}\.\d", capability) else 0.0,
         }
-        for name, memory, uuid in rows
+        for name, memory, uuid, capability in rows
     ]
 
 
