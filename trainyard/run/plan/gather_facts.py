@@ -10,7 +10,8 @@ from typing import Any
 from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.data.dataset_files import needs_library
-from trainer.strategy import AUTO, plan_of, possible_plans
+from trainer.planner.decisions import as_before
+from trainer.strategy import plan_of, possible_plans
 from trainyard import front_end
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gpu_choice import assign_gpus
@@ -144,9 +145,9 @@ def usable_hosts(
 
 def _strategy(hosts: list[HostState], prepared: PreparedRun) -> str:
     """Return the strategy of the run; `auto` if it has not started yet. Raises PlanError."""
-    began, spec = next((host for host in hosts if host.facts["spec"]), None), prepared.spec
-    undecided = spec.strategy == AUTO or "strategy" in spec.automatic
-    return staged_spec(began).strategy if began and undecided else spec.strategy
+    began = next((host for host in hosts if host.facts["spec"]), None)
+    spec, _ = as_before(prepared.spec, staged_spec(began)) if began else (prepared.spec, [])
+    return spec.strategy
 
 
 def _space_needed(
