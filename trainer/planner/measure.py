@@ -23,7 +23,8 @@ _LAYERS = 3  # layers of the larger of the two models, at least
 _LIMIT = 8.0  # seconds for the measurement of both models
 _SHORT = 1.0  # seconds of a micro-batch of the larger model, at most, if it has more than _LAYERS layers
 _SMALL = 256 << 20  # bytes of its weights, at most, in that case
-_LEAST_ROUNDS, _MOST_ROUNDS = 4, 8  # of the comparison of two precisions
+_ROUNDS = (3, 9)  # at least and at most
+_GAIN_ROUNDS = (4, 8)  # of the comparison of two precisions
 _GAIN_LIMIT = 1.0  # seconds for it
 _SMALL_LAYER = 512  # hidden size
 _FEW_TOKENS = 1000  # of a vocabulary
@@ -50,14 +51,20 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
     return model.to(device).train()
 
 
-def _seconds(strategies: Sequence[DDP], batch: Batch, limit: float) -> list[tuple[float, float]]:
-    """Return the median seconds of a micro-batch and of an optimizer step of each, without the first of each.
+def _times(
+    strategies: Sequence[DDP], batch: Batch, rounds: tuple[int, int], limit: float
+) -> list[list[tuple[float, float]]]:
+    """Return the seconds of micro-batches and of optimizer steps of each, without the first of each.
 
-    They take turns, because the speed of a machine changes: only their difference counts in the end.
+    They take turns, because the speed of a machine changes: only their difference, or their ratio, counts in the end.
+
+    Args:
+        rounds: at least and at most; not the most if they take longer than `limit` seconds.
     """
     times: list[list[tuple[float, float]]] = [[] for _ in strategies]
     began = time.perf_counter()
-    while len(times[0]) < 3 or (len(times[0]) < 9 and time.perf_counter() - began < limit):
+    least, most = rounds
+    while len(times[0]) < least or (len(times[0]) < most and time.perf_counter() - began < limit):
         for strategy, found in zip(strategies, times, strict=True):
             device = strategy.world.device
             marks = [time.perf_counter()]
@@ -65,9 +72,13 @@ def _seconds(strategies: Sequence[DDP], batch: Batch, limit: float) -> list[tupl
             marks.append(_now(device))
             strategy.step(1e-4)
             found.append((marks[1] - marks[0], _now(device) - marks[1]))
-    parts = [statistics.median(part for part, _ in one[1:]) for one in times]
-    steps = [statistics.median(step for _, step in one[1:]) for one in times]
-    return list(zip(parts, steps, strict=True))
+    return [one[1:] for one in times]
+
+
+def _seconds(strategies: Sequence[DDP], batch: Batch, limit: float) -> list[tuple[float, float]]:
+    """Return the median seconds of a micro-batch and of an optimizer step of each."""
+    times = _times(strategies, batch, _ROUNDS, limit)
+    return [(statistics.median(part for part, _ in one), statistics.median(step for _, step in one)) for one in times]
 
 
 def _now(device: torch.device) -> float:
@@ -116,22 +127,12 @@ def bfloat16_gain(spec: RunSpec) -> float:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            whole, half = _least_seconds(strategies, batch)
+            times = _times(strategies, batch, _GAIN_ROUNDS, _GAIN_LIMIT)
         finally:
             torch.set_num_threads(threads)
+    # The fewest seconds: other programs disturb them less than the median.
+    whole, half = (min(part for part, _ in one) for one in times)
     return whole / half
-
-
-def _least_seconds(strategies: Sequence[DDP], batch: Batch) -> list[float]:
-    """Return the fewest seconds of a micro-batch of each, which other programs disturb less than the median."""
-    times: list[list[float]] = [[] for _ in strategies]
-    began = time.perf_counter()
-    while len(times[0]) < _LEAST_ROUNDS or (len(times[0]) < _MOST_ROUNDS and time.perf_counter() - began < _GAIN_LIMIT):
-        for strategy, found in zip(strategies, times, strict=True):
-            start = time.perf_counter()
-            strategy.backward(batch, batch.labels.numel(), True)
-            found.append(time.perf_counter() - start)
-    return [min(found[1:]) for found in times]
 
 
 def measure(spec: RunSpec, rows: RowStats, device: torch.device) -> tuple[float, float]:
