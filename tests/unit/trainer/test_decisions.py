@@ -71,6 +71,15 @@ def decided(spec: RunSpec) -> tuple[Any, ...]:
     return spec.precision, spec.batch_size, spec.gradient_checkpointing, spec.quantize, spec.strategy
 
 
+def test_a_pair_needs_the_memory_of_two_rows() -> None:
+    hosts = [card(12, 8.6)]
+    single, _ = decide(make_spec({"model": "x"}, "here"), hosts, read_shape(ONE))
+    pairs, _ = decide(
+        make_spec({"model": "x", "method": "dpo", "dataset": "pairs.jsonl"}, "here"), hosts, read_shape(ONE)
+    )
+    assert not single.gradient_checkpointing and pairs.batch_size == single.batch_size // 2
+
+
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_decisions_for_a_cluster(cluster: str) -> None:
     hosts, model, fields, expected = CLUSTERS[cluster]
@@ -163,16 +172,16 @@ def answer(spec: RunSpec, started: bool) -> dict[str, Any]:
 
 
 def test_a_rank_that_joins_takes_what_the_run_has(monkeypatch: Any) -> None:
-    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 9.0)
-    new, _ = decide(make_spec({"model": "x"}, "here"), [cpu(16)] * 2, read_shape(SMALL))
-    has = make_spec(
-        {"precision": "32-true", "batch_size": 2, "gradient_checkpointing": True, "quantize": "none"}, "here"
-    )
-    has = has.model_copy(update={"automatic": ()})
+    """Even where ranks that decide together would take less, or measure another precision."""
+    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 1.0)
+    new, _ = decide(make_spec({"model": "x"}, "here"), [cpu(8)] * 2, read_shape(ONE))
+    assert new.gradient_checkpointing and new.automatic == ("precision",)
+    given = {"precision": "bf16-mixed", "batch_size": 8, "gradient_checkpointing": False, "quantize": "none"}
+    has = make_spec(given | {"strategy": "ddp"}, "here")
     ranks: Any = Ranks([answer(has, True)])
     assert decided(agree(new, False, ranks)) == decided(has)
     ranks = Ranks([answer(new, False)])
-    assert decided(agree(has, True, ranks)) == decided(has), "and the others keep it"
+    assert agree(has, True, ranks) == has, "and the others keep it"
 
 
 def test_ranks_decide_together(monkeypatch: Any) -> None:
