@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
 
-from trainyard.ollama.pool import OllamaNode, Prompt, TeacherPool
-from trainyard.remote.ollama_client import Cancel, OllamaClient
+from trainer.generation.ollama_client import Cancel, OllamaClient
+from trainer.generation.pool import Listed, ServerPool
+from trainyard.ollama.teacher_nodes import OllamaNode, Prompt
 
 TOKENS = 100  # of a real answer
 OPTIONS = {"temperature": 1.0, "num_predict": TOKENS, "num_thread": 1, "seed": 1}
@@ -35,7 +36,7 @@ def prompts(count: int, first: int = 0) -> list[Prompt]:
 def seconds_of(nodes: list[OllamaNode], work: list[Prompt]) -> float:
     """Return the seconds in which a pool of these nodes answers."""
     start = time.perf_counter()
-    TeacherPool(nodes, lambda new: None).run(work)
+    ServerPool(nodes, lambda new: None).run(Listed(work))
     return time.perf_counter() - start
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import quoted
+from trainer.generation.ollama_client import is_server_url
 from trainyard.extra_vars import plain_data
 from trainyard.ollama.servers import server_urls
-from trainyard.remote.ollama_client import is_server_url
 from trainyard.run.launch_options import make_options
 from trainyard.wire.connection import Host, InventoryError, Login
 

@@ -36,12 +36,12 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
+from trainer.generation.ollama_client import OllamaClient
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.collect import Questions, collect_answers
 from trainyard.ollama.distill_options import DistillOptions
-from trainyard.ollama.pool import OllamaNode
+from trainyard.ollama.teacher_nodes import OllamaNode
 from trainyard.progress_record import SUFFIX
-from trainyard.remote.ollama_client import OllamaClient
 
 __all__ = ["browser"]
 pytestmark = [

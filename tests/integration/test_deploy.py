@@ -23,13 +23,13 @@ from trainer.common.errors import UserError
 from trainer.common.files import sha256_file
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
+from trainer.generation.ollama_client import OllamaClient
 from trainer.gguf.llama import write_llama
 from trainer.spec import make_spec
 from trainyard.deploy import converter
 from trainyard.deploy.deploy_options import make_deploy_options
 from trainyard.deploy.deployment import Deployment, compare
 from trainyard.ollama.servers import server_urls
-from trainyard.remote.ollama_client import OllamaClient
 from trainyard.wire.connection import Host, HostConnection
 from trainyard.wire.openssh import LocalTransport
 from trainyard.wire.run_errors import RunError

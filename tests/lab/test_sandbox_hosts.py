@@ -298,9 +298,9 @@ def merge(lab: Lab, site: Site, beside: dict[Host, str], tmp_path: Path) -> Call
     archive, stored = tmp_path / "trainer.zip", f"{DATA}/store/trainers/{'1' * 16}.zip"
     with zipfile.ZipFile(archive, "w") as content:
         content.writestr("trainer/__init__.py", "")
-        content.writestr("trainer/gguf/__init__.py", "")
+        content.writestr("trainer/launch/__init__.py", "")
         content.writestr("trainer/common/__init__.py", "")
-        for name in ("__main__", "gguf/export"):
+        for name in ("__main__", "launch/gguf_export"):
             content.writestr(f"trainer/{name}.py", APART)
         content.write(TOP / "trainer/common/lost_connection.py", "trainer/common/lost_connection.py")
     encoded = base64.b64encode(archive.read_bytes()).decode()

@@ -12,8 +12,8 @@ from pathlib import Path
 from netlab import daemon
 
 from trainer.common.files import sha256_file
-from trainyard.remote.ollama import create_body
-from trainyard.remote.ollama_client import OllamaClient, OllamaError
+from trainer.generation.ollama_client import OllamaClient, OllamaError
+from trainer.generation.ollama_models import create_body
 
 START_LIMIT = 60.0  # s
 PROGRAM = shutil.which("ollama")

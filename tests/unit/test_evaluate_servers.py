@@ -13,13 +13,13 @@ import pytest
 from threaded_server import running
 
 from trainer.common.errors import UserError
+from trainer.generation import pool
+from trainer.generation.ollama_client import Cancel, OllamaError
 from trainyard.evaluate.kept_evaluations import kept_evaluations
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.side_by_side import EvaluateOptions, evaluate
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
-from trainyard.ollama import pool
-from trainyard.ollama.pool import Node, Prompt
-from trainyard.remote.ollama_client import Cancel, OllamaError
+from trainyard.ollama.teacher_nodes import Prompt, Teacher
 from trainyard.run.launch_options import LaunchOptions
 
 QUESTIONS = [Question("q", ({"role": "user", "content": f"{n}?"},), str(n)) for n in range(5)]
@@ -61,7 +61,7 @@ def server() -> Iterator[Server]:
         yield found
 
 
-def nodes(server: Server) -> tuple[Subject, Sequence[Node]]:
+def nodes(server: Server) -> tuple[Subject, Sequence[Teacher]]:
     [subject] = parse_subjects([f"openai:m@http://127.0.0.1:{server.server_port}/v1"])
     return subject, server_nodes(subject, [], print)
 

@@ -23,7 +23,7 @@ TOP = Path(__file__).resolve().parents[2]
 # In one process: the imports of torch and transformers take most of the time.
 CONVERT = """
 import json, sys
-from trainer.gguf.export import convert
+from trainer.launch.gguf_export import convert
 folder, words = sys.argv[1], json.loads(sys.argv[2])
 if words["adapter"]:
     import torch
@@ -179,7 +179,7 @@ def test_other_adapters_are_left_to_peft(model: Path, tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(model: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; import trainer.gguf.export; from trainer.gguf.llama import write_llama; "
+        "import sys; from pathlib import Path; import trainer.launch.gguf_export; from trainer.gguf.llama import write_llama; "
         "path = Path(sys.argv[1]); write_llama(path, path, None, Path(sys.argv[2]), 'f16'); "
         "print({'torch', 'transformers', 'peft', 'pydantic'} & set(sys.modules))"
     )

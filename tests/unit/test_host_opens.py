@@ -60,7 +60,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_accept": "records of deployments, which no rank can write",
         "_remove": "records of deployments, which no rank can write",
     },
-    "trainyard/remote/ollama_client.py": {"put_blob": "a descriptor of a file that the caller has opened"},
+    "trainer/generation/ollama_client.py": {"put_blob": "a descriptor of a file that the caller has opened"},
     "trainyard/remote/queue.py": {"": "the folder of the queue, which no rank can reach"},
     "trainyard/remote/receive.py": {"prepare_incoming": ROOT},
     "trainyard/remote/relay.py": {"_umask": KERNEL},

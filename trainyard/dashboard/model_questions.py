@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from trainer.common.formats import counted
+from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError
 from trainyard.dashboard.page_formats import clean, rate
 from trainyard.dashboard.state import ClusterView
 from trainyard.ollama.servers import host_urls
-from trainyard.remote.ollama_client import Cancel, OllamaClient, OllamaError
 from trainyard.wire.connection import Host
 
 QUESTION = 4000  # characters

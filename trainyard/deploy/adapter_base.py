@@ -17,7 +17,7 @@ from trainyard.deploy.trained_run import TrainedRun
 
 def run_misfit(run: TrainedRun) -> str:
     """Return why no base can take the adapter of a run; empty if one may."""
-    from trainyard.deploy.adapter_gguf import ARCHITECTURES  # imports numpy, which a merged model does not need
+    from trainer.gguf.gguf_adapter import ARCHITECTURES  # imports numpy, which a merged model does not need
 
     if run.kind != "adapter":
         return "the run has no adapter"
@@ -94,6 +94,6 @@ def _gguf_architecture(run: TrainedRun) -> str:
     """Return the name that GGUF has for the architecture of a run that `run_misfit` accepts."""
     import gguf
 
-    from trainyard.deploy.adapter_gguf import ARCHITECTURES
+    from trainer.gguf.gguf_adapter import ARCHITECTURES
 
     return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[_architecture(run)][0]]

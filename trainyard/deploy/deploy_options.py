@@ -9,10 +9,10 @@ from typing import Any, Literal
 from trainer.common.errors import UserError
 from trainer.common.inputs import user_path
 from trainer.config.fields import declare
+from trainer.generation.ollama_client import MODEL_NAME
 from trainyard import front_end
 from trainyard.deploy.proof import WeightType
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.remote.ollama_client import MODEL_NAME
 
 MODEL_NAME_RULES: dict[str, Any] = {"pattern": f"^({MODEL_NAME.pattern})?$"}
 MODEL_NAME_RULES |= {"expected": "the name of a model, such as mine:latest"}

@@ -293,7 +293,7 @@ class Deployment:
 
     def _adapter(self, run: TrainedRun, base: dict[str, Any]) -> Artifact:
         """Return the adapter of the run on a base. Raises AdapterError."""
-        from trainyard.deploy.adapter_gguf import write_adapter
+        from trainer.gguf.gguf_adapter import write_adapter
 
         file = self.work / self.options.run / "adapter.gguf"
         if not self._has_adapter:
@@ -432,7 +432,7 @@ class Deployment:
         gguf = self._export.reply(run, self._written)["gguf"]
         self.report(f"{run.host.name}: copying {mib(gguf['bytes'])} MiB to the controller")
         root, name = split_run(run.folder)
-        exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.gguf.export
+        exported = f"{name}/deploy/{PurePosixPath(gguf['path']).name}"  # see trainer.launch.gguf_export
         connection = self.connections[run.host.name]
         try:
             with tempfile.TemporaryDirectory(dir=self.work) as aside, lent_files(connection, root, [exported]) as lent:

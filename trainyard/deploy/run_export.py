@@ -31,7 +31,7 @@ class RunExport:
         self._started: dict[str, FanOut] = {}  # by type of weights; "" for the answers alone
 
     def start(self, run: TrainedRun, quantize: str) -> None:
-        """Start trainer.gguf.export on the run's host, over a separate connection: its imports may take seconds.
+        """Start trainer.launch.gguf_export on the run's host, over a separate connection: its imports may take seconds.
 
         Args:
             quantize: type of the weights of the merged model; empty for the answers alone.
@@ -64,7 +64,7 @@ class RunExport:
         self._started[quantize] = FanOut({run.host.name: work})
 
     def reply(self, run: TrainedRun, quantize: str = "") -> dict[str, Any]:
-        """Return the reply of trainer.gguf.export on the run's host. Raises RemoteError."""
+        """Return the reply of trainer.launch.gguf_export on the run's host. Raises RemoteError."""
         if quantize not in self._started:
             self.start(run, quantize)
         done, name = self._started[quantize].wait(EXPORT_LIMIT), run.host.name

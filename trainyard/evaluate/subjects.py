@@ -9,13 +9,14 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
+from trainer.generation.ollama_client import Answer, is_server_url
+from trainer.generation.pool import Listed, ServerPool
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.scores import Answered, Report
 from trainyard.ollama.openai_node import URL, OpenAINode
-from trainyard.ollama.pool import Node, Prompt, TeacherPool
 from trainyard.ollama.servers import host_urls
+from trainyard.ollama.teacher_nodes import Prompt, Teacher
 from trainyard.ollama.teachers import Candidate, find_teachers
-from trainyard.remote.ollama_client import Answer, is_server_url
 from trainyard.wire.connection import Host
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,7 +73,7 @@ def parse_subjects(names: Sequence[str]) -> list[Subject]:
     return found
 
 
-def server_nodes(subject: Subject, hosts: Sequence[Host], report: Callable[[str], None]) -> Sequence[Node]:
+def server_nodes(subject: Subject, hosts: Sequence[Host], report: Callable[[str], None]) -> Sequence[Teacher]:
     """Return the servers that answer for a subject. Raises UserError if none has the model."""
     if subject.kind == "openai":
         return [OpenAINode(subject.name, subject.model, subject.url, limit=ANSWER_LIMIT)]
@@ -90,7 +91,7 @@ def server_nodes(subject: Subject, hosts: Sequence[Host], report: Callable[[str]
 
 def ask_servers(
     subject: Subject,
-    nodes: Sequence[Node],
+    nodes: Sequence[Teacher],
     questions: Sequence[Question],
     options: Mapping[str, Any],
     report: Callable[[str], None],
@@ -106,11 +107,11 @@ def ask_servers(
     answers: dict[int, Answered] = {}
     prompts = [Prompt(question.messages, options, place) for place, question in enumerate(questions)]
 
-    def deliver(new: list[tuple[Prompt, Node, Answer]]) -> None:
+    def deliver(new: list[tuple[Prompt, Teacher, Answer]]) -> None:
         for prompt, _, answer in new:
             answers[prompt.sample] = Answered(answer.text, answer.tokens, answer.finished == "length")
 
-    result = TeacherPool(nodes, deliver, report, patience=60.0).run(prompts)
+    result = ServerPool(nodes, deliver, report, patience=60.0).run(Listed(prompts))
     if not answers:
         raise UserError(f"evaluate: {printable(subject.name)}: no answer: {result.failed[0][1]}")
     for prompt, reason in result.failed[:3]:

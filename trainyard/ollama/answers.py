@@ -22,8 +22,8 @@ from typing import Any
 
 from trainer.common.errors import DiskError, UserError, disk_failure
 from trainer.common.files import sync_path
-from trainyard.ollama.pool import Prompt
-from trainyard.remote.ollama_client import Answer
+from trainer.generation.ollama_client import Answer
+from trainyard.ollama.teacher_nodes import Prompt
 
 _BLOCK = 1 << 20
 

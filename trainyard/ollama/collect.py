@@ -12,12 +12,13 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
 from trainer.common.formats import clock, printable, quoted, thousands
+from trainer.generation.ollama_client import Answer
+from trainer.generation.pool import Listed, PoolResult, ServerPool
 from trainyard.ollama.answers import AnswerFile, answer_keys
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
-from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
+from trainyard.ollama.teacher_nodes import Prompt, Teacher
 from trainyard.progress_record import SUFFIX, ProgressRecord
-from trainyard.remote.ollama_client import Answer
 
 Report = Callable[[str], None]
 
@@ -66,12 +67,12 @@ def missing_prompts(questions: Questions, digests: Iterable[str], answers: Answe
 
 
 def collect_answers(
-    questions: Questions, nodes: Sequence[Node], answers: AnswerFile, report: Report, interval: float = 5.0
+    questions: Questions, nodes: Sequence[Teacher], answers: AnswerFile, report: Report, interval: float = 5.0
 ) -> PoolResult | None:
     """Ask the nodes what `answers` does not hold; return None if it holds everything.
 
     Raises:
-        UserError: no node answers; see TeacherPool.run.
+        UserError: no node answers; see ServerPool.run.
         DiskError: the answers cannot be written.
     """
     prompts = missing_prompts(questions, {node.digest for node in nodes}, answers)
@@ -82,13 +83,13 @@ def collect_answers(
     if not prompts:
         return None
 
-    def deliver(new: list[tuple[Prompt, Node, Answer]]) -> None:
+    def deliver(new: list[tuple[Prompt, Teacher, Answer]]) -> None:
         answers.add((prompt, node.name, node.digest, answer) for prompt, node, answer in new)
 
     known = {"teacher": questions.options.teacher, "before": len(questions) - len(prompts)}
     with ProgressRecord(answers.path.with_suffix(SUFFIX), "distill", **known) as record:
-        pool = TeacherPool(nodes, deliver, report, interval=interval, watch=lambda found: record.update(**found))
-        result = pool.run(prompts)
+        pool = ServerPool(nodes, deliver, report, interval=interval, watch=lambda found: record.update(**found))
+        result = pool.run(Listed(prompts))
         record.update(unanswered=len(result.failed))
     return result
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
+from trainer.generation.ollama_client import OllamaClient, OllamaError, full_name
 from trainyard.ollama.teachers import Candidate, ask_servers, find_model
-from trainyard.remote.ollama_client import OllamaClient, OllamaError, full_name
 from trainyard.wire.connection import HostConnection
 from trainyard.wire.host_relay import Copy, Member, run_relay
 from trainyard.wire.reply_fields import Digest

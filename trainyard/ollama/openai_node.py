@@ -12,9 +12,9 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
-from trainyard.ollama.pool import Prompt
+from trainer.generation.ollama_client import MAX_ANSWER, Answer, Cancel, OllamaClient, OllamaError
 from trainyard.ollama.teacher_logprobs import TOP, LogprobReader
-from trainyard.remote.ollama_client import MAX_ANSWER, Answer, Cancel, OllamaClient, OllamaError
+from trainyard.ollama.teacher_nodes import Prompt
 
 URL = re.compile(r"(http://[^/\s]+)(/[A-Za-z0-9._~/-]*)?")
 KEY = "TRAINYARD_TEACHER_KEY"  # the environment variable with the key that the servers ask for
@@ -23,7 +23,7 @@ _SHOWN = 5  # models in a message
 
 @dataclass(frozen=True)
 class OpenAINode:
-    """A model on such a server. It is a Node of a TeacherPool.
+    """A model on such a server. It is a Node of a ServerPool.
 
     Attributes:
         name: of the server, for messages.

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from trainyard.remote.ollama_client import MAX_ANSWER
+from trainer.generation.ollama_client import MAX_ANSWER
 
 FIRST_VERSION = (0, 12, 11)  # of Ollama, whose older versions ignore the request silently
 TOP = 20  # alternatives of each token; the API gives no more

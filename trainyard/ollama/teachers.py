@@ -9,11 +9,11 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
+from trainer.generation.ollama_client import OllamaClient, OllamaError, full_name
 from trainyard import front_end
-from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teacher_logprobs import FIRST_VERSION
-from trainyard.remote.ollama_client import OllamaClient, OllamaError, full_name
+from trainyard.ollama.teacher_nodes import OllamaNode
 
 DEFAULT_MODELS = "/var/lib/ollama"  # of roles/ollama
 MAX_SHOWN = 5  # machines named in a message

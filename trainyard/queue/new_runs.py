@@ -12,13 +12,13 @@ from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, is_known
+from trainer.generation.ollama_client import full_name
 from trainyard import front_end
 from trainyard.extra_vars import check_pairs, read_run_spec
 from trainyard.queue.request import MAX_RUNS, OPTIONS, QueueOptions, Request
 from trainyard.queue.steps import OPTIONS as STEP_OPTIONS
 from trainyard.queue.steps import Steps, read_steps
 from trainyard.queue.sweep import SweepRun, grids_of, in_order, read_sweep, without_grids
-from trainyard.remote.ollama_client import full_name
 from trainyard.run import launch_options
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import Report

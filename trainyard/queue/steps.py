@@ -21,6 +21,7 @@ from trainer.common.files import sha256_file, write_atomic
 from trainer.common.inputs import user_path
 from trainer.config import TINY, RunSpec
 from trainer.config.fields import declare
+from trainer.generation.ollama_client import is_server_url
 from trainyard import front_end
 from trainyard.deploy.converter import converter_archive
 from trainyard.deploy.deploy_options import MODEL_NAME_RULES, DeployOptions
@@ -29,7 +30,6 @@ from trainyard.ollama.distill_options import AnswerOptions, DistillOptions
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teachers import Candidate, candidates
-from trainyard.remote.ollama_client import is_server_url
 from trainyard.run.prepare.host_files import HostAccess
 from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.types import Files, PreparedRun, Report, StagedFile

@@ -37,9 +37,9 @@ def evaluate(request: dict[str, Any]) -> NoReturn:
 
 
 def gguf_export(request: dict[str, Any]) -> NoReturn:
-    """Run `trainer.gguf.export`; see `run_apart`."""
+    """Run `trainer.launch.gguf_export`; see `run_apart`."""
     remove_stale(Path(request["trainer"]))
-    run_apart(request, ["trainer.gguf.export"])
+    run_apart(request, ["trainer.launch.gguf_export"])
 
 
 def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:

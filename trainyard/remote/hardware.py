@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainer.supervise import nvidia_smi
 from trainyard.remote.host_facts import nearest_folder
-from trainyard.remote.ollama_client import OllamaClient, OllamaError
 
 OLLAMA_LIMIT = 2.0  # s for each address
 MODELS = 100  # names in the answer

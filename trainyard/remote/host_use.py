@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainer.supervise import nvidia_smi
 from trainer.supervise.interface import interface_of
 from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote.host_facts import nearest_folder
 from trainyard.remote.network import interface_mbit
-from trainyard.remote.ollama_client import OllamaClient, OllamaError
 from trainyard.remote.trees import matching
 
 MODELS = 100  # names in a sample

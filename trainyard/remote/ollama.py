@@ -12,19 +12,16 @@ import json
 import re
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
+from trainer.generation.ollama_client import MODEL_NAME, OllamaClient, OllamaError, full_name
+from trainer.generation.ollama_models import create_body, takes_adapters
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import read_json
-from trainyard.remote.ollama_client import MODEL_NAME, OllamaClient, OllamaError, full_name
 from trainyard.remote.receive import incoming_folder, prepare_incoming
 
-NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`
-ADAPTERS_END, ADAPTERS_AGAIN = (0, 6, 0), (0, 30, 0)  # the versions between ran models without adapters
 # Tags of the model that is checked, of the one that it replaces, and of the one that the server quantizes.
 _TAGS = _CHECK_TAG, _OLD_TAG, _SOURCE_TAG = ("trainyard-check", "trainyard-old", "trainyard-source")
 _ANSWER_LIMIT = 300.0  # s for one answer, with the time to load the model
@@ -88,7 +85,7 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     version = client.version()
     tags = client.tags()
     own = {full_name(request["name"]), *(_tagged(request, tag) for tag in _TAGS)}
-    takes, bases, read = version < ADAPTERS_END or version >= ADAPTERS_AGAIN, [], 0
+    takes, bases, read = takes_adapters(version), [], 0
     if (base := request["base"]) and full_name(base) in tags:
         info = _model_info(client.show(base, verbose=True))
         bases = [_describe(base, tags[full_name(base)], info, request["tokens"])]
@@ -281,48 +278,6 @@ def _answer(client: OllamaClient, name: str, prompt: dict[str, Any], options: di
 def _make(client: OllamaClient, name: str, source: str, **more: Any) -> None:
     """Create a model; `more` as in `create_body`. Raises OllamaError."""
     client.create(create_body(client.version(), name, source, **more), deadline=_CREATE_LIMIT)
-
-
-def create_body(
-    version: tuple[int, int, int],
-    name: str,
-    source: str,
-    *,
-    adapter: str = "",
-    quantize: str = "",
-    template: str = "",
-    system: str = "",
-    parameters: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Return the body of /api/create in the form that this version of the server takes.
-
-    Args:
-        source: name of a model, or `@sha256:` and the digest of a blob, which is a whole model.
-        adapter: `@sha256:` and the digest of a blob.
-        parameters: numbers and lists of texts.
-
-    Raises:
-        ValueError: this version cannot read a text.
-    """
-    if version >= NEW_FORM:
-        blob = source.startswith("@")
-        body: dict[str, Any] = {"files": {"model.gguf": source[1:]}} if blob else {"from": source}
-        body |= {"adapters": {"adapter.gguf": adapter[1:]}} if adapter else {}
-        body |= {"template": template, "system": system, "parameters": dict(parameters), "quantize": quantize}
-        return {"model": name} | {key: value for key, value in body.items() if value}
-    lines = [f"FROM {source}"] + ([f"ADAPTER {adapter}"] if adapter else [])
-    for word, text in (("TEMPLATE", template), ("SYSTEM", system)):
-        if '"""' in text or text.endswith('"'):
-            raise ValueError(
-                f'the {word.lower()} contains """ or ends with ", which this version of Ollama cannot read'
-            )
-        lines += [f'{word} """{text}"""'] if text else []
-    for key, value in parameters.items():
-        for part in value if isinstance(value, list) else [value]:
-            if '"' in str(part) or "\n" in str(part):
-                raise ValueError(f'{key} contains " or a line end, which this version of Ollama cannot read')
-            lines.append(f"PARAMETER {key} {part}" if isinstance(part, int) else f'PARAMETER {key} "{part}"')
-    return {"model": name, "modelfile": "\n".join(lines) + "\n"} | ({"quantize": quantize} if quantize else {})
 
 
 def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> None:

@@ -69,11 +69,11 @@ def _compressed(verb: str) -> bytes:
 
 @functools.cache
 def _sources() -> dict[str, bytes]:
-    """Return {path in the archive: content} of `trainyard/remote` and `trainer/supervise`."""
+    """Return {path in the archive: content} of `trainyard/remote`, `trainer/supervise` and the client of Ollama."""
     controller, node = (Path(package.__path__[0]) for package in (trainyard, trainer))
-    files = {"trainyard/__init__.py": b"", "trainer/__init__.py": b""}
-    for package, folder in ((controller, "remote"), (node, "supervise")):
-        for path in (package / folder).glob("*.py"):
+    files = {f"{name}/__init__.py": b"" for name in ("trainyard", "trainer", "trainer/generation")}
+    for package, names in ((controller, "remote/*.py"), (node, "supervise/*.py"), (node, "generation/ollama_*.py")):
+        for path in package.glob(names):
             # The packages have only a docstring, which a host does not need.
             content = b"" if path.name == "__init__.py" else path.read_bytes()
             files[str(path.relative_to(package.parent))] = content

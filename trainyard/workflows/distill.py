@@ -17,8 +17,8 @@ from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.collect import Collect, Questions, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
 from trainyard.ollama.openai_node import openai_teachers
-from trainyard.ollama.pool import OllamaNode
 from trainyard.ollama.prompts import read_evaluation, read_prompts
+from trainyard.ollama.teacher_nodes import OllamaNode
 from trainyard.ollama.teachers import candidates, find_teachers
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.launch_options import LaunchOptions

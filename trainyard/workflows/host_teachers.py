@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import clock, counted, printable
+from trainer.generation.ollama_client import Answer
 from trainer.model_files.model_shape import read_shape
 from trainer.spec import make_spec
 from trainyard.evaluate.side_by_side import MAX_ANSWERED
@@ -25,9 +26,8 @@ from trainyard.inventory import Cluster
 from trainyard.ollama.answers import AnswerFile, answer_keys
 from trainyard.ollama.collect import Questions
 from trainyard.ollama.filters import prompt_text
-from trainyard.ollama.pool import Prompt
+from trainyard.ollama.teacher_nodes import Prompt
 from trainyard.preflight.hardware_table import gather_hardware
-from trainyard.remote.ollama_client import Answer
 from trainyard.run.launch.trainer_command import apart_request, copy_entry
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession

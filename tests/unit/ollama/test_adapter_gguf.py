@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from trainer.common.errors import UserError
+from trainer.gguf.gguf_adapter import ARCHITECTURES, AdapterError, write_adapter
 from trainyard.deploy import converter
-from trainyard.deploy.adapter_gguf import ARCHITECTURES, AdapterError, write_adapter
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.generation.ollama_client import Answer, Cancel
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, collect_answers
 from trainyard.ollama.distill_options import DistillOptions
-from trainyard.ollama.pool import Prompt
-from trainyard.remote.ollama_client import Answer, Cancel
+from trainyard.ollama.teacher_nodes import Prompt
 
 PROMPTS = [f"question {number}" for number in range(30)]
 

@@ -14,7 +14,7 @@ from fake_teacher import Teacher
 from fake_teacher import serve as serve_teachers
 from run_hosts import free_port
 
-from trainyard.remote.ollama_client import Cancel, OllamaClient, OllamaError, full_name
+from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError, full_name
 
 
 @pytest.mark.slow

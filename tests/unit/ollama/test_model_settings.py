@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from trainer.common.errors import UserError
+from trainer.generation.ollama_models import create_body
 from trainyard.deploy.deploy_options import make_deploy_options
 from trainyard.deploy.go_template import render
 from trainyard.deploy.model_settings import ModelSettings, SettingsReader
 from trainyard.deploy.trained_run import TrainedRun
-from trainyard.remote.ollama import create_body
 from trainyard.wire.connection import Host
 
 CHATML = (

@@ -11,11 +11,11 @@ import pytest
 from threaded_server import running
 
 from trainer.common.errors import UserError
+from trainer.generation.ollama_client import Cancel, OllamaError
 from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.openai_node import KEY, OpenAINode, openai_teachers
-from trainyard.ollama.pool import Prompt
 from trainyard.ollama.teacher_logprobs import unpack
-from trainyard.remote.ollama_client import Cancel, OllamaError
+from trainyard.ollama.teacher_nodes import Prompt
 
 SETTINGS = {"temperature": 0.7, "num_predict": 9, "seed": 3}
 PROMPT = Prompt([{"role": "user", "content": "hi"}], SETTINGS)

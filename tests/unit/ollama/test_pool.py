@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from trainer.common.errors import UserError
-from trainyard.ollama import pool
-from trainyard.ollama.pool import Node, PoolResult, Prompt, TeacherPool
-from trainyard.remote.ollama_client import Answer, Cancel, OllamaError
+from trainer.generation import pool
+from trainer.generation.ollama_client import Answer, Cancel, OllamaError
+from trainer.generation.pool import Listed, Node, PoolResult, ServerPool
+from trainyard.ollama.teacher_nodes import Prompt
 
 
 class Simulated:
@@ -59,7 +60,7 @@ def prompts(count: int, work: float = 0.02) -> list[Prompt]:
 
 def run(nodes: Sequence[Node], work: list[Prompt], **more: Any) -> tuple[PoolResult, list[int]]:
     answers: list[int] = []
-    result = TeacherPool(nodes, lambda new: answers.extend(p.sample for p, _, _ in new), **more).run(work)
+    result = ServerPool(nodes, lambda new: answers.extend(p.sample for p, _, _ in new), **more).run(Listed(work))
     return result, answers
 
 
@@ -118,14 +119,14 @@ def test_a_server_without_the_model_is_left_out() -> None:
     result, answers = run([Empty("empty"), Simulated("node")], prompts(8, 0.01), report=lines.append, interval=0.01)
     assert len(answers) == 8 and result.answers == {"empty": 0, "node": 8}
     assert "empty left out (model not found)" in lines[-1]
-    with pytest.raises(UserError, match="no teacher is left: empty: model not found"):
+    with pytest.raises(UserError, match="no server is left: empty: model not found"):
         run([Empty("empty")], prompts(1))
 
 
 def test_gives_up_when_nobody_answers() -> None:
     node = Simulated("node")
     node.alive = False
-    with pytest.raises(UserError, match=r"no teacher has answered for 0 s .*the answers so far are kept"):
+    with pytest.raises(UserError, match=r"no server has answered for 0 s .*the answers so far are kept"):
         run([node], prompts(2), patience=0.4)
 
 
@@ -152,5 +153,5 @@ def test_an_error_of_the_disk_ends_all_requests() -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        TeacherPool([Simulated("node")], deliver).run(prompts(50))
+        ServerPool([Simulated("node")], deliver).run(Listed(prompts(50)))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("teacher")]

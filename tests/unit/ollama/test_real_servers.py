@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import real_ollama
 
+from trainer.generation.ollama_client import Cancel, OllamaError
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, collect_answers
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.openai_node import openai_teachers
-from trainyard.ollama.pool import Prompt
+from trainyard.ollama.teacher_nodes import Prompt
 from trainyard.ollama.teachers import Candidate, find_teachers
-from trainyard.remote.ollama_client import Cancel, OllamaError
 
 URLS = [f"http://127.0.11.{n}:18435" for n in (2, 3)]
 

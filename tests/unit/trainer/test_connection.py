@@ -21,7 +21,7 @@ sys.stdin.read()
 PROGRAMS = {
     "merge": ("-m", "trainer", "merge"),
     "evaluate": ("-m", "trainer", "evaluate"),
-    "export": ("-m", "trainer.gguf.export"),
+    "export": ("-m", "trainer.launch.gguf_export"),
     "replaced": ("-c", REPLACED),
 }
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, NotRequired
 
 from pydantic import Field
 
+from trainer.generation.ollama_client import MODEL_NAME
 from trainyard.remote.ollama import BASES_LIMIT
-from trainyard.remote.ollama_client import MODEL_NAME
 from trainyard.wire.reply_fields import Count, Digest, Flag, Line, OpenReply, Text
 
 

@@ -1,4 +1,4 @@
-"""Ask several Ollama servers at once: each takes the next prompt when it is free.
+"""Ask several servers at once: each takes the next prompt when it is free.
 
 The number of requests in flight on a node grows while the node's queue is short, and shrinks when it is not (additive
 increase, multiplicative decrease). A request that fails returns to the queue, and its node pauses with a growing, random
@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import math
 import queue
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from trainer.common.errors import UserError
 from trainer.common.formats import clock, printable, thousands
-from trainyard.ollama.teacher_logprobs import LogprobReader
-from trainyard.remote.ollama_client import Answer, Cancel, OllamaClient, OllamaError
+from trainer.generation.ollama_client import Answer, Cancel, OllamaError
 
 MAX_IN_FLIGHT = 64  # requests of one node
 QUEUE_SECONDS = 0.05  # time in a node's queue that is short for any answer
@@ -38,25 +36,20 @@ _WINDOW = 30.0  # s over which the current rate is measured
 _TICK = 0.2  # s between two checks of silent and failed nodes
 
 
-@dataclass
-class Prompt:
-    """One chat to answer.
+@dataclass(kw_only=True)
+class Task:
+    """What a node answers, in a subclass. `strikes`: errors of servers; `losses`: lost connections."""
 
-    Attributes:
-        options: options of the model, with `num_predict` where log-probabilities are wanted.
-        sample: counts repeated answers to the same chat.
-        logprobs: whether the answer shall have the log-probabilities of its tokens.
-    """
-
-    messages: Sequence[Mapping[str, str]]
-    options: Mapping[str, Any]
-    sample: int = 0
-    logprobs: bool = False
     strikes: int = 0
     losses: int = 0
 
 
-class Node(Protocol):
+T = TypeVar("T", bound=Task)
+In = TypeVar("In", bound=Task, contravariant=True)
+Out = TypeVar("Out", bound=Task, covariant=True)
+
+
+class Node(Protocol[In]):
     """A server that answers. Its methods are called in several threads at once and raise OllamaError."""
 
     @property
@@ -64,12 +57,7 @@ class Node(Protocol):
         """Name of the host."""
         ...
 
-    @property
-    def digest(self) -> str:
-        """Digest of its model."""
-        ...
-
-    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
+    def ask(self, prompt: In, cancel: Cancel) -> Answer:
         """Return the answer to a prompt."""
         ...
 
@@ -78,44 +66,51 @@ class Node(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class OllamaNode:
-    """A model on an Ollama server.
+N = TypeVar("N", bound=Node[Any])
 
-    Attributes:
-        name: name of the host.
-        model: name of the model on the server.
-        digest: digest of the model.
-        limit: seconds for one answer.
-    """
 
-    name: str
-    client: OllamaClient
-    model: str
-    digest: str
-    limit: float = 1800.0
+class Source(Protocol[Out]):
+    """Where a pool gets its prompts. Its methods are called in the thread of the pool."""
 
-    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
-        """Return the answer to a prompt."""
-        more: dict[str, Any] = {"deadline": self.limit, "first": self.limit, "cancel": cancel}
-        reader = LogprobReader()
-        if prompt.logprobs:
-            more |= reader.request(int(prompt.options["num_predict"]))
-        answer = self.client.chat(self.model, prompt.messages, options=prompt.options, **more)
-        return dataclasses.replace(answer, logprobs=reader.packed())
+    def take(self) -> Out | None:
+        """Return the next prompt; None if there is none now."""
+        ...
 
-    def probe(self) -> None:
-        """Return if the server answers at all."""
-        self.client.version()
+    def left(self) -> int:
+        """Return how many prompts `take` would return now."""
+        ...
+
+    def ended(self) -> bool:
+        """Return whether `take` will never return a prompt again."""
+        ...
+
+
+class Listed(Generic[T]):
+    """A Source of a fixed number of prompts."""
+
+    def __init__(self, prompts: Iterable[T]) -> None:
+        self._prompts = collections.deque(prompts)
+
+    def take(self) -> T | None:
+        """Return the next prompt."""
+        return self._prompts.popleft() if self._prompts else None
+
+    def left(self) -> int:
+        """Return how many prompts are left."""
+        return len(self._prompts)
+
+    def ended(self) -> bool:
+        """Return whether no prompt is left."""
+        return not self._prompts
 
 
 @dataclass
-class _State:
+class _State(Generic[N, T]):
     """The state of a node in the pool. Times are of time.monotonic()."""
 
-    node: Node
+    node: N
     window: float = 1.0
-    in_flight: dict[int, _Request] = field(default_factory=dict)
+    in_flight: dict[int, _Request[T]] = field(default_factory=dict)
     cut_at: float = -math.inf
     failed_at: float = -math.inf
     failures: int = 0
@@ -141,15 +136,15 @@ class _State:
 
 
 @dataclass(frozen=True)
-class _Request:
-    prompt: Prompt
+class _Request(Generic[T]):
+    prompt: T
     cancel: Cancel
     sent: float
     full: bool  # whether it filled the node's window
 
 
 @dataclass(frozen=True)
-class PoolResult:
+class PoolResult(Generic[T]):
     """What became of the prompts.
 
     Attributes:
@@ -158,16 +153,17 @@ class PoolResult:
         seconds: duration.
     """
 
-    failed: list[tuple[Prompt, str]]
+    failed: list[tuple[T, str]]
     answers: dict[str, int]
     tokens: dict[str, int]
     seconds: float
 
 
-Deliver = Callable[[list[tuple[Prompt, Node, Answer]]], None]
+# A node, the request that has ended or None for a probe, and its outcome.
+Event: TypeAlias = tuple[_State[N, T], _Request[T] | None, Answer | Exception | None]
 
 
-class TeacherPool:
+class ServerPool(Generic[N, T]):
     """Distributes prompts over nodes. One thread decides; a thread per request waits for its answer.
 
     Args:
@@ -176,41 +172,49 @@ class TeacherPool:
         report: receives a line of progress every `interval` seconds.
         patience: seconds without any live node after which `run` raises UserError.
         watch: receives `numbers` with each line of progress, at the beginning and at the end.
+        give_up: receives a prompt without an answer, with the reason, instead of the result of `run`.
     """
 
     def __init__(
         self,
-        nodes: Iterable[Node],
-        deliver: Deliver,
+        nodes: Iterable[N],
+        deliver: Callable[[list[tuple[T, N, Answer]]], None],
         report: Callable[[str], None] = lambda line: None,
         *,
         interval: float = 5.0,
         patience: float = PATIENCE,
         watch: Callable[[dict[str, Any]], None] = lambda numbers: None,
+        give_up: Callable[[T, str], None] | None = None,
     ) -> None:
-        self._states = [_State(node) for node in nodes]
+        self._states: list[_State[N, T]] = [_State(node) for node in nodes]
         self._deliver, self._report, self._watch = deliver, report, watch
         self._interval, self._patience = interval, patience
-        self._events: queue.SimpleQueue[tuple[_State, _Request | None, Answer | Exception | None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event[N, T] | None] = queue.SimpleQueue()
         self._recent: collections.deque[tuple[float, int]] = collections.deque()  # time and tokens of each new answer
-        self._failed: list[tuple[Prompt, str]] = []
+        self._failed: list[tuple[T, str]] = []
+        self._give_up = give_up or (lambda prompt, why: self._failed.append((prompt, why)))
+        self._returned: collections.deque[T] = collections.deque()  # of requests that failed
         self._random = random.Random()
 
-    def run(self, prompts: Iterable[Prompt]) -> PoolResult:
-        """Answer all prompts.
+    def wake(self) -> None:
+        """Let the pool ask its source again. Any thread may call it."""
+        self._events.put(None)
+
+    def run(self, source: Source[T]) -> PoolResult[T]:
+        """Answer all prompts of a source, until it has ended.
 
         Raises:
             UserError: no node is left, or none has answered for `patience` seconds. Delivered answers are safe.
         """
-        self._pending = collections.deque(prompts)
-        self._total = len(self._pending)
+        self._source = source
+        self._total = source.left()
         self._started = self._reported = self._alive_at = time.monotonic()
         threads = len(self._states) * (MAX_IN_FLIGHT + 1) + 1
         executor = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="teacher")
         self._executor = executor
         self._watch(self.numbers(self._started))
         try:
-            while self._pending or any(state.in_flight for state in self._states):
+            while self._left() or not source.ended() or any(state.in_flight for state in self._states):
                 self._step()
         finally:
             for state in self._states:
@@ -239,7 +243,7 @@ class TeacherPool:
             pass
         delivered = []
         now = time.monotonic()
-        for state, request, outcome in events:
+        for state, request, outcome in filter(None, events):
             if request is None:
                 self._probed(state, outcome, now)
             elif isinstance(outcome, Answer):
@@ -259,23 +263,29 @@ class TeacherPool:
 
     # Requests -----------------------------------------------------------------------------------------------------------
 
+    def _left(self) -> int:
+        """Return the number of prompts that no node has."""
+        return len(self._returned) + self._source.left()
+
     def _dispatch(self, now: float) -> None:
-        while self._pending:
+        while self._left():
             free = [state for state in self._states if state.free(now) and self._worth_it(state)]
             if not free:
                 return
-            state = min(free, key=lambda s: (len(s.in_flight) / s.window, s.latency))
-            self._send(state, self._pending.popleft(), now)
+            prompt = self._returned.popleft() if self._returned else self._source.take()
+            if prompt is None:
+                return
+            self._send(min(free, key=lambda s: (len(s.in_flight) / s.window, s.latency)), prompt, now)
 
-    def _worth_it(self, state: _State) -> bool:
+    def _worth_it(self, state: _State[N, T]) -> bool:
         """Return whether a node would end a prompt before the others end all that are left."""
         rates = sum(other.rate for other in self._states if other is not state)
         if not rates or not state.latency:
             return True
         others = min(other.latency for other in self._states if other is not state and other.rate)
-        return state.latency <= len(self._pending) / rates + others
+        return state.latency <= self._left() / rates + others
 
-    def _send(self, state: _State, prompt: Prompt, now: float) -> None:
+    def _send(self, state: _State[N, T], prompt: T, now: float) -> None:
         request = _Request(prompt, Cancel(), now, full=len(state.in_flight) + 1 >= int(state.window))
         state.in_flight[id(request)] = request
 
@@ -290,7 +300,7 @@ class TeacherPool:
 
         self._executor.submit(work)
 
-    def _succeeded(self, state: _State, request: _Request, answer: Answer, now: float) -> None:
+    def _succeeded(self, state: _State[N, T], request: _Request[T], answer: Answer, now: float) -> None:
         seconds = now - request.sent
         state.latency = seconds if not state.latency else 0.8 * state.latency + 0.2 * seconds
         state.answers += 1
@@ -304,7 +314,7 @@ class TeacherPool:
         elif request.sent > state.cut_at:  # one decrease for the requests of one round
             state.window, state.cut_at = max(1.0, state.window * CUT), now
 
-    def _lost(self, state: _State, request: _Request, error: Exception | None, now: float) -> None:
+    def _lost(self, state: _State[N, T], request: _Request[T], error: Exception | None, now: float) -> None:
         """Return the prompt to the queue, and let its node pause."""
         prompt, status = request.prompt, error.status if isinstance(error, OllamaError) else 500
         state.error = printable(error)
@@ -320,11 +330,11 @@ class TeacherPool:
             if status not in (0, 503) and state.failures >= FAILURES:
                 state.removed = state.error  # it answers requests, but never with an answer
         if prompt.strikes >= STRIKES or prompt.losses >= LOSSES:
-            self._failed.append((prompt, state.error))
+            self._give_up(prompt, state.error)
         else:
-            self._pending.appendleft(prompt)
+            self._returned.appendleft(prompt)
 
-    def _pause(self, state: _State, sent: float, now: float) -> None:
+    def _pause(self, state: _State[N, T], sent: float, now: float) -> None:
         if sent < state.failed_at:
             return  # one pause for the requests of one round
         state.failures += 1
@@ -349,14 +359,14 @@ class TeacherPool:
             return
         reasons = "; ".join(f"{s.node.name}: {s.removed or s.error}" for s in self._states)
         if all(state.removed for state in self._states):
-            raise UserError(f"no teacher is left: {reasons}")
+            raise UserError(f"no server is left: {reasons}")
         if now - self._alive_at > self._patience:
             raise UserError(
-                f"no teacher has answered for {self._patience:.0f} s ({reasons}): the answers so far are kept; "
+                f"no server has answered for {self._patience:.0f} s ({reasons}): the answers so far are kept; "
                 "start the servers, then run the same command again"
             )
 
-    def _check_server(self, state: _State) -> None:
+    def _check_server(self, state: _State[N, T]) -> None:
         try:
             state.node.probe()
         except Exception as error:
@@ -364,7 +374,7 @@ class TeacherPool:
         else:
             self._events.put((state, None, None))
 
-    def _probed(self, state: _State, error: Answer | Exception | None, now: float) -> None:
+    def _probed(self, state: _State[N, T], error: Answer | Exception | None, now: float) -> None:
         state.probing = False
         if error is None:
             state.down, state.missed = False, 0
@@ -389,7 +399,7 @@ class TeacherPool:
         while self._recent and self._recent[0][0] < now - _WINDOW:
             self._recent.popleft()
         span = max(0.1, min(_WINDOW, now - self._started))
-        left = len(self._pending) + sum(len(state.in_flight) for state in self._states)
+        left = self._left() + sum(len(state.in_flight) for state in self._states)
         rate = len(self._recent) / span
         return {
             "answers": self._total - left,
@@ -407,7 +417,7 @@ class TeacherPool:
         speed = thousands(found["tokens_per_second"])
         return f"answers {found['answers']}/{found['total']}  {speed} tokens/s  ETA {eta}  {nodes}"
 
-    def _describe(self, state: _State, now: float) -> dict[str, Any]:
+    def _describe(self, state: _State[N, T], now: float) -> dict[str, Any]:
         why = printable(state.removed or state.error, 60)
         down = f"{'left out' if state.removed else 'down'} ({why})" if state.removed or state.down else ""
         return {

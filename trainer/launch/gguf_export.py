@@ -1,6 +1,6 @@
 """Prepare a finished run for Ollama on a host: its greedy answers, and the merged model as GGUF.
 
-`python -P -m trainer.gguf.export` with a request as JSON on standard input; the last line of standard output is the reply.
+`python -P -m trainer.launch.gguf_export` with a request as JSON on standard input; the last line of standard output is the reply.
 Existing data is returned, and a plain Llama model is written, without torch: the imports of torch, transformers and peft
 take longer than a small model. One child process does what needs them.
 """
@@ -122,7 +122,7 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
     """Compute missing data in a child process. Raises UserError."""
     with tempfile.TemporaryDirectory(dir=run_dir / "deploy") as work:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "trainer.gguf.export", json.dumps(request), work],
+            [sys.executable, "-P", "-m", "trainer.launch.gguf_export", json.dumps(request), work],
             capture_output=True,
             text=True,
             errors="replace",
