@@ -245,6 +245,32 @@ class RunSpec(BaseModel):
         "group",
         "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
     )
+    rollout_servers: Words = declare(
+        (),
+        "grpo: servers that write completions with the newest adapter, beside the ranks: addresses of Ollama (http://10.0.0.5:11434) "
+        "and of vLLM (http://10.0.0.6:8000/v1), or cluster or all: the Ollama servers of the cluster, or of the inventory",
+        mutable=True,
+    )
+    rollout_model: str = declare(
+        "",
+        "grpo: name of the base model on the Ollama servers, such as smollm2:135m; empty: they get that of the run, in 16 bits",
+        mutable=True,
+    )
+    rollout_ranks: bool = declare(
+        True, "grpo: ranks write completions, too, if there are rollout_servers", mutable=True
+    )
+    rollout_folder: str = declare(
+        "", "grpo: folder that the first host shares with vLLM servers, in which they find the adapters", mutable=True
+    )
+    max_staleness: int = declare(
+        1,
+        "grpo: steps by which the adapter that writes a completion on a server may be older than the one that it trains; 0: "
+        "servers wait while the ranks train",
+        ge=0,
+        le=64,
+        unit="steps",
+        mutable=True,
+    )
     preference_beta: float = declare(
         0.1,
         "dpo, kto: how strongly the model is kept near the reference; orpo: weight of the odds ratio",

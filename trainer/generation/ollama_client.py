@@ -326,6 +326,14 @@ class OllamaClient:
         """Return the reply of another API of the server, an object. `more`: `deadline` in seconds, `headers`."""
         return _parse_object(self._read("GET", path, **more), path)
 
+    def post(self, path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """Return the reply of another API to a request, an object. `more`: as in `send`."""
+        return _parse_object(self._read("POST", path, body, **more), path)
+
+    def send(self, path: str, body: dict[str, Any], **more: Any) -> None:
+        """Send a request of another API, and ignore the text of its reply. `more`: `deadline` and `first` in seconds, `cancel`."""
+        self._read("POST", path, body, **more)
+
     def events(self, path: str, body: dict[str, Any], **more: Any) -> Iterator[dict[str, Any]]:
         """Yield the objects of a reply of another API, as server-sent events or lines. `more` as in `generate`, and `headers`."""
         yield from self._lines("POST", path, body, **more)

@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from trainer.generation.ollama_client import OllamaClient
+
 NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`
 ADAPTERS_END, ADAPTERS_AGAIN = (0, 6, 0), (0, 30, 0)  # the versions between ran models without adapters
+
+_SMALL = 64_000_000  # bytes of a model whose layers one thread computes faster than threads that wait for each other
+
+
+def small_model_options(client: OllamaClient, name: str) -> dict[str, Any]:
+    """Return the options that make a small model fast; none for another model. Raises OllamaError."""
+    return {"num_thread": 1} if 0 < client.size(name) < _SMALL else {}
 
 
 def takes_adapters(version: tuple[int, int, int]) -> bool:

@@ -195,10 +195,23 @@ class ServerPool(Generic[N, T]):
         self._give_up = give_up or (lambda prompt, why: self._failed.append((prompt, why)))
         self._returned: collections.deque[T] = collections.deque()  # of requests that failed
         self._random = random.Random()
+        self._stopped = False
 
     def wake(self) -> None:
         """Let the pool ask its source again. Any thread may call it."""
         self._events.put(None)
+
+    def stop(self) -> None:
+        """End `run`, and the requests of its nodes. Any thread may call it."""
+        self._stopped = True
+        self.wake()
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Send no more prompts to a node. Any thread may call it."""
+        for state in self._states:
+            if state.node.name == name:
+                state.removed = why
+        self.wake()
 
     def run(self, source: Source[T]) -> PoolResult[T]:
         """Answer all prompts of a source, until it has ended.
@@ -214,7 +227,7 @@ class ServerPool(Generic[N, T]):
         self._executor = executor
         self._watch(self.numbers(self._started))
         try:
-            while self._left() or not source.ended() or any(state.in_flight for state in self._states):
+            while not self._stopped and (self._left() or not source.ended() or self._busy()):
                 self._step()
         finally:
             for state in self._states:
@@ -228,6 +241,9 @@ class ServerPool(Generic[N, T]):
             {state.node.name: state.tokens for state in self._states},
             time.monotonic() - self._started,
         )
+
+    def _busy(self) -> bool:
+        return any(state.in_flight for state in self._states)
 
     def _step(self) -> None:
         """Hand out prompts, wait for the next event, and process all that have arrived."""

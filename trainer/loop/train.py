@@ -25,11 +25,11 @@ from trainer.loop.final_export import finalize
 from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
 from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
-from trainer.method import Method, Rows, RunContext, Work, method_of
+from trainer.method import AheadContext, Method, Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
 from trainer.models.peak import Utilisation
-from trainer.records.checkpoint import Saver, find_checkpoint
+from trainer.records.checkpoint import Saver, complete_checkpoints, find_checkpoint
 from trainer.records.run_state import RunState
 from trainer.records.step_metrics import Reduced, StepMetrics
 from trainer.records.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
@@ -373,11 +373,17 @@ def compare_untrained(inputs: TrainingInputs, strategy: Strategy, store: Path, h
     return with_references(inputs, strategy, store, untrained, lambda: heartbeat("starting", note=note))
 
 
-def begin_method(inputs: TrainingInputs, strategy: Strategy) -> Method:
+def begin_method(inputs: TrainingInputs, strategy: Strategy, run_dir: Path) -> Method:
     """Give the method of the run what it may use, and return it."""
-    method = inputs.module.method
+    method, checkpoints = inputs.module.method, run_dir / "checkpoints"
     columns = sorted({name for record in inputs.corpus.records or () for name in record["columns"]})
-    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, inputs.steps, columns))
+    ahead = AheadContext(
+        inputs.train_set,
+        run_dir,
+        lambda step: [sample for row in strategy.local_rows(inputs.order.step(step)) for sample in row],
+        lambda: min(complete_checkpoints(checkpoints, verify=False), default=0),
+    )
+    method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, inputs.steps, columns, ahead))
     return method
 
 
@@ -424,7 +430,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     recorder = open_records(inputs, run_dir, world, state)
     saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
-    method = begin_method(inputs, strategy)
+    method = begin_method(inputs, strategy, run_dir)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
     metrics, stopping = step_metrics(spec, method, world.device), False

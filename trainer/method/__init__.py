@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from trainer.config.methods import DEFAULT_METHOD, METHODS
-from trainer.method.method_base import Batch, Method, Rank, Rows, RunContext, Work
+from trainer.method.method_base import AheadContext, Batch, Method, Rank, Rows, RunContext, Work
 from trainer.method.method_plan import MethodPlan
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def method_of(spec: RunSpec) -> MethodPlan:
 __all__ = [
     "DEFAULT_METHOD",
     "METHODS",
+    "AheadContext",
     "Batch",
     "Method",
     "MethodPlan",

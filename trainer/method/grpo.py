@@ -17,6 +17,7 @@ from trainer.common.errors import UserError
 from trainer.common.lazy import LazyModule
 from trainer.config import RunSpec
 from trainer.config.reward_source import rewards_error
+from trainer.config.rollout_fields import rollout_error
 from trainer.config.strategies import AUTO
 from trainer.method.method_base import Batch, Method, Rank, Rows, RunContext, Work, label_logps, next_labels
 from trainer.method.method_plan import MethodPlan
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
     from trainer.data import packing
     from trainer.data.corpus import Corpus
+    from trainer.generation.journal import Completion
     from trainer.method.module_with_loss import ModelWithLoss
+    from trainer.method.rollout_work import RolloutWork, Scores
     from trainer.models.sampling import CompletionWriter
     from trainer.rewards.reward_process import RewardFunction, RewardProcess
 else:
@@ -38,9 +41,9 @@ _KEY = 0x6B6403  # separates these random numbers from those of other purposes
 _EXAMPLES = 4  # completions of a step that are kept for a person to read
 _FIELDS = (
     "reward reward_timeout grpo_group_size grpo_max_tokens grpo_temperature grpo_beta grpo_epsilon grpo_epsilon_high "
-    "grpo_iterations grpo_loss grpo_scale_rewards"
+    "grpo_iterations grpo_loss grpo_scale_rewards rollout_servers rollout_model rollout_ranks rollout_folder max_staleness"
 )
-_SUMS = "completions rated reward spread groups flat written ended kl low high write_seconds"
+_SUMS = "completions rated reward spread groups flat written ended kl low high own write_seconds"
 
 
 class GRPOPlan(MethodPlan):
@@ -85,6 +88,8 @@ class GRPOPlan(MethodPlan):
             raise ValueError(
                 "grpo_beta: the reference is the model without its adapter, but lora_r is 0: set grpo_beta=0, or lora_r"
             )
+        if reason := rollout_error(spec):
+            raise ValueError(reason)
         if spec.reward_timeout >= spec.collective_timeout:
             raise ValueError(
                 f"reward_timeout: other ranks wait only {spec.collective_timeout:g} s for the rewards (collective_timeout): "
@@ -110,7 +115,7 @@ class Extra(NamedTuple):
 
     `advantages`, `scales`: of the completions, float32 [rows]; a loss of a token counts `scale` times. `old`: receives the
     log-probabilities of the first iteration by the number of the micro-batch, `part`, and gives them to later ones. `rewards`:
-    in an evaluation, float32 [rows].
+    in an evaluation, float32 [rows]. `scores`: of rows that servers wrote.
     """
 
     advantages: torch.Tensor
@@ -118,6 +123,7 @@ class Extra(NamedTuple):
     old: dict[int, torch.Tensor] | None
     part: int
     rewards: torch.Tensor | None = None
+    scores: Scores | None = None
 
 
 @dataclass(frozen=True)
@@ -140,11 +146,12 @@ class Rated:
 
 @dataclass
 class Shared:
-    """The completions of this rank. `old`: see Extra. `is_evaluation`: the loss is minus the reward."""
+    """The completions of this rank. `old`: see Extra. `is_evaluation`: the loss is minus the reward. `scores`: by the number of the micro-batch."""
 
     rated: Rated
     is_evaluation: bool
     old: dict[int, torch.Tensor] = field(default_factory=dict)
+    scores: dict[int, Scores] = field(default_factory=dict)
 
 
 class GRPO(Method):
@@ -158,16 +165,24 @@ class GRPO(Method):
         self.iterations = spec.grpo_iterations
         self._run: RunContext | None = None
         self._writer: CompletionWriter | None = None
+        self._workers: RolloutWork | None = None
         self._process: RewardProcess | None = None
         self._names: tuple[str, ...] = ()
 
     def begin(self, run: RunContext) -> None:
         self._run = run
+        if self._spec.rollout_servers:
+            from trainer.method.rollout_work import RolloutWork
+
+            self._workers = RolloutWork(self._spec, run, self._ready_writer().ends)
 
     def end(self) -> None:
         if self._process:
             self._process.close()
             self._process = None
+        if self._workers:
+            self._workers.close()
+            self._workers = None
 
     # Metrics -------------------------------------------------------------------------------------------------------------
 
@@ -176,8 +191,9 @@ class GRPO(Method):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of the sums, with two for every reward function."""
-        return (*_SUMS.split(), *(f"{kind}/{name}" for name in self._names for kind in ("reward", "rated")))
+        """The names of the sums, with two for every reward function, and those of rollout servers."""
+        rewards = (f"{kind}/{name}" for name in self._names for kind in ("reward", "rated"))
+        return (*_SUMS.split(), *rewards, *(self._workers.sums if self._workers else ()))
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step or of an evaluation; see docs/rewards.md."""
@@ -198,10 +214,10 @@ class GRPO(Method):
             found |= {"clip_low": sums["low"] / trained, "clip_high": sums["high"] / trained}
             found |= {"kl": sums["kl"] / trained} if self._spec.grpo_beta else {}
         if sums["write_seconds"]:
-            found["completions_per_second"] = sums["completions"] / sums["write_seconds"]
-        return found
+            found["completions_per_second"] = sums["own"] / sums["write_seconds"]
+        return found | (self._workers.means(sums) if self._workers else {})
 
-    def _add_sums(self, mine: Rated, seconds: float, group: int) -> None:
+    def _add_sums(self, mine: Rated, group: int) -> None:
         """Add what the completions of this rank say. `group`: completions of a prompt; 1 in an evaluation."""
         rated = ~np.isnan(mine.rewards)
         ended = sum(bool(ids) and ids[-1] in self._ready_writer().ends for ids in mine.ids)
@@ -209,7 +225,6 @@ class GRPO(Method):
             "completions": len(mine.ids),
             "rated": rated.sum(),
             "reward": np.nansum(mine.rewards),
-            "write_seconds": seconds,
         }
         found |= {"written": sum(map(len, mine.ids)), "ended": ended}
         if group > 1:
@@ -230,17 +245,24 @@ class GRPO(Method):
             UserError: a reward failed.
         """
         prompts = [sample for rows in work.parts for row in rows for sample in row]
+        known = [sample for row in work.rows for sample in row]
         is_evaluation = work.step < 0
         group = 1 if is_evaluation else self._spec.grpo_group_size
-        started = time.perf_counter()
         before = sum(rank.group.gather(len(prompts))[: rank.group.rank])  # prompts of the ranks before this one
-        ids = self._write(work, prompts, group, before, rank)
-        seconds = time.perf_counter() - started
-        known = [sample for row in work.rows for sample in row]
-        written = [each for part in rank.group.gather(ids) for each in part]
+        first, end = before * group, (before + len(prompts)) * group  # places of this rank
+        completions: list[Completion] = []
+
+        def write(places: Sequence[int]) -> list[list[int]]:
+            return self._write(work, known, group, places, rank)
+
+        if self._workers and not is_evaluation:
+            completions = self._workers.write(work, known, group, rank, write)
+            written = [each.ids for each in completions]
+        else:
+            written = [each for part in rank.group.gather(write(range(first, end))) for each in part]
         rated = self._rate(work, known, written, group, rank)
-        mine = rated.part(before * group, (before + len(prompts)) * group)
-        self._add_sums(mine, seconds, group)
+        mine = rated.part(first, end)
+        self._add_sums(mine, group)
         if known and not is_evaluation and rank.group.rank == 0:
             self._keep_examples(work.corpus, known[0], rated, group)
         corpus = completed(work.corpus, [sample for sample in prompts for _ in range(group)], mine.ids)
@@ -250,7 +272,11 @@ class GRPO(Method):
         total, weight = (self._count(each, is_evaluation) for each in (rated, mine))
         tokens = {"tokens": len(corpus.tokens), "trained_tokens": int(corpus.trained.sum())}
         shared = Shared(mine, is_evaluation)
-        return replace(work, corpus=corpus, parts=parts, total=total, weight=weight, shared=shared, counts=tokens)
+        work = replace(work, corpus=corpus, parts=parts, total=total, weight=weight, shared=shared, counts=tokens)
+        if self._workers and completions:
+            shared.scores = self._workers.score(work, completions[first:end], rank)
+            self.add_metrics(**self._workers.counted(work.step, completions[first:end]))
+        return work
 
     def _count(self, rated: Rated, is_evaluation: bool) -> float:
         """Return what the loss of completions is divided by."""
@@ -270,15 +296,19 @@ class GRPO(Method):
             self._writer = CompletionWriter(self._run.tokenizer, model, device, self._spec.grpo_temperature)
         return self._writer
 
-    def _write(self, work: Work, prompts: Sequence[int], group: int, before: int, rank: Rank) -> list[list[int]]:
-        """Return `group` completions of each prompt, one after another. `before`: prompts of the update on ranks before this one."""
+    def _write(
+        self, work: Work, prompts: Sequence[int], group: int, places: Sequence[int], rank: Rank
+    ) -> list[list[int]]:
+        """Return the completions of some places of a step, which has `group` places for each of `prompts`, those of all ranks."""
         from trainer.models.sampling import groups_that_fit
 
         assert self._run is not None
+        started = time.perf_counter()
         spec, writer, module = self._spec, self._ready_writer(), self._run.module
-        tokens = [work.corpus.tokens[work.corpus.starts[i] : work.corpus.starts[i + 1]].tolist() for i in prompts]
-        places = [(index, number) for index in range(len(prompts)) for number in range(group)]
-        lengths = [(len(tokens[index]), spec.completion_length) for index, _ in places]
+        samples = [prompts[place // group] for place in places]
+        starts = work.corpus.starts
+        tokens = {each: work.corpus.tokens[starts[each] : starts[each + 1]].tolist() for each in set(samples)}
+        lengths = [(len(tokens[sample]), spec.completion_length) for sample in samples]
         written: list[list[int]] = []
         was_training = module.training
         module.eval()
@@ -286,15 +316,15 @@ class GRPO(Method):
             with self._run.autocast():
                 for chosen in groups_that_fit(lengths, spec.batch_size * spec.seq_length, spec.seq_length):
                     rank.waiting("writing completions")
-                    of, numbers = ([places[i][part] for i in chosen] for part in (0, 1))
                     keys = [
-                        (spec.seed, work.step + 1, before + index, prompts[index], number, _KEY)
-                        for index, number in zip(of, numbers, strict=True)
+                        (spec.seed, work.step + 1, places[i] // group, samples[i], places[i] % group, _KEY)
+                        for i in chosen
                     ]
-                    asked = [tokens[index] for index in of]
+                    asked = [tokens[samples[i]] for i in chosen]
                     written += writer.write(asked, [spec.completion_length] * len(chosen), keys)
         finally:
             module.train(was_training)
+        self.add_metrics(own=float(len(written)), write_seconds=time.perf_counter() - started)
         return written
 
     # Rewards -------------------------------------------------------------------------------------------------------------
@@ -372,7 +402,8 @@ class GRPO(Method):
             advantages[index] = shared.rated.advantages[place]
             scales[index] = 1 / self._divisor(len(shared.rated.ids[place]))
         old = shared.old if self.iterations > 1 else None
-        extra = Extra(on_device(advantages), on_device(scales), old, places[0] if places else -1)
+        part = places[0] if places else -1
+        extra = Extra(on_device(advantages), on_device(scales), old, part, scores=shared.scores.get(part))
         if shared.is_evaluation:
             rewards = (
                 np.nan_to_num(shared.rated.rewards[places].astype(np.float32)) if places else np.zeros(1, np.float32)
@@ -392,6 +423,8 @@ class GRPO(Method):
         mask = (next_labels(batch.labels) != packing.IGNORED).view(batch.ids.shape)
         logps = label_logps(module, batch, temperature)
         old = logps.detach()
+        if extra.scores is not None:
+            old = torch.where(extra.scores.by_server[:, None], extra.scores.logps, old)
         if extra.old is not None:
             old = extra.old.setdefault(extra.part, old)
         reference = None

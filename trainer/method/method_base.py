@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from trainer.common.lazy import LazyModule
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -26,6 +28,7 @@ else:
     torch, F, packing = LazyModule("torch"), LazyModule("torch.nn.functional"), LazyModule("trainer.data.packing")
 
 Rows = Sequence[Sequence[int]]
+_PLACES = 1024  # whose probabilities are in memory at once
 
 
 class Batch(NamedTuple):
@@ -67,6 +70,23 @@ class Work:
 
 
 @dataclass(frozen=True)
+class AheadContext:
+    """What a method needs to prepare steps in advance, and again after a restart.
+
+    Attributes:
+        corpus: the training samples.
+        run_dir: the folder of the run.
+        prompts: returns the samples of a step (from 0), for all ranks.
+        oldest_checkpoint: returns the step of the oldest checkpoint of this host; 0 without one.
+    """
+
+    corpus: Corpus
+    run_dir: Path
+    prompts: Callable[[int], Sequence[int]]
+    oldest_checkpoint: Callable[[], int]
+
+
+@dataclass(frozen=True)
 class RunContext:
     """What a method may use of its run: see `Method.begin`.
 
@@ -76,6 +96,7 @@ class RunContext:
         autocast: returns the context of a forward pass.
         steps: number of steps of the run.
         columns: of the records of the corpus, if it has records.
+        ahead: what is needed to prepare steps in advance.
     """
 
     tokenizer: Any
@@ -83,6 +104,7 @@ class RunContext:
     autocast: Callable[[], AbstractContextManager[Any]]
     steps: int
     columns: Sequence[str] = ()
+    ahead: AheadContext | None = None
 
 
 class Rank(Protocol):
@@ -206,3 +228,24 @@ def label_logps(module: ModelWithLoss, batch: Batch, temperature: float = 1.0) -
     logits = logits.float() if temperature == 1 else logits.float() / temperature  # a copy is as large as the logits
     each = -F.cross_entropy(logits, targets[places], ignore_index=packing.IGNORED, reduction="none")
     return each.new_zeros(len(targets)).index_copy(0, places, each).view(batch.ids.shape)
+
+
+def label_statistics(
+    module: ModelWithLoss, batch: Batch, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability of every label, and the entropy of the probabilities at its place, float32 [rows, T] each.
+
+    As `label_logps`, but without gradients.
+    """
+    targets = next_labels(batch.labels)
+    places = with_label(targets)
+    logits = module.selected_logits(batch.ids, batch.positions, places)
+    found = torch.zeros(2, len(targets), device=logits.device)
+    for start in range(0, len(places), _PLACES):
+        chosen = places[start : start + _PLACES]
+        every = F.log_softmax(logits[start : start + _PLACES].float() / temperature, -1)
+        labels = targets[chosen]
+        found[0, chosen] = every.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * (labels != packing.IGNORED)
+        found[1, chosen] = -(every.exp() * every).sum(-1) * (labels != packing.IGNORED)
+    logps, entropies = found.view(2, *batch.ids.shape)
+    return logps, entropies

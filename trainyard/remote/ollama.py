@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.generation.ollama_client import MODEL_NAME, OllamaClient, OllamaError, full_name
-from trainer.generation.ollama_models import create_body, takes_adapters
+from trainer.generation.ollama_models import create_body, small_model_options, takes_adapters
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import read_json
 from trainyard.remote.receive import incoming_folder, prepare_incoming
@@ -29,7 +29,6 @@ _CREATE_LIMIT = 1800.0  # s
 BASES_LIMIT = 3  # models of a server that are tried as the base of an adapter
 _READ_LIMIT = 64  # models of a server that are read to find them
 _SEARCH_LIMIT = 30.0  # s to read them
-_SMALL = 64_000_000  # bytes of a model whose layers one thread computes faster than threads that wait for each other
 _SHAPE = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
 
 
@@ -264,7 +263,7 @@ def _try(client: OllamaClient, request: dict[str, Any], name: str) -> list[str]:
     elif request["base"]:
         source, more = request["base"], more | {"adapter": source}
     _make(client, name, source, **more)
-    options = request["options"] | ({"num_thread": 1} if 0 < client.size(name) < _SMALL else {})
+    options = request["options"] | small_model_options(client, name)
     return [_answer(client, name, prompt, options) for prompt in request["prompts"]]
 
 

@@ -1,0 +1,496 @@
+"""Rollout servers: what is written is kept, no completion is too old, and probabilities are those of the adapter that wrote it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from run_hosts import until
+from trainer_runs import write_jsonl
+
+from trainer.common.errors import UserError
+from trainer.config import RunSpec
+from trainer.data.corpus import Corpus
+from trainer.data.encode import Encoder, encode_all
+from trainer.data.samples import read_source, source_of
+from trainer.generation.journal import Completion, Journal
+from trainer.generation.ollama_client import Answer, Cancel, OllamaError
+from trainer.generation.rollout_servers import Adapter, Base, Request, RolloutServer, Sampling
+from trainer.generation.rollouts import Rollouts
+from trainer.method import rollout_work
+from trainer.method.grpo import GRPO
+from trainer.method.method_base import AheadContext, RunContext, Work, label_logps, label_statistics
+from trainer.method.module_with_loss import ModelWithLoss
+from trainer.spec import make_spec
+
+SAMPLING = Sampling("m-v", 1.0, 12, 64, 60.0)
+
+
+def completion(step: int, place: int, version: int = 0, worker: str = "s") -> Completion:
+    return Completion(step, place, version, worker, [step, place])
+
+
+# The journal ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_survives_a_cut_line_and_keeps_what_is_valid(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    journal = Journal(path, lambda each: True, 0)
+    journal.add([completion(0, 0), completion(1, 0), completion(1, 1), completion(2, 0)])
+    text = path.read_text()
+    path.write_text(text[:-9] + '\n[1]\n{"step": 1}\n' + "[" * 100_000 + "\n\x00")
+    again = Journal(path, lambda each: each.place < 1, 1)
+    assert again.found == [completion(1, 0)]
+    again.add([completion(3, 0)])
+    assert Journal(path, lambda each: True, 0).found == [completion(1, 0), completion(3, 0)]
+    again.prune(2)
+    assert Journal(path, lambda each: True, 0).found == [completion(3, 0)]
+
+
+# Handing out prompts -------------------------------------------------------------------------------------------------------
+
+
+class Simulated(RolloutServer):
+    """A server whose completions name their place and the adapter; it takes `seconds` for each, and fails while `down`."""
+
+    def __init__(self, name: str, seconds: float = 0.0, newest: Callable[[], Adapter] | None = None) -> None:
+        super().__init__(name, SAMPLING, newest or (lambda: Adapter(0, Path(), Path(), "")))
+        self.seconds, self.down, self.loaded, self.unloaded = seconds, "", list[int](), list[int]()
+        self.asked: list[tuple[int, int, int]] = []
+
+    def prepare(self, base: Base, prompt: Request) -> None:
+        pass
+
+    def probe(self) -> None:
+        if self.down:
+            raise OllamaError(self.down)
+
+    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+        prompt.version, _ = self.current()
+        self.asked.append((prompt.step, prompt.place, prompt.version))
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end and not cancel.cancelled and not self.down:
+            time.sleep(0.002)
+        if self.down or cancel.cancelled:
+            raise OllamaError(self.down or "cancelled", int(self.down[-3:]) if self.down.startswith("HTTP") else 0)
+        prompt.ids = [prompt.step, prompt.place]
+        return Answer("x", "", "stop", 2, 0.0, self.seconds)
+
+    def load(self, adapter: Adapter) -> None:
+        self.loaded.append(adapter.version)
+
+    def unload(self, version: int) -> None:
+        self.unloaded.append(version)
+
+
+class Counters:
+    """The counters that all ranks share."""
+
+    def __init__(self) -> None:
+        self._lock, self._counts = threading.Lock(), dict[int, int]()
+
+    def __call__(self, step: int, count: int) -> int:
+        with self._lock:
+            self._counts[step] = self._counts.get(step, 0) + count
+            return self._counts[step]
+
+
+@contextlib.contextmanager
+def handing_out(folder: Path, servers: Sequence[RolloutServer], claim: Callable[[int, int], int], **more: Any) -> Any:
+    hub = Rollouts(
+        servers,
+        Journal(folder / "j.jsonl", lambda each: True, 0),
+        claim=claim,
+        tokens_of=more.pop("tokens_of", lambda request, answer: list(request.ids)),
+        text_of=str,
+        seed_of=lambda step, place, tries: 10_000 * step + 100 * place + tries,
+        ranks=more.pop("ranks", True),
+        patience=more.pop("patience", 60.0),
+        **more,
+    )
+    try:
+        yield hub
+    finally:
+        hub.close()
+
+
+def test_servers_and_ranks_share_the_places_of_a_step(tmp_path: Path) -> None:
+    claim, servers = Counters(), [Simulated("fast", 0.002), Simulated("slow", 0.02)]
+    with handing_out(tmp_path, servers, claim) as hub:
+        places = hub.open(0, [[1]] * 60)
+        hub.open(1, [[1]] * 10)
+        own = []
+        while (end := claim(0, 7)) - 7 < len(places):
+            own += places[end - 7 : end]
+            time.sleep(0.01)
+        assert hub.wait(0, 30) == []
+        found = {each.place: each for each in hub.written(0)}
+        assert (
+            sorted([*found, *own]) == list(range(60)) and own and all(each.ids == [0, p] for p, each in found.items())
+        )
+        hub.add(completion(0, place, worker="") for place in own)
+        hub.close_step(0)
+        assert hub.wait(1, 30) == [] and len(hub.written(1)) == 10
+    assert [step for server in servers for step, _, _ in server.asked].count(0) == len(found)
+    kept = Journal(tmp_path / "j.jsonl", lambda each: True, 0).found
+    assert sorted((each.step, each.place) for each in kept) == [
+        *((0, n) for n in range(60)),
+        *((1, n) for n in range(10)),
+    ]
+    assert all(server.loaded == server.unloaded == [0] for server in servers)
+
+
+def test_what_a_killed_server_had_goes_to_another(tmp_path: Path) -> None:
+    first, second = Simulated("first", 0.05), Simulated("second", 0.01)
+    with handing_out(tmp_path, [first, second], Counters(), ranks=False) as hub:
+        hub.open(0, [[1]] * 40)
+        until(lambda: first.asked)
+        first.down = "connection refused"
+        while hub.wait(0, 10):
+            pass
+        assert sorted(each.place for each in hub.written(0)) == list(range(40))
+        assert {each.worker for each in hub.written(0)} >= {"second"}
+
+
+def test_ranks_get_back_what_no_server_can_write(tmp_path: Path) -> None:
+    broken, lines = Simulated("broken"), list[str]()
+    broken.down = "HTTP status 404"
+    claim = Counters()
+    with handing_out(tmp_path, [broken], claim, log=lines.append) as hub:
+        hub.open(0, [[1]] * 2)
+        until(lambda: hub.error)
+        assert hub.wait(0, 60) == [0] and claim(0, 1) == 2  # nobody had claimed the other place
+        assert hub.error == "no server is left: broken: HTTP status 404"
+    assert any("no server writes any more" in line for line in lines)
+
+
+def test_a_text_without_tokens_is_written_again(tmp_path: Path) -> None:
+    """By a rank, or by a server with other random numbers."""
+    with handing_out(tmp_path, [Simulated("s")], Counters(), tokens_of=lambda request, answer: None) as hub:
+        hub.open(0, [[1]] * 3)
+        while len(owed := hub.wait(0, 5)) < 3:
+            pass
+        assert sorted(owed) == [0, 1, 2] and hub.undecodable == 3 and hub.written(0) == []
+    seeds = list[int]()
+
+    def second(request: Request, answer: Answer) -> list[int] | None:
+        seeds.append(request.seed)
+        return [1] if request.seed % 100 else None
+
+    with handing_out(tmp_path, [Simulated("s")], Counters(), ranks=False, tokens_of=second) as hub:
+        hub.open(0, [[1]] * 3)
+        while hub.wait(0, 5):
+            pass
+        assert sorted(seeds) == [0, 1, 100, 101, 200, 201] and len(hub.written(0)) == 3
+
+
+def test_completions_of_a_stopped_run_are_not_written_again(tmp_path: Path) -> None:
+    Journal(tmp_path / "j.jsonl", lambda each: True, 0).add([completion(0, 1), completion(0, 2), completion(1, 0)])
+    server = Simulated("s")
+    with handing_out(tmp_path, [server], Counters(), ranks=False) as hub:
+        assert hub.open(0, [[1]] * 4) == [0, 3] and hub.open(1, [[1]]) == []
+        while hub.wait(0, 5):
+            pass
+        assert sorted(each.place for each in hub.written(0)) == [0, 1, 2, 3]
+    assert sorted(place for _, place, _ in server.asked) == [0, 3]
+
+
+def test_a_server_gets_each_adapter_once_and_keeps_two(tmp_path: Path) -> None:
+    versions = itertools.count()
+    newest = [Adapter(next(versions), tmp_path, tmp_path, "")]
+    server = Simulated("s", newest=lambda: newest[0])
+    for _ in range(4):
+        assert server.current() == server.current() == (newest[0].version, f"m-v{newest[0].version}")
+        newest[0] = Adapter(next(versions), tmp_path, tmp_path, "")
+    assert server.loaded == [0, 1, 2, 3] and server.unloaded == [0, 1]
+    server.close()
+    assert sorted(server.unloaded) == [0, 1, 2, 3]
+
+
+# With a model --------------------------------------------------------------------------------------------------------------
+
+FIELDS = {
+    "method": "grpo", "reward": "exact", "seq_length": 64, "grpo_max_tokens": 8, "grpo_group_size": 4, "lora_r": 4,
+    "total_batch_size": 8, "batch_size": 3, "lora_targets": "q_proj,v_proj,down_proj", "run": "r",
+    "rollout_servers": "http://127.0.0.9:1", "max_steps": 6, "rollout_model": "base",
+}  # fmt: skip
+
+
+def make(**fields: Any) -> RunSpec:
+    return make_spec(FIELDS | fields, "test")
+
+
+class OneRank:
+    """The only rank of an update. `store` counts claims."""
+
+    def __init__(self, method: GRPO, model: Any) -> None:
+        self.rank, self.size, self.store, self.method, self.model = 0, 1, self, method, model
+        self.group, self._counters = self, Counters()
+
+    def add(self, key: str, count: int) -> int:
+        return self._counters(int(key.rpartition("/")[2]), count)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        return [value]
+
+    def waiting(self, note: str) -> None:
+        pass
+
+    def batch(self, work: Work, rows: Any) -> Any:
+        return self.method.batch(work, rows, 2, None, torch.from_numpy)
+
+
+class Generating(Simulated):
+    """A server that draws tokens with the adapter in the folder, loaded by peft into a model of its own."""
+
+    def __init__(self, model_folder: Path, newest: Callable[[], Adapter]) -> None:
+        super().__init__("127.0.0.9:1", 0.0, newest)
+        self._folder, self.models = model_folder, dict[int, Any]()
+
+    def load(self, adapter: Adapter) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(self._folder)
+        self.models[adapter.version] = PeftModel.from_pretrained(base, str(adapter.folder)).eval()
+        super().load(adapter)
+
+    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+        answer = super().ask(prompt, cancel)
+        generator = torch.Generator().manual_seed(prompt.seed)
+        ids = list(prompt.tokens)
+        with torch.no_grad():
+            for _ in range(3 + prompt.place % 5):
+                logits = self.models[prompt.version](torch.tensor([ids])).logits[0, -1]
+                ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+        prompt.ids = ids[len(prompt.tokens) :]
+        return answer
+
+
+@pytest.fixture
+def prompts(tokenizer: Any, tmp_path: Path) -> Corpus:
+    rows = [{"prompt": text, "answer": "x"} for text in ("the cat sits", "a dog", "one tree", "two")]
+    return encode_all(
+        read_source(source_of(write_jsonl(tmp_path / "p.jsonl", rows)), data="prompts"), Encoder.of(make(), tokenizer)
+    )
+
+
+class Started:
+    """A method with one server in this process, as a rank uses it."""
+
+    def __init__(
+        self, spec: RunSpec, model: Any, model_folder: Path, tokenizer: Any, corpus: Corpus, run_dir: Path
+    ) -> None:
+        self.method, self.module = GRPO(spec), ModelWithLoss(model)
+        self.module.method = self.method
+        self.rank, self.corpus, self.server = OneRank(self.method, model), corpus, None
+        self.checkpoint = 0
+
+        def prepared(work: Any, sampling: Sampling, base: Base, prompt: Request, rank: Any) -> list[RolloutServer]:
+            self.server = Generating(model_folder, work._adapter)
+            return [self.server]
+
+        self.prepared = prepared
+        ahead = AheadContext(corpus, run_dir, self.samples, lambda: self.checkpoint)
+        self.method.begin(RunContext(tokenizer, self.module, contextlib.nullcontext, 6, ["answer"], ahead))
+
+    def samples(self, step: int) -> list[int]:
+        return [step % 4, (step + 1) % 4]
+
+    def step(self, step: int) -> Work:
+        rows = [[sample] for sample in self.samples(step)]
+        return self.method.prepare(Work(self.corpus, rows, [rows], 1, 1, step), self.rank)  # type: ignore[arg-type]
+
+    def train(self, work: Work) -> dict[str, float]:
+        """Change the adapter as an update would, only more."""
+        for part in work.parts:
+            (self.module(*self.rank.batch(work, part)) / work.total).backward()
+        generator = torch.Generator().manual_seed(work.step)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+                parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+        sums = dict(zip(self.method.sums, self.method.take_metrics(self.method.sums), strict=True))
+        return self.method.means(sums)
+
+
+@pytest.fixture
+def start(
+    model_folder: Path, tokenizer: Any, prompts: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Started]:
+    def begin(**fields: Any) -> Started:
+        from transformers import AutoModelForCausalLM
+
+        from trainer.models.model import add_lora
+
+        spec = make(**fields)
+        torch.manual_seed(0)
+        model = add_lora(spec, AutoModelForCausalLM.from_pretrained(model_folder))
+        started = Started(spec, model, model_folder, tokenizer, prompts, tmp_path)
+        monkeypatch.setattr(rollout_work.RolloutWork, "_prepared", lambda *given: started.prepared(*given))
+        return started
+
+    return begin
+
+
+def test_ratios_are_those_of_the_adapter_that_wrote_a_completion(start: Callable[..., Started]) -> None:
+    """Servers write steps in advance. Their log-probabilities are computed here by a model that peft loads from the folder."""
+    run = start(rollout_ranks=False, max_staleness=2, lora_dropout=0.3)
+    ages = []
+    for step in range(4):
+        work = run.step(step)
+        shared = work.shared
+        asked = {(s, place): version for s, place, version in run.server.asked}  # type: ignore[union-attr]
+        for rows in work.parts:
+            batch = run.rank.batch(work, rows)
+            scores = batch.extra.scores
+            assert scores.by_server.all()
+            for index, (place,) in enumerate(rows):
+                version = asked[step, place]
+                ages.append(step - version)
+                before, own = work.corpus.starts[place], work.corpus.starts[place + 1]
+                ids = torch.from_numpy(work.corpus.tokens[before:own].astype(np.int64))[None]
+                with torch.no_grad():
+                    every = run.server.models[version](ids).logits.log_softmax(-1)[0]  # type: ignore[union-attr]
+                expected = every[:-1].gather(1, ids[0, 1:, None])[:, 0]
+                count = len(shared.rated.ids[place])
+                got = scores.logps[index, : len(expected)]
+                torch.testing.assert_close(got[-count:], expected[-count:], atol=1e-5, rtol=1e-5)
+                assert not got[:-count].any()
+        metrics = run.train(work)
+        assert metrics["staleness"] == pytest.approx(np.mean(ages[-8:]))
+        assert abs(metrics["drift/127.0.0.9:1"]) < 1.5 and metrics["completions_per_second/127.0.0.9:1"] > 0
+    assert set(ages) == {0, 1, 2} or max(ages) in (1, 2)
+    assert max(ages) <= 2
+    run.method.end()
+
+
+def test_the_loss_uses_those_ratios(start: Callable[..., Started]) -> None:
+    run = start(rollout_ranks=False, max_staleness=1, grpo_loss="grpo", batch_size=8)
+    run.train(run.step(0))
+    work = run.step(1)
+    batch = run.rank.batch(work, work.parts[0])
+    extra = batch.extra
+    extra.advantages[:] = torch.linspace(-1, 1, 8)
+    old = extra.scores.logps
+    logps = label_logps(run.module, batch)
+    mask = old != 0
+    ratio = torch.exp(logps - old)
+    each = extra.advantages[:, None]
+    expected = -torch.minimum(ratio * each, ratio.clamp(0.8, 1.2) * each)
+    counts = mask.sum(1)
+    loss = run.method.loss(run.module, batch)
+    torch.testing.assert_close(loss, (expected * mask / counts[:, None]).sum())
+    assert (ratio[mask] - 1).abs().max() > 0.01  # the completions are of the adapter before
+    run.method.end()
+
+
+def test_without_staleness_every_completion_is_of_the_newest_adapter(start: Callable[..., Started]) -> None:
+    run = start(max_staleness=0)
+    for step in range(3):
+        metrics = run.train(run.step(step))
+        assert metrics["staleness"] == 0
+    assert all(version == step for step, _, version in run.server.asked)  # type: ignore[union-attr]
+    run.method.end()
+
+
+def test_a_resumed_run_trains_on_the_same_completions(start: Callable[..., Started], tmp_path: Path) -> None:
+    run = start(rollout_ranks=False, max_staleness=2)
+    run.train(run.step(0))
+    before = copy.deepcopy(run.module.model.state_dict())
+    run.checkpoint = 1
+    expected = run.step(1)
+    scores = [run.rank.batch(expected, part).extra.scores.logps for part in expected.parts]
+    hub = run.method._workers._hub  # type: ignore[union-attr]
+    until(lambda: len(hub.written(2)) == 8)  # type: ignore[union-attr]
+    kept = {each.place: each.ids for each in hub.written(2)}  # type: ignore[union-attr]
+    run.method.end()
+
+    again = start(rollout_ranks=False, max_staleness=2)
+    again.module.model.load_state_dict(before)
+    again.checkpoint = 1
+    work = again.step(1)
+    assert work.shared.rated.ids == expected.shared.rated.ids
+    for part, known in zip(work.parts, scores, strict=True):
+        torch.testing.assert_close(again.rank.batch(work, part).extra.scores.logps, known, rtol=0, atol=0)
+    again.train(work)
+    assert dict(enumerate(again.step(2).shared.rated.ids)) == kept
+    assert not [place for step, place, _ in again.server.asked if step in (1, 2)]  # type: ignore[union-attr]
+    again.method.end()
+    folder = tmp_path / "rollouts"
+    assert sorted(path.name for path in folder.glob("trainyard-rollouts-r-v*")) != []
+
+
+def test_a_server_with_another_model_is_left_out(
+    start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollout_work, "_DRIFT_TOKENS", 20)
+    run = start(rollout_ranks=False, max_staleness=0)
+
+    def improbable(server: Generating, prompt: Request, cancel: Cancel) -> Answer:
+        answer = Simulated.ask(server, prompt, cancel)
+        with torch.no_grad():
+            worst = server.models[prompt.version](torch.tensor([list(prompt.tokens)])).logits[0, -1].argmin()
+        prompt.ids = [int(worst)] * 5
+        return answer
+
+    monkeypatch.setattr(Generating, "ask", improbable)
+    run.train(run.step(0))
+    with pytest.raises(
+        UserError, match=r"rollout_servers: no server is left: 127.0.0.9:1: its tokens are .* nats less probable"
+    ):
+        run.train(run.step(1))
+    assert "127.0.0.9:1 is left out: its tokens are" in capsys.readouterr().out
+    run.method.end()
+
+
+def test_statistics_of_labels_are_those_of_the_whole_logits(start: Callable[..., Started]) -> None:
+    run = start()
+    work = run.step(0)
+    batch = run.rank.batch(work, work.parts[0])
+    with torch.no_grad():
+        logps, entropies = label_statistics(run.module, batch, 0.7)
+        every = (run.module.model(batch.ids, position_ids=batch.positions).logits / 0.7).log_softmax(-1)
+        torch.testing.assert_close(logps, label_logps(run.module, batch, 0.7))
+    wanted = -(every.exp() * every).sum(-1) * (torch.nn.functional.pad(batch.labels[:, 1:], (0, 1), value=-100) != -100)
+    torch.testing.assert_close(entropies, wanted, atol=1e-5, rtol=1e-4)
+    run.method.end()
+
+
+# The spec ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_servers": "ftp://a"}, "rollout_servers: got 'ftp://a', expected addresses"),
+        ({"rollout_servers": "http://a b"}, "rollout_servers: got"),
+        ({"rollout_servers": "cluster,http://a:1"}, "give one of them alone"),
+        ({"rollout_servers": "http://a:1,http://a:1"}, "given twice"),
+        ({"rollout_servers": "http://a:8000/v1"}, "rollout_folder: vLLM reads adapters"),
+        ({"rollout_servers": "http://a:8000/v1", "rollout_folder": "x"}, "expected an absolute path"),
+        ({"rollout_servers": (), "rollout_ranks": False, "rollout_model": ""}, "only ranks write: omit rollout_ranks"),
+        ({"lora_r": 0, "lora_targets": "all-linear"}, "servers get adapters, but lora_r is 0"),
+        ({"strategy": "diloco"}, "replicas of diloco have different adapters"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"method": "sft", "reward": ()}, "has no effect with method=sft|reward"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check = make(**fields)
+        from trainer.spec import check_given
+
+        check_given(check, ["rollout_servers"], "test")

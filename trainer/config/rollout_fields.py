@@ -1,0 +1,56 @@
+"""The fields of a run spec that name servers which write completions: what they may be."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from trainer.common.formats import printable, quoted
+
+if TYPE_CHECKING:
+    from trainer.config import RunSpec
+
+FOUND = (
+    "cluster",
+    "all",
+)  # instead of addresses: the controller finds the Ollama servers of the cluster, or of the inventory
+_ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
+
+
+def server_name(url: str) -> str:
+    """Return the name of a server for messages and metrics: ADDRESS:PORT."""
+    return printable(urlsplit(url).netloc, 80)
+
+
+def is_vllm(url: str) -> bool:
+    """Return whether the address is that of an API of vLLM, such as http://10.0.0.5:8000/v1, and not of Ollama."""
+    return url not in FOUND and urlsplit(url).path.rstrip("/") != ""
+
+
+def rollout_error(spec: RunSpec) -> str:
+    """Return why the servers of a run cannot write completions, or an empty string."""
+    servers = spec.rollout_servers
+    if not servers:
+        return (
+            "" if spec.rollout_ranks else "rollout_ranks: without rollout_servers, only ranks write: omit rollout_ranks"
+        )
+    for each in servers:
+        if each not in FOUND and not _ADDRESS.fullmatch(each):
+            return (
+                f"rollout_servers: got {quoted(each)}, expected addresses such as http://10.0.0.5:11434 or http://10.0.0.6:8000/v1, "
+                "or cluster or all"
+            )
+    if len(servers) > 1 and set(FOUND) & set(servers):
+        return "rollout_servers: cluster and all find servers: give one of them alone, or addresses"
+    if len(set(servers)) < len(servers):
+        return "rollout_servers: an address is given twice: remove one"
+    if spec.strategy == "diloco":
+        return "rollout_servers: replicas of diloco have different adapters: set strategy=ddp, or omit rollout_servers"
+    if not spec.lora_r:
+        return "rollout_servers: servers get adapters, but lora_r is 0: set lora_r, or omit rollout_servers"
+    if not spec.rollout_folder and any(map(is_vllm, servers)):
+        return "rollout_folder: vLLM reads adapters from a folder that it shares with the first host: set rollout_folder to it"
+    if spec.rollout_folder and not spec.rollout_folder.startswith("/"):
+        return f"rollout_folder: got {quoted(spec.rollout_folder)}, expected an absolute path"
+    return ""

@@ -1,0 +1,499 @@
+"""Completions of a step by all workers of a run: its ranks, and servers that get the newest adapter before each request.
+
+The first rank talks to the servers. Every rank keeps the adapters that may have written completions of this step, and computes the
+log-probabilities of a server's completions with the adapter that wrote them: a server tells none, and its quantised weights differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load, save_file
+
+from trainer.common.errors import UserError, first_line
+from trainer.common.files import atomic_folder, sha256_file
+from trainer.config import RunSpec
+from trainer.config.rollout_fields import is_vllm, server_name
+from trainer.data import packing
+from trainer.data.text_tokenizer import TextTokenizer
+from trainer.generation.journal import Completion, Journal
+from trainer.generation.ollama_client import Answer, OllamaError
+from trainer.generation.rollout_servers import (
+    Adapter,
+    Base,
+    OllamaServer,
+    Request,
+    RolloutServer,
+    Sampling,
+    VLLMServer,
+    model_prefix,
+)
+from trainer.generation.rollouts import Rollouts
+from trainer.gguf.gguf_adapter import write_adapter
+from trainer.gguf.llama import UnsupportedModelError, write_llama
+from trainer.gguf.plain_adapter import AdapterError
+from trainer.method.method_base import Batch, Rank, RunContext, Work, label_statistics, next_labels
+
+FOLDER = "rollouts"
+MAX_DRIFT = 0.5  # mean difference of log-probabilities, nats per token, above which a server is left out
+_DRIFT_TOKENS = 500  # of a server before its drift is judged
+_WAITING = 1.0  # s between two reports that this rank waits for servers
+
+Write = Callable[[Sequence[int]], list[list[int]]]
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The log-probabilities of a micro-batch by the adapters that wrote its rows.
+
+    `by_server`: whether a server wrote the row, bool [rows]. `logps`: float32 [rows, T]; valid in these rows.
+    """
+
+    by_server: torch.Tensor
+    logps: torch.Tensor
+
+
+class RolloutWork:
+    """The workers of a run on this rank. All ranks call the same methods."""
+
+    def __init__(self, spec: RunSpec, run: RunContext, ends: set[int]) -> None:
+        """`ends`: the tokens that end a completion."""
+        assert run.ahead
+        self._spec, self._run, self._ahead, self._ends = spec, run, run.ahead, ends
+        self.names = [server_name(url) for url in spec.rollout_servers]
+        self._model: Any = run.module.model
+        self._versions: dict[int, State] = {}
+        self._hub: Rollouts | None = None  # on the first rank
+        self._newest: Adapter | None = None
+        self._folder = run.ahead.run_dir / FOLDER
+        self._text = TextTokenizer.of(copy.deepcopy(run.tokenizer))  # threads may not share one
+        self._drifts = {name: [0.0, 0] for name in self.names}
+        self._seconds = 1.0  # of this rank's last batch of completions
+        self._started, self._began = False, time.monotonic()
+        self._sums: dict[str, list[Any]] = {}
+
+    # Metrics -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """The names of the sums of completions, staleness and drift; see docs/rewards.md."""
+        return (
+            "staleness",
+            *(f"{kind}/{name}" for name in self.names for kind in ("server", "drift", "drifted")),
+            "span",
+        )
+
+    def counted(self, step: int, mine: Sequence[Completion]) -> dict[str, float]:
+        """Return these sums for the completions of this rank."""
+        found = {"staleness": float(sum(step - each.version for each in mine))}
+        for name, (drift, count) in self._sums.items():
+            found |= {f"drift/{name}": drift, f"drifted/{name}": float(count)}
+            found[f"server/{name}"] = float(sum(each.worker == name for each in mine))
+        if self._hub:
+            now = time.monotonic()
+            found["span"], self._began = now - self._began, now
+        return found
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of servers from the sums of a step."""
+        if not sums["completions"]:
+            return {}
+        found = {"staleness": sums["staleness"] / sums["completions"]}
+        for name in self.names:
+            if sums["span"]:
+                found[f"completions_per_second/{name}"] = sums[f"server/{name}"] / sums["span"]
+            if sums[f"drifted/{name}"]:
+                found[f"drift/{name}"] = sums[f"drift/{name}"] / sums[f"drifted/{name}"]
+        return found
+
+    # A step --------------------------------------------------------------------------------------------------------------
+
+    def write(self, work: Work, prompts: Sequence[int], group: int, rank: Rank, write: Write) -> list[Completion]:
+        """Return the completions of a step by place, the same on all ranks.
+
+        Args:
+            prompts: the samples of all ranks, in order; a step has `group` places for each.
+            write: lets this rank write the completions of some places.
+
+        Raises:
+            UserError: no worker can write them.
+        """
+        step, first = work.step, rank.group.rank == 0
+        self._publish(step, rank)
+        places = self._agreed(rank, lambda: self._open(work, prompts, group, rank))
+        own: dict[int, Completion] = {}
+
+        def write_some(chosen: Sequence[int]) -> None:
+            began = time.perf_counter()
+            for place, ids in zip(chosen, write(chosen), strict=True):
+                own[place] = Completion(step, place, step, "", ids)
+            self._seconds = time.perf_counter() - began
+
+        if self._spec.rollout_ranks:
+            size = self._batch_size(work, prompts)
+            while chosen := self._claimed(rank, step, places, size):
+                write_some(chosen)
+        parts = self._gathered(
+            rank, lambda: [*map(asdict, self._finish(step, rank, own, write_some) if first else own.values())]
+        )
+        found = {each["place"]: Completion(**each) for part in parts for each in part}
+        if self._hub:
+            self._hub.add(each for each in found.values() if not each.worker)
+            self._hub.close_step(step)
+            self._prune()
+        return [found[place] for place in range(len(prompts) * group)]
+
+    def _open(self, work: Work, prompts: Sequence[int], group: int, rank: Rank) -> Sequence[int]:
+        """Let servers write this step and the next ones; return the places of this one that are claimed."""
+        assert self._hub
+        tokens = self._tokens(work, prompts, group)
+        if not self._started:
+            self._started = True
+            known = self._ahead.prompts(work.step)
+            assert list(known) == list(prompts), "the prompts of a step are not those of its order"
+        places = self._hub.open(work.step, tokens)
+        for step in range(work.step + 1, min(self._run.steps, work.step + self._spec.max_staleness + 1)):
+            self._hub.open(step, self._tokens(work, self._ahead.prompts(step), group))
+        return places
+
+    def _tokens(self, work: Work, prompts: Sequence[int], group: int) -> list[list[int]]:
+        starts, tokens = work.corpus.starts, work.corpus.tokens
+        return [each for sample in prompts for each in [tokens[starts[sample] : starts[sample + 1]].tolist()] * group]
+
+    def _batch_size(self, work: Work, prompts: Sequence[int]) -> int:
+        """Return how many completions this rank claims at once: those that fit into memory, with padding."""
+        longest = max((int(work.corpus.lengths[sample]) for sample in prompts), default=0)
+        return max(1, self._spec.batch_size * self._spec.seq_length // (longest + self._spec.completion_length))
+
+    def _claimed(self, rank: Rank, step: int, places: Sequence[int], size: int) -> Sequence[int]:
+        end = _claim(rank.group.store, step, size)
+        return places[end - size : end]
+
+    def _finish(
+        self, step: int, rank: Rank, own: dict[int, Completion], write_some: Callable[[Sequence[int]], None]
+    ) -> list[Completion]:
+        """Return the completions of servers and of this rank, when no server owes one.
+
+        A rank that would wait for a server longer than it writes itself writes what the server owes.
+        """
+        assert self._hub
+        self._hub.add(own.values())
+        while owed := self._hub.wait(step, 2 * self._seconds if self._spec.rollout_ranks else _WAITING):
+            if self._spec.rollout_ranks:
+                write_some(owed[: self._spec.batch_size])
+                self._hub.add(own.values())
+            elif self._hub.error:
+                raise UserError(f"rollout_servers: {self._hub.error}")
+            rank.waiting("waiting for rollout servers")
+        return self._hub.written(step)
+
+    def _agreed(self, rank: Rank, work: Callable[[], Any]) -> Any:
+        """Return what `work` returns on the first rank, on all ranks. Raises UserError on all ranks."""
+        return self._gathered(rank, lambda: work() if rank.group.rank == 0 else None)[0]
+
+    def _gathered(self, rank: Rank, work: Callable[[], Any]) -> list[Any]:
+        """Return what `work` returns on every rank. Raises UserError on all ranks if it raises that on one."""
+        try:
+            found = ("", work())
+        except (UserError, OSError) as error:
+            found = (str(error) or type(error).__name__, None)
+        parts = rank.group.gather(found)
+        if why := next((why for why, _ in parts if why), ""):
+            raise UserError(why)
+        return [part for _, part in parts]
+
+    # Adapters ------------------------------------------------------------------------------------------------------------
+
+    def _publish(self, step: int, rank: Rank) -> None:
+        """Make the adapter of this step the newest one on all servers."""
+        if not self._versions:
+            self._restore(step, rank)
+        self._versions[step] = {name: value.detach().clone() for name, value in _state(self._model).items()}
+        for old in [version for version in self._versions if version < step - self._spec.max_staleness]:
+            del self._versions[old]
+        self._agreed(rank, lambda: self._write_adapter(step, rank))
+
+    def _restore(self, step: int, rank: Rank) -> None:
+        """Read the adapters that wrote completions which a stopped run had received."""
+
+        paths = {
+            version: self._version_folder(version) / "adapter_model.safetensors"
+            for version in range(max(0, step - self._spec.max_staleness), step)
+        }
+        for version in self._agreed(rank, lambda: [known for known, path in paths.items() if path.is_file()]):
+            data = self._agreed_bytes(rank, paths[version])
+            self._versions[version] = load(data)
+
+    def _agreed_bytes(self, rank: Rank, path: Path) -> bytes:
+        """Return a file of the first rank, on all ranks."""
+        return rank.group.gather_bytes(path.read_bytes() if rank.group.rank == 0 else b"")[0]
+
+    def _version_folder(self, version: int) -> Path:
+        return self._folder / f"{model_prefix(self._spec.run)}{version}"
+
+    def _write_adapter(self, step: int, rank: Rank) -> None:
+        folder = self._version_folder(step)
+        self._folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        with atomic_folder(folder, "adapter") as aside:
+            aside.mkdir()
+            state = {name: value.cpu().contiguous() for name, value in self._versions[step].items()}
+            save_file(state, aside / "adapter_model.safetensors", {"format": "pt"})
+            self._model.peft_config["default"].save_pretrained(aside)
+        if self._spec.rollout_folder:
+            shared = Path(self._spec.rollout_folder) / folder.name
+            shutil.rmtree(shared, ignore_errors=True)
+            shutil.copytree(folder, shared)
+        gguf = self._folder / f"{folder.name}.gguf"
+        if any(not is_vllm(url) for url in self._spec.rollout_servers):
+            try:
+                write_adapter(folder, self._base_config(), gguf)
+            except AdapterError as error:
+                raise UserError(f"rollout_servers: Ollama cannot run this adapter: {error}") from None
+        self._newest = Adapter(step, folder, gguf, sha256_file(gguf) if gguf.exists() else "")
+        if self._hub is None:
+            self._hub = self._start(step, rank)
+
+    def _base_config(self) -> dict[str, Any]:
+        base = self._model.get_base_model()
+        return base.config.to_dict() | {"architectures": [type(base).__name__]}
+
+    def _prune(self) -> None:
+        """Delete what no resume needs."""
+        assert self._hub and self._newest
+        oldest = self._ahead.oldest_checkpoint()
+        self._hub.prune(oldest)
+        for path in self._folder.glob(f"{model_prefix(self._spec.run)}*"):
+            version = path.name.removeprefix(model_prefix(self._spec.run)).removesuffix(".gguf")
+            kept = self._newest.version - 2 if path.suffix == ".gguf" else oldest - self._spec.max_staleness
+            if version.isdecimal() and int(version) < kept:
+                _remove(path)
+                if self._spec.rollout_folder:
+                    _remove(Path(self._spec.rollout_folder) / path.name)
+
+    # Servers -------------------------------------------------------------------------------------------------------------
+
+    def _start(self, step: int, rank: Rank) -> Rollouts:
+        """Get the servers ready and return what hands out prompts. Raises UserError if none is, and ranks do not write."""
+        spec, vocabulary = self._spec, len(self._run.tokenizer)
+        sampling = Sampling(
+            model_prefix(spec.run),
+            spec.grpo_temperature,
+            spec.completion_length,
+            spec.seq_length,
+            spec.collective_timeout,
+        )
+        prompt = self._tokens_of_first(step)
+        with self._base(rank) as base:
+            ready = self._prepared(sampling, base, Request(step, 0, prompt, self._text.decode(prompt), 0), rank)
+
+        def is_valid(each: Completion) -> bool:
+            known = each.version >= step or each.version in self._versions
+            fits = 0 < len(each.ids) <= spec.completion_length and all(0 <= token < vocabulary for token in each.ids)
+            return known and each.step - each.version <= spec.max_staleness and fits
+
+        journal = Journal(self._folder / "completions.jsonl", is_valid, step)
+        if journal.found:
+            print(f"rollouts: {len(journal.found)} completions of the stopped run are used")
+        return Rollouts(
+            ready,
+            journal,
+            claim=partial(_claim, rank.group.store),
+            tokens_of=self._tokens_of,
+            text_of=lambda tokens: self._text.decode(list(tokens)),
+            seed_of=self._seed,
+            ranks=spec.rollout_ranks,
+            patience=math.inf if spec.rollout_ranks else spec.collective_timeout / 2,
+        )
+
+    def _tokens_of_first(self, step: int) -> list[int]:
+        corpus, sample = self._ahead.corpus, self._ahead.prompts(step)[0]
+        return list(corpus.tokens[corpus.starts[sample] : corpus.starts[sample + 1]].tolist())
+
+    def _prepared(self, sampling: Sampling, base: Base, prompt: Request, rank: Rank) -> list[RolloutServer]:
+        servers: list[RolloutServer] = [
+            VLLMServer(name, url, sampling, self._adapter, self._spec.rollout_folder)
+            if is_vllm(url)
+            else OllamaServer(name, url, sampling, self._adapter)
+            for name, url in zip(self.names, self._spec.rollout_servers, strict=True)
+        ]
+
+        def problem(server: RolloutServer) -> str:
+            try:
+                server.prepare(base, copy.copy(prompt))
+            except OllamaError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(servers)) as executor:
+            answers = [executor.submit(problem, server) for server in servers]
+            while not all(answer.done() for answer in answers):
+                rank.waiting("preparing rollout servers")
+                time.sleep(0.05)
+        problems = {server.name: answer.result() for server, answer in zip(servers, answers, strict=True)}
+        for name, why in problems.items():
+            print(f"rollouts: {name} {f'does not write: {why}' if why else 'writes completions'}")
+        ready = [server for server in servers if not problems[server.name]]
+        if not ready and not self._spec.rollout_ranks:
+            name, why = next(iter(problems.items()))
+            raise UserError(
+                f"rollout_servers: no server can write completions ({name}: {why}): fix one, or set rollout_ranks=true"
+            )
+        return ready
+
+    def _adapter(self) -> Adapter:
+        assert self._newest
+        return self._newest
+
+    @contextmanager
+    def _base(self, rank: Rank) -> Iterator[Base]:
+        """Yield the base model of the servers: the one that `rollout_model` names, or a GGUF file of the run's own."""
+        tokenizer, name = self._run.tokenizer, self._spec.rollout_model
+        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        bos = str(tokenizer.bos_token or "")
+        if name or all(map(is_vllm, self._spec.rollout_servers)):
+            yield Base(name, tokens, bos)
+            return
+        rank.waiting("writing the base model for rollout servers")
+        gguf = self._folder / "base.gguf"
+        try:
+            write_llama(Path(self._spec.model), Path(self._spec.model), None, gguf, "f16")
+            yield Base("", tokens, bos, gguf, sha256_file(gguf))
+        except UnsupportedModelError as error:
+            raise UserError(
+                f"rollout_model: this run cannot give its base model to Ollama ({first_line(error)}): put the model on the servers, "
+                "and set rollout_model to its name there"
+            ) from None
+        finally:
+            gguf.unlink(missing_ok=True)
+
+    def _seed(self, step: int, place: int, tries: int) -> int:
+        text = f"{self._spec.seed} {step} {place} {tries}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
+
+    def _tokens_of(self, request: Request, answer: Answer) -> list[int] | None:
+        """Return the tokens of a server's completion, with one that ends it; None if the text has no such tokens.
+
+        Tokens are those that encoding the text gives, as for any text of a dataset: a server tells its own ones only with vLLM's API.
+        """
+        limit, count = self._spec.completion_length, len(self._run.tokenizer)
+        if request.ids is not None:
+            good = all(type(token) is int and 0 <= token < count for token in request.ids)
+            return list(request.ids[:limit]) or None if good else None
+        text = answer.text.rstrip("\ufffd") if answer.finished == "length" else answer.text
+        ids, _ = self._text.tokenize(text)
+        whole = self._text.decode([*request.tokens, *ids])
+        if whole != self._text.decode(list(request.tokens)) + text:
+            return None
+        if answer.finished == "stop":
+            ids = [
+                *ids,
+                self._run.tokenizer.eos_token_id if self._run.tokenizer.eos_token_id in self._ends else min(self._ends),
+            ]
+        return ids[:limit] or None
+
+    # Log-probabilities ---------------------------------------------------------------------------------------------------
+
+    def score(self, work: Work, mine: Sequence[Completion], rank: Rank) -> dict[int, Scores]:
+        """Return the scores of the micro-batches of `work` with completions of servers, by the first place of each.
+
+        All ranks call it. A server whose completions are improbable is left out: it runs another model, or without the adapter.
+        """
+        found: dict[int, Scores] = {}
+        sums = {name: [0.0, 0] for name in self.names}
+        parts = [[row[0] for row in rows] for rows in work.parts if rows]
+        versions = sorted({each.version for each in mine if each.worker})
+        for version in versions:
+            with self._adapter_of(version), self._run.autocast(), torch.no_grad():
+                for places in parts:
+                    chosen = [mine[place].worker != "" and mine[place].version == version for place in places]
+                    if any(chosen):
+                        rank.waiting("computing log-probabilities")
+                        self._score(rank.batch(work, [[place] for place in places]), places, chosen, mine, found, sums)
+        self._judge(rank, sums)
+        return found
+
+    def _score(
+        self,
+        batch: Batch,
+        places: Sequence[int],
+        chosen: Sequence[bool],
+        mine: Sequence[Completion],
+        found: dict[int, Scores],
+        sums: dict[str, list[Any]],
+    ) -> None:
+        logps, entropies = label_statistics(self._run.module, batch, self._spec.grpo_temperature)
+        rows = torch.tensor(chosen, device=logps.device)
+        before = found.get(places[0])
+        found[places[0]] = Scores(
+            rows if before is None else before.by_server | rows,
+            logps if before is None else torch.where(rows[:, None], logps, before.logps),
+        )
+        counts = (next_labels(batch.labels) != packing.IGNORED).view(batch.ids.shape).sum(1).tolist()
+        drifts = (-logps - entropies).sum(1).tolist()
+        for place, is_chosen, drift, count in zip(places, chosen, drifts, counts, strict=True):
+            if is_chosen:
+                sums[mine[place].worker][0] += drift
+                sums[mine[place].worker][1] += count
+
+    def _judge(self, rank: Rank, sums: dict[str, list[Any]]) -> None:
+        for part in rank.group.gather(sums):
+            for name, (drift, count) in part.items():
+                self._drifts[name][0] += drift
+                self._drifts[name][1] += count
+        self._sums = sums
+        for name, (drift, count) in self._drifts.items():
+            if count >= _DRIFT_TOKENS:
+                if self._hub and drift / count > MAX_DRIFT:
+                    why = f"its tokens are {drift / count:.2f} nats less probable in this run than they should be: it runs another model"
+                    self._hub.leave_out(name, why)
+                self._drifts[name] = [0.0, 0]
+
+    @contextmanager
+    def _adapter_of(self, version: int) -> Iterator[None]:
+        """Give the model another adapter of the run."""
+        own, was_training = {name: value.clone() for name, value in _state(self._model).items()}, self._model.training
+        self._model.eval()
+        set_peft_model_state_dict(self._model, self._versions[version])
+        try:
+            yield
+        finally:
+            set_peft_model_state_dict(self._model, own)
+            self._model.train(was_training)
+
+    def close(self) -> None:
+        """Release the servers."""
+        if self._hub:
+            self._hub.close()
+            self._hub = None
+
+
+def _state(model: Any) -> State:
+    found: State = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return found
+
+
+def _claim(store: Any, step: int, count: int) -> int:
+    """Add to the counter of a step, which all ranks share; return the sum."""
+    return int(store.add(f"rollouts/{step}", count))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
