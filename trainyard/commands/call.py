@@ -12,6 +12,8 @@ from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
 from trainyard.evaluate.after_run import FinalEvaluation, check_eval_questions
 from trainyard.extra_vars import check_names, check_pairs, read_run_spec
 from trainyard.inventory import Cluster
+from trainyard.ollama.rollout_hosts import with_rollout_servers
+from trainyard.ollama.teachers import Candidate, candidates
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import KeepRecord, RunSession
@@ -92,7 +94,13 @@ class Call:
         """Read the run spec, in which the command's own options have no place. Raises UserError."""
         own = own_groups(self.groups)
         values = {name: value for name, value in self.values.items() if not any(group.knows(name) for group in own)}
-        return read_run_spec(self.launch.spec, values, self.top, self.report, source=self.source)
+        spec = read_run_spec(self.launch.spec, values, self.top, self.report, source=self.source)
+        return with_rollout_servers(spec, self.machines, self.report)
+
+    def machines(self) -> list[Candidate]:
+        """Return the machines of the inventory that may run Ollama."""
+        groups = self.cluster.groups
+        return candidates(groups["cluster"], groups.get("discovered", []), self.cluster.variables)
 
     def service_records(self) -> ServiceRecords | None:
         """Return what sends records to the service of the dashboard; None without it."""

@@ -10,7 +10,6 @@ from trainer.config.fields import Words, declare
 from trainyard.commands.call import Call
 from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.model_copy import copy_model, plan_copy
-from trainyard.ollama.teachers import candidates
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.python_env.environment_plan import plan_environments
 from trainyard.workflows.distill import student_specs
@@ -48,8 +47,7 @@ def find_teacher(call: Call) -> dict[str, Any]:
     """Return which hosts of the play lack the teacher (`targets`), and which host has it (`source`). Raises UserError."""
     options, cluster = make_distill_options(call.values), call.cluster
     student_specs(options, call.launch.spec, call.values, call.top, lambda line: None)  # mistakes first
-    machines = candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables)
-    found = plan_copy(machines, options.teacher, [host.name for host in cluster.hosts], call.report)
+    found = plan_copy(call.machines(), options.teacher, [host.name for host in cluster.hosts], call.report)
     return asdict(found) if found else {"targets": []}
 
 

@@ -203,7 +203,8 @@ class PlanEntry:
         elastic: whether torchrun restarts its ranks itself.
         stale: whether ranks of an earlier start still run there and must be stopped first.
         peers: addresses of all hosts of the run, from which its ranks accept connections; empty to accept all.
-        isolated: whether the ranks connect only to these addresses.
+        isolated: whether the ranks connect only to these addresses, and to those of `servers`.
+        servers: addresses of the servers that write completions of the run, on the first host; else empty.
         devices: UUIDs of the GPUs of the ranks, in the order of local ranks; empty without a GPU.
         gpu_numbers: their numbers in the order of nvidia-smi.
         hide_gpus: whether the ranks use the CPU of a host with GPUs.
@@ -244,6 +245,7 @@ class PlanEntry:
     stale: bool = False
     peers: list[str] = field(default_factory=list)
     isolated: bool = False
+    servers: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     gpu_numbers: list[int] = field(default_factory=list)
     hide_gpus: bool = False

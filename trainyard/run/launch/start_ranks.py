@@ -105,7 +105,7 @@ def start_request(
         "writable": entry.writable,
         "reads": entry.reads,
         "properties": [*properties, *entry.properties],
-        "reachable": entry.peers if entry.isolated else [],
+        "reachable": [*entry.peers, *entry.servers] if entry.isolated else [],
         "hold": True,
         "standby": standby,
         "lease": entry.lease,

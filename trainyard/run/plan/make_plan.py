@@ -29,6 +29,7 @@ from trainyard.run.plan.gather_facts import (
 )
 from trainyard.run.plan.isolation import choose_isolation, isolation_lines, unit_lines
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
+from trainyard.run.plan.rollouts import plan_servers
 from trainyard.run.prepare.teacher_host import split_teacher, teacher_line
 from trainyard.run.types import Phase, PlanEntry, PreparedRun, PreviousStart, RunPlan
 from trainyard.wire.connection import Host
@@ -109,6 +110,7 @@ def plan_run(
     lines = [finished_line(run)] if phase == "finished" else []
     lines += _host_lines(ordered, left_out, preview)
     lines += plan_lines(entries, spec, port, hosts[0].facts.get("rows", []))
+    lines += plan_servers(spec, entries)
     if not spec.script:  # whose rows the plan does not know
         with spec_here(spec, prepared.files) as here:
             check_layers(here, [len(node.ranks) for node in entries if not node.teaches])
