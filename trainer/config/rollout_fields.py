@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ FOUND = (
     "cluster",
     "all",
 )  # instead of addresses: the controller finds the Ollama servers of the cluster, or of the inventory
-_ADDRESS = re.compile(r"http://(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
+_ADDRESS = re.compile(r"http://(\[[0-9a-zA-Z:.%]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
 
 
 def server_name(url: str) -> str:
@@ -26,6 +27,15 @@ def server_name(url: str) -> str:
 def is_vllm(url: str) -> bool:
     """Return whether the address is that of an API of vLLM, such as http://10.0.0.5:8000/v1, and not of Ollama."""
     return url not in FOUND and urlsplit(url).path.rstrip("/") != ""
+
+
+def require_addresses(spec: RunSpec) -> None:
+    """Raise UserError if the controller has not replaced `cluster` or `all` by addresses."""
+    if set(FOUND) & set(spec.rollout_servers):
+        raise UserError(
+            f"rollout_servers: {spec.rollout_servers[0]} finds servers where train.yml or trainyard train starts the run: give the addresses "
+            "of the servers here"
+        )
 
 
 def rollout_error(spec: RunSpec) -> str:

@@ -26,7 +26,7 @@ from safetensors.torch import load, save_file
 from trainer.common.errors import UserError, first_line
 from trainer.common.files import atomic_folder, sha256_file
 from trainer.config import RunSpec
-from trainer.config.rollout_fields import is_vllm, server_name
+from trainer.config.rollout_fields import is_vllm, require_addresses, server_name
 from trainer.data import packing
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.generation.journal import Completion, Journal
@@ -72,6 +72,7 @@ class RolloutWork:
 
     def __init__(self, spec: RunSpec, run: RunContext, ends: set[int]) -> None:
         """`ends`: the tokens that end a completion."""
+        require_addresses(spec)
         assert run.ahead
         self._spec, self._run, self._ahead, self._ends = spec, run, run.ahead, ends
         self.names = [server_name(url) for url in spec.rollout_servers]

@@ -94,8 +94,7 @@ class Call:
         """Read the run spec, in which the command's own options have no place. Raises UserError."""
         own = own_groups(self.groups)
         values = {name: value for name, value in self.values.items() if not any(group.knows(name) for group in own)}
-        spec = read_run_spec(self.launch.spec, values, self.top, self.report, source=self.source)
-        return with_rollout_servers(spec, self.machines, self.report)
+        return read_run_spec(self.launch.spec, values, self.top, self.report, source=self.source)
 
     def machines(self) -> list[Candidate]:
         """Return the machines of the inventory that may run Ollama."""
@@ -117,6 +116,7 @@ class Call:
         """Make the session of a run, with its `spec` or its `state`. Raises UserError for bad `eval_questions` beside a spec."""
         keep, launch, hosts, connect = self.keep_record, self.launch, self.cluster.hosts, self.cluster.connect
         if spec := start.get("spec"):
+            start["spec"] = with_rollout_servers(spec, self.machines, self.report)
             check_eval_questions(launch, spec)
         if launch.push:
             push = start["push"] = FinalPush(hosts, connect, launch, self.top, self.report)

@@ -12,6 +12,7 @@ from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, is_known
+from trainer.config.rollout_fields import require_addresses
 from trainer.generation.ollama_client import full_name
 from trainyard import front_end
 from trainyard.extra_vars import check_pairs, read_run_spec
@@ -157,4 +158,5 @@ def _new_run(
         {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
     )
     spec = read_run_spec(launch.spec, of_run, top, report, source=source, more=(*OPTIONS, *STEP_OPTIONS))
+    require_addresses(spec)
     return make_run(options, spec, launch, entry.grid, steps)

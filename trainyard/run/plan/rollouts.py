@@ -6,16 +6,17 @@ import socket
 from urllib.parse import urlsplit
 
 from trainer.config import RunSpec
-from trainer.config.rollout_fields import server_name
+from trainer.config.rollout_fields import require_addresses, server_name
 from trainyard.run.types import PlanEntry
 
 _SHOWN = 8  # servers in a line
 
 
 def plan_servers(spec: RunSpec, entries: list[PlanEntry]) -> list[str]:
-    """Let the first host reach the servers; return the line of the plan about them."""
+    """Let the first host reach the servers; return the line of the plan about them. Raises UserError if they have no addresses."""
     if not spec.rollout_servers or not entries:
         return []
+    require_addresses(spec)
     entries[0].servers = server_addresses(spec)
     names = ", ".join(map(server_name, spec.rollout_servers[:_SHOWN]))
     more = len(spec.rollout_servers) - _SHOWN

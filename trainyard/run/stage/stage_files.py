@@ -29,7 +29,7 @@ from trainyard.wire.run_errors import RunClaimedError, StageError
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
 RELEASE_LIMIT = 5.0  # s for the hosts to remove a claim, which expires otherwise
 # Fields of an entry that plan.json does not have. `peers` repeats the addresses of all entries.
-_PRIVATE = ("previous", "claim", "link_mbit", "script", "peers", "stop_wanted", "writable", "reads")
+_PRIVATE = ("previous", "claim", "link_mbit", "script", "peers", "servers", "stop_wanted", "writable", "reads")
 # Variables that name folders of programs.
 _CODE = {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH"}
 
@@ -94,6 +94,8 @@ def stage_files(
         entry.claim = token
         named = environments.get(entry.host, {}).items()
         entry.writable = sorted(value for name, value in named if value.startswith("/") and name not in _CODE)
+        if spec.rollout_folder and entry.servers:
+            entry.writable.append(spec.rollout_folder)
     return changed
 
 
