@@ -34,8 +34,11 @@ def agree(spec: RunSpec, started: bool, world: World) -> RunSpec:
     spec = spec.model_copy(update={name: values[name] for name in AUTOMATIC})
     if "precision" not in values["automatic"]:
         return spec.model_copy(update={"automatic": ()})
-    gains = world.gather(_gain(spec))  # as every rank does: `values` are the same on all
-    return _with_precision(spec, min(gains), world)
+    gains = world.gather(gain_here(spec))  # as every rank does: `values` are the same on all
+    spec, line = with_precision(spec, min(gains))
+    if world.rank == 0:
+        print(line)
+    return spec
 
 
 def _decided(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -47,7 +50,8 @@ def _decided(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return common(found) | {"automatic": open_fields}
 
 
-def _with_precision(spec: RunSpec, gain: float, world: World) -> RunSpec:
+def with_precision(spec: RunSpec, gain: float) -> tuple[RunSpec, str]:
+    """Return the spec with the precision of ranks on CPUs, and a line. `gain`: how many times faster bfloat16 is on the slowest."""
     half = spec.model_copy(update={"precision": "bf16-mixed", "automatic": ()})
     why = f"its layers are {gain:.1f} times as fast in bfloat16" if gain >= GAIN else "bfloat16 is hardly faster here"
     try:
@@ -55,12 +59,11 @@ def _with_precision(spec: RunSpec, gain: float, world: World) -> RunSpec:
     except ValueError as error:
         gain, why = 0.0, str(error)
     chosen = half if gain >= GAIN else half.model_copy(update={"precision": "32-true"})
-    if world.rank == 0:
-        print(f"auto: precision={chosen.precision}: {why}")
-    return chosen
+    return chosen, f"auto: precision={chosen.precision}: {why}"
 
 
-def _gain(spec: RunSpec) -> float:
+def gain_here(spec: RunSpec) -> float:
+    """Return how many times faster this CPU is in bfloat16; 1 if the model cannot be measured."""
     try:
         return bfloat16_gain(spec)
     except Exception:  # of any library: a model that cannot be loaded has its one-line error when it is

@@ -24,6 +24,7 @@ from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.recommend import choose, fits
 from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, plan_of
+from trainer.supervise import nvidia_smi
 
 BF16, FP16 = 8.0, 7.0  # the first compute capability with bfloat16 (Ampere), and with fast float16 (Volta)
 FULL = 16_384  # tokens of a micro-batch that keep a GPU busy
@@ -73,8 +74,11 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
     return _decided(smallest), [*lines, *_lines(spec, smallest), warning]
 
 
-def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str], bool]:
-    """Decide without a controller: keep the decisions of the run's first start, or assume that all hosts are like this one.
+def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tuple[RunSpec, list[str], bool]:
+    """Decide without a controller: keep the decisions of the run's first start, or decide for `hosts`.
+
+    Args:
+        hosts: as for `decide`; None: those of this torchrun, which are assumed to be like this one.
 
     Returns:
         Spec and lines as `decide` does, and whether an earlier start had decided everything.
@@ -83,22 +87,34 @@ def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str], bool]
     if kept.exists() and (run_dir / "checkpoints").is_dir():
         spec, lines = as_before(spec, read_spec(kept, {}, str(kept)))
         return spec, lines, not spec.automatic
-    import torch
+    if hosts is None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = this_host() | {"processes": processes}
+        hosts = [here] * (int(os.environ.get("WORLD_SIZE", "1")) // processes)
+    return *decide(spec, hosts), False
 
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available()
-    cards = range(torch.cuda.device_count()) if cuda else ()
-    host = {
-        "processes": processes,
+
+def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
+    """Return what `decide` has to know of this machine.
+
+    Args:
+        imports_torch: whether torch is imported although no driver of a GPU is installed.
+    """
+    cpu = {"processes": 1, "gpu_mib": 0, "memory_mib": own_memory_mib("cpu"), "threads": len(os.sched_getaffinity(0))}
+    if not imports_torch and not nvidia_smi.program():
+        return cpu
+    try:
+        import torch
+    except ImportError:
+        return cpu
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    capabilities = (major + minor / 10 for major, minor in map(torch.cuda.get_device_capability, cards))
+    return cpu | {
         "threads": torch.get_num_threads(),
-        "gpu_mib": own_memory_mib("cuda") if cuda else 0,
-        "capability": min(
-            (major + minor / 10 for major, minor in map(torch.cuda.get_device_capability, cards)), default=0
-        ),
+        "gpu_mib": own_memory_mib("cuda") if cards else 0,
+        "capability": min(capabilities, default=0.0),
         "four_bits": importlib.util.find_spec("bitsandbytes") is not None,
-        "memory_mib": own_memory_mib("cpu"),
     }
-    return *decide(spec, [host] * (int(os.environ.get("WORLD_SIZE", "1")) // processes)), False
 
 
 def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.common.errors import model_errors
+from trainer.common.errors import UserError, model_errors
 from trainer.common.formats import counted, mib, table
 from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
@@ -27,8 +27,9 @@ from trainer.costs.teacher_cost import teacher_flops, teacher_process_memory, te
 from trainer.data.data_report import DataReport
 from trainer.method import METHODS, method_of
 from trainer.model_files.model_shape import Shape, shape_of
+from trainer.planner.decisions import decide_here, this_host
 from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
-from trainer.strategy import possible_plans
+from trainer.strategy import AUTO, possible_plans
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
@@ -152,12 +153,13 @@ def plan(
         hosts: as `trainer.costs.host_memory.read_hosts` returns them.
         link: Mbit/s between hosts, or None if unknown.
         fast: use nominal speed instead of a measurement.
-        data_dir: where encoded datasets are cached.
+        data_dir: where encoded datasets are cached, and the run may have started before.
 
     Raises:
         UserError: the model is unknown, or no strategy fits in memory.
     """
-    shape = shape_of(spec)
+    shape, given = shape_of(spec), spec
+    spec, decisions = _decided(spec, hosts, link, fast, data_dir)
     kernels: list[str] = []
     totals: DataReport | None = None
     gpus = have_gpus(hosts)
@@ -182,14 +184,19 @@ def plan(
     else:
         layout = layout_of(hosts, device)
     setting = Setting(shape, layout, rows, speed, link or LINK, gloo=device == "cpu")
-    found, planned = options(spec, setting), plans(spec, setting)
-    advice = recommend(spec, planned, setting)
+    # The settings that save memory are tried from a spec without them, also where a start would decide for them.
+    values = {name: getattr(given, name) for name in ("gradient_checkpointing", "quantize")}
+    base = spec.model_copy(update=values | {"batch_size": max(spec.batch_size, given.batch_size)})
+    speed = speed.of(spec, base, shape, rows, cuda=device == "cuda")
+    found, planned = options(spec, setting), plans(base, replace(setting, speed=speed))
+    advice = _pinned(recommend(base, planned, setting), base, spec, given)
     settings = _settings(spec, layout, kernels, device)
     about = [
         f"{counted(len(hosts), 'host')}, {counted(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
         f"{'' if link else ' (assumed)'}; {about_speed}",
         f"data: {data}; settings: {', '.join(settings)}",
         *(totals.lines() if totals else []),
+        *decisions,
     ]
     return {
         "model": spec.model,
@@ -201,11 +208,44 @@ def plan(
         "rows": asdict(rows),
         "speed": asdict(speed),
         "settings": settings,
+        "decisions": decisions,
         "options": [_as_json(option) for option in found],
         "plans": [_as_json(option) for option in planned],
         "recommended": asdict(advice) | {"extra_vars": advice.extra_vars},
         "lines": lines(spec, shape, found, planned, advice, about),
     }
+
+
+def _decided(
+    spec: RunSpec, hosts: Sequence[dict[str, Any]], link: float | None, fast: bool, data_dir: Path
+) -> tuple[RunSpec, list[str]]:
+    """Return the spec as a start on these hosts would decide it, and a line for each decision. Unknown hosts are like this machine."""
+    if spec.strategy != AUTO and not spec.automatic:
+        return spec, []
+    if not any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
+        here = this_host(imports_torch=not fast)
+        hosts = [host | here | {"processes": host["processes"]} for host in hosts]
+    try:
+        found, lines, _ = decide_here(
+            spec, data_dir / "runs" / spec.named().run, [host | {"link_mbit": link or 0.0} for host in hosts]
+        )
+    except UserError as error:  # no strategy fits as it is: the plan tries settings that save memory
+        return spec, [f"auto: {error}"]
+    if "precision" not in found.automatic or fast:
+        return found, lines
+    from trainer.planner.agreement import gain_here, with_precision
+
+    found, line = with_precision(found, gain_here(found))
+    return found, [*lines, line]
+
+
+def _pinned(advice: Advice, base: RunSpec, decided: RunSpec, given: RunSpec) -> Advice:
+    """Return the advice with all automatic fields, unless a start decides the same values. `base`: the spec that its fields change."""
+    values = {name: getattr(base, name) for name in given.automatic if name not in (*decided.automatic, "strategy")}
+    chosen = values | {"strategy": advice.strategy} | advice.fields
+    if all(getattr(decided, name) == value for name, value in chosen.items()):
+        return advice
+    return replace(advice, pinned=values)
 
 
 def _has_gpu() -> bool:

@@ -270,17 +270,21 @@ def _best(found: Sequence[Option]) -> Option | None:
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended strategy, the reason in one line, other fields to set, and a description of their costs."""
+    """The recommended strategy, the reason in one line, other fields to set, and a description of their costs.
+
+    `pinned`: values of automatic fields that a start might decide otherwise; `fields` takes precedence.
+    """
 
     strategy: str
     why: str
     fields: dict[str, Any]
     costs: tuple[str, ...] = ()
+    pinned: dict[str, Any] = field(default_factory=dict)
 
     @property
     def extra_vars(self) -> str:
         """The options of ansible-playbook that give this plan."""
-        values = {"strategy": self.strategy} | self.fields
+        values = {"strategy": self.strategy} | self.pinned | self.fields
         return " ".join(f"-e {name}={shown(value)}" for name, value in values.items())
 
 
