@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainer.loop.train import Evaluation
     from trainer.loop.training_inputs import TrainingInputs
     from trainer.records.run_state import RunState
+    from trainer.records.step_metrics import RankUse
     from trainer.records.telemetry import Heartbeat, Recorder
     from trainer.strategy.base import Strategy
 
@@ -45,10 +46,14 @@ def finalize(
     recorder: "Recorder",
     heartbeat: "Heartbeat",
     run_dir: Path,
+    use: "RankUse | None",
     *,
     finished: bool,
 ) -> dict[str, Any]:
     """Return the result of a run; if it has finished, evaluate the model and write it. Every rank calls it.
+
+    Args:
+        use: how this rank used its device.
 
     Raises:
         NonFiniteError: the model or its evaluation loss is not finite.
@@ -68,6 +73,9 @@ def finalize(
         recorder.evaluation(result["eval_loss"], state.step, evaluation.metrics)
     heartbeat("saving")
     hosts = world.gather(socket.gethostname())
+    shares = world.gather(use and round(use.at_peak / use.elapsed, 4))
+    if all(share is not None for share in shares):
+        result["mfu_ranks"] = shares
     weights = strategy.weights()
     if not world.is_host_leader:
         collections.deque(weights or (), maxlen=0)  # this rank's part in assembling them

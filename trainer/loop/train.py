@@ -464,7 +464,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     saver.finish()
 
     finished = strategy.all_finished(state.step == steps, waiting)
-    result = finalize(inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, finished=finished)
+    result = finalize(inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, metrics.use, finished=finished)
     if not finished and world.is_host_leader:
         stop_request.clear()
     recorder.close()

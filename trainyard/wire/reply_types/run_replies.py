@@ -174,6 +174,8 @@ class FinalResult(OpenReply):
     tokens: Count | Number
     samples: Count | Number
     tokens_per_second: Optional
+    mfu: NotRequired[Optional]
+    mfu_ranks: NotRequired[Measured]
     data: NotRequired[DataTotals]
     train_samples: NotRequired[Count]
     loss_first: Optional
