@@ -25,7 +25,7 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
     """Read the value of --hosts: a number of hosts, or a JSON file.
 
     Returns:
-        For each host its name (`host`), `processes`, and from a file also `memory_mib`, `gpu_mib` and `capability` (0: unknown),
+        For each host its name (`host`), `processes`, and from a file also `device` (a name; empty: unknown), `memory_mib`, `gpu_mib` and `capability` (0: unknown),
         `threads` per process, and `speed` of a process in relation to other hosts (1).
 
     Raises:
@@ -44,7 +44,7 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
         ) from None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         raise UserError(
-            f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, memory_mib, "
+            f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, device, memory_mib, "
             "gpu_mib, capability, threads, speed)"
         ) from None
 
@@ -66,6 +66,7 @@ def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
         raise ValueError
     return {
         "host": str(host.get("host", f"host{place + 1}")),
+        "device": str(host.get("device", "")),
         "processes": processes,
         "memory_mib": memory,
         "gpu_mib": gpu,

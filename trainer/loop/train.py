@@ -387,11 +387,9 @@ def begin_method(inputs: TrainingInputs, strategy: Strategy, run_dir: Path) -> M
     return method
 
 
-def step_metrics(spec: RunSpec, method: Method, device: torch.device) -> StepMetrics:
-    """Return empty metrics of the run; they include MFU where the work of a step is that of its tokens."""
-    plan = method_of(spec)
-    utilisation = Utilisation.of(spec, device) if plan.computes_tokens_only and not spec.gkd_lambda else None
-    return StepMetrics(method.measures(plan), utilisation.seconds if utilisation else None)
+def utilisation_of(spec: RunSpec, device: torch.device) -> Utilisation | None:
+    """Measure the peak of the device, if the work of a step is that of its tokens; else return None."""
+    return Utilisation.of(spec, device) if method_of(spec).computes_tokens_only and not spec.gkd_lambda else None
 
 
 def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat: Heartbeat) -> dict[str, Any]:
@@ -433,7 +431,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     method = begin_method(inputs, strategy, run_dir)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    metrics, stopping = step_metrics(spec, method, world.device), False
+    utilisation, stopping = utilisation_of(spec, world.device), False
+    metrics = StepMetrics(method.measures(method_of(spec)), utilisation.seconds if utilisation else None)
     while state.step < steps and not stopping:
         try:
             rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)
@@ -464,7 +463,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     saver.finish()
 
     finished = strategy.all_finished(state.step == steps, waiting)
-    result = finalize(inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, metrics.use, finished=finished)
+    result = finalize(
+        inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, metrics, utilisation, finished=finished
+    )
     if not finished and world.is_host_leader:
         stop_request.clear()
     recorder.close()

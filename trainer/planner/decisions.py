@@ -25,6 +25,7 @@ from trainer.planner.recommend import choose, fits
 from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, plan_of
 from trainer.supervise import nvidia_smi
+from trainer.supervise.cpu import cpu_model
 
 BF16, FP16 = 8.0, 7.0  # the first compute capability with bfloat16 (Ampere), and with fast float16 (Volta)
 FULL = 16_384  # tokens of a micro-batch that keep a GPU busy
@@ -39,7 +40,7 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
     """Decide the automatic fields of a spec, and its strategy if it is `auto`, for these hosts.
 
     Args:
-        hosts: as for `choose`; also `capability`, the compute capability of its oldest GPU (0: unknown), and `four_bits`,
+        hosts: as for `choose`, also `capability`, the compute capability of its oldest GPU (0: unknown), and `four_bits`,
             whether it has bitsandbytes.
         shape: the shape of the spec's model, if known.
 
@@ -100,7 +101,13 @@ def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
     Args:
         imports_torch: whether torch is imported although no driver of a GPU is installed.
     """
-    cpu = {"processes": 1, "gpu_mib": 0, "memory_mib": own_memory_mib("cpu"), "threads": len(os.sched_getaffinity(0))}
+    cpu = {
+        "processes": 1,
+        "device": cpu_model(),
+        "threads": len(os.sched_getaffinity(0)),
+        "gpu_mib": 0,
+        "memory_mib": own_memory_mib("cpu"),
+    }
     if not imports_torch and not nvidia_smi.program():
         return cpu
     try:
@@ -110,6 +117,7 @@ def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
     cards = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     capabilities = (major + minor / 10 for major, minor in map(torch.cuda.get_device_capability, cards))
     return cpu | {
+        "device": torch.cuda.get_device_name(0) if cards else cpu["device"],
         "threads": torch.get_num_threads(),
         "gpu_mib": own_memory_mib("cuda") if cards else 0,
         "capability": min(capabilities, default=0.0),
