@@ -24,7 +24,7 @@ from trainer.distributed.world import World
 from trainer.loop.final_export import finalize
 from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
-from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
+from trainer.loop.training_inputs import Settle, TrainingInputs, load_inputs, with_packing
 from trainer.method import AheadContext, Method, Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
@@ -392,8 +392,18 @@ def utilisation_of(spec: RunSpec, device: torch.device) -> Utilisation | None:
     return Utilisation.of(spec, device) if method_of(spec).computes_tokens_only and not spec.gkd_lambda else None
 
 
-def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat: Heartbeat) -> dict[str, Any]:
+def train(
+    spec: RunSpec,
+    run_dir: Path,
+    data_dir: Path,
+    world: World,
+    heartbeat: Heartbeat,
+    settle: Settle = lambda spec, steps: spec,
+) -> dict[str, Any]:
     """Run the spec in `run_dir` to its end, from its newest checkpoint if there is one. Every rank calls it.
+
+    Args:
+        settle: decides what is still automatic, before the model is loaded.
 
     Returns:
         The result as in result.json; its `status` is finished, or stopped after a request to stop.
@@ -403,7 +413,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     """
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
-    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir)
+    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir, settle)
     strategy = make_strategy(inputs.spec, world, inputs.module)
     inputs = with_packing(inputs, strategy, world)
     spec, steps = inputs.spec, inputs.steps

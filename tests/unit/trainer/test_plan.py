@@ -448,7 +448,7 @@ def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
     from trainyard.wire.connection import Host
 
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
-    facts["versions"] = {}
+    facts |= {"versions": {}, "compiler": True}
     hosts = [
         HostState(Host(f"node{place}", "", "/d", "/p"), facts=facts | {"boot_id": f"{place}"}) for place in range(3)
     ]

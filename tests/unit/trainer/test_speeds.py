@@ -143,7 +143,10 @@ def test_decisions_use_the_figures_of_the_hosts_devices() -> None:
 
 
 def test_the_controller_knows_the_devices_of_its_hosts() -> None:
-    facts = {"spec": None, "gpus": [], "cpu": "A CPU", "cpus": 4, "memory_mib": 8000, "link_mbit": 1000, "versions": {}}
+    facts = {"spec": None, "gpus": [], "cpu": "A CPU", "cpus": 4, "memory_mib": 8000, "link_mbit": 1000} | {
+        "versions": {},
+        "compiler": True,
+    }
     hosts = [HostState(Host(name, "", "/d", "/p"), facts=facts | {"boot_id": name}) for name in "ab"]
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     assert "earlier runs" not in choose_fields(hosts, spec, [])[1][0]
