@@ -10,6 +10,7 @@ bytes that the devices of this network namespace send per step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ from trainer.data.samples import read_samples
 from trainer.distributed.world import World, leave
 from trainer.loop.train import train
 from trainer.models.model import lora_config
-from trainer.planner.agreement import agree
+from trainer.planner.agreement import agree, agree_compile
 from trainer.planner.decisions import decide_here
 from trainer.records.telemetry import Heartbeat
 from trainer.spec import make_spec
@@ -100,7 +101,8 @@ def trainyard(a: dict[str, Any], world: World) -> dict[str, Any]:
         spec, _, started = decide_here(spec, run_dir)
         with contextlib.redirect_stdout(sys.stderr):  # where a decision is said
             spec = agree(spec, started, world)
-        result = train(spec, run_dir, Path(work), world, Beat(run_dir, world.rank))
+        settle = functools.partial(agree_compile, world=world)
+        result = train(spec, run_dir, Path(work), world, Beat(run_dir, world.rank), settle)
         # With local steps the records are written at each sync.
         if world.rank == 0:
             clock.tokens = [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

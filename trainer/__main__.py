@@ -367,7 +367,7 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         unsloth_backend.import_early(spec)
         from trainer.distributed.world import World
         from trainer.loop import train as loop
-        from trainer.planner.agreement import agree
+        from trainer.planner.agreement import agree, agree_compile
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
@@ -381,7 +381,16 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         steps, loss = previous["steps"], previous["loss_last"]
         print(f"run {spec.run} is finished: {steps} steps, last loss {loss:.4f}; nothing to do")
         return previous
-    result = loop.train(spec, run_dir, data_dir, world, heartbeat)
+
+    def settle(loaded: RunSpec, steps: int) -> RunSpec:
+        found = agree_compile(loaded, steps, world)
+        if world.is_host_leader:
+            claim(
+                spec.model_copy(update={name: getattr(found, name) for name in ("torch_compile", "automatic")}), run_dir
+            )
+        return found
+
+    result = loop.train(spec, run_dir, data_dir, world, heartbeat, settle)
     if world.rank == 0 and result.get("loss_first") is not None:
         used = f" ({result['mfu']:.0%} of the device's peak)" if result.get("mfu") else ""
         print(

@@ -41,6 +41,28 @@ def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, 
     assert "  speed        47 tokens/s, 11 tokens of 1 sample (without the eval split)" in lines
 
 
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ({"mfu": 0.127, "mfu_ranks": [0.13, 0.124]}, ["  MFU          13 % of the devices' peak"]),
+        ({"mfu": 0.38, "mfu_ranks": [0.381], "world_size": 1}, ["  MFU          38 % of the device's peak"]),
+        (
+            {"mfu": 0.2, "mfu_ranks": [0.2, 0.1, 0.3]},
+            ["  MFU          20 % of the devices' peak: rank 1 10 %, rank 2 30 %"],
+        ),
+        ({"mfu": 0.2}, ["  MFU          20 % of the devices' peak"]),  # of an earlier version
+        ({"mfu": None}, []),
+        ({"mfu": 1e300, "mfu_ranks": ["x"]}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_the_summary_says_which_share_of_its_devices_the_run_used(found: dict[str, Any], line: list[str]) -> None:
+    result = checked_reply("result.json", RESULT | {"adapter": "/a"} | found)
+    lines = summary("r", result, HEAD, 2, None, None)  # type: ignore[arg-type]
+    assert [each for each in lines if "MFU" in each] == line
+
+
 def test_the_summary_has_the_totals_of_the_dataset() -> None:
     data = {"samples": 9, "answers": 12, "tokens": 80, "truncated": 2, "dropped": {"too long": 1}, "notes": {}}
     lines = summary("r", RESULT | {"data": data}, HEAD, 2, None, None)  # type: ignore[arg-type]  # it is asked for TensorBoard only

@@ -78,6 +78,11 @@ def atomic_folder(final: Path, what: str) -> Iterator[Path]:
         raise
 
 
+def cache_folder() -> Path:
+    """Return the folder of what this user's programs of the project may keep or compute again; it may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard"
+
+
 def sync_path(path: Path) -> None:
     """Make the contents of a file, or the renames in a folder, survive a power failure."""
     handle = os.open(path, os.O_RDONLY)

@@ -7,7 +7,13 @@ from typing import Any
 
 from trainer.config.fields import split_words
 
-CHOSEN = ("precision", "batch_size", "gradient_checkpointing", "quantize")  # their value `auto` is the default
+CHOSEN = (
+    "precision",
+    "batch_size",
+    "gradient_checkpointing",
+    "quantize",
+    "torch_compile",
+)  # their value `auto` is the default
 # strategy=auto chooses the fastest strategy; by default, another one than ddp is chosen only if the model does not fit.
 AUTOMATIC = (*CHOSEN, "strategy")
 

@@ -330,7 +330,11 @@ class RunSpec(BaseModel):
         "recompute activations in the backward pass instead of storing them; auto: where they do not fit",
         automatic=True,
     )
-    torch_compile: bool = declare(False, "compile the model with torch.compile; requires a C++ compiler on every host")
+    torch_compile: bool = declare(
+        False,
+        "compile the model with torch.compile; requires a C++ compiler on every host; auto: on GPUs where it is measured to save more time than it takes",
+        automatic=True,
+    )
     strategy: StrategyName = declare(
         DEFAULT_STRATEGY,
         f"how ranks share the work; {AUTO}: the fastest strategy that fits in memory, with the reason; unset: {DEFAULT_STRATEGY}, or as {AUTO} where the model does not fit with it",

@@ -15,6 +15,7 @@ from trainer.costs.cost import Layout
 MAX_HOSTS = 10_000
 _MAX_PROCESSES = 1024  # per host
 _MAX_SPEED = 1000.0
+_MAX_CAPABILITY = 100.0
 _MAX_FILE = 64 * 1024 * 1024  # bytes
 BASE = 475  # MiB of host memory per process for Python and its libraries
 _USABLE = 0.92  # fraction of memory that processes can use
@@ -24,7 +25,7 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
     """Read the value of --hosts: a number of hosts, or a JSON file.
 
     Returns:
-        For each host its name (`host`), `processes`, and from a file also `memory_mib` and `gpu_mib` (0: unknown),
+        For each host its name (`host`), `processes`, and from a file also `device` (a name; empty: unknown), `memory_mib`, `gpu_mib` and `capability` (0: unknown),
         `threads` per process, and `speed` of a process in relation to other hosts (1).
 
     Raises:
@@ -43,8 +44,8 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
         ) from None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         raise UserError(
-            f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, memory_mib, "
-            "gpu_mib, threads, speed)"
+            f"--hosts: {printable(source)}: expected a JSON list with one object per host (host, processes, device, memory_mib, "
+            "gpu_mib, capability, threads, speed)"
         ) from None
 
 
@@ -52,20 +53,24 @@ def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
     processes = int(host.get("processes") or len(host.get("ranks", [0])))
     memory, gpu = (float(host.get(name) or 0) for name in ("memory_mib", "gpu_mib"))
     threads = int(host.get("threads") or 1)
+    capability = float(host.get("capability") or 0)
     speed = float(1 if host.get("speed") is None else host["speed"])
     if not (
         1 <= processes <= _MAX_PROCESSES
         and 0 <= memory < 1e12
         and 0 <= gpu < 1e12
         and 1 <= threads <= _MAX_PROCESSES
+        and 0 <= capability < _MAX_CAPABILITY
         and 1 / _MAX_SPEED <= speed <= _MAX_SPEED
     ):
         raise ValueError
     return {
         "host": str(host.get("host", f"host{place + 1}")),
+        "device": str(host.get("device", "")),
         "processes": processes,
         "memory_mib": memory,
         "gpu_mib": gpu,
+        "capability": capability,
         "threads": threads,
         "speed": speed,
     }

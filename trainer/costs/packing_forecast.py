@@ -41,5 +41,10 @@ def packing_text(spec: RunSpec) -> str:
     return f"packed if {name} keeps the samples of a row apart, which the ranks test"
 
 
+def may_pack(spec: RunSpec) -> bool:
+    """Return whether rows are packed, or only the ranks can find out."""
+    return not packing_text(spec).startswith("not packed")
+
+
 def _packed(spec: RunSpec) -> str:
     return f"packed (several samples share a row of {spec.seq_length} tokens)"

@@ -24,7 +24,7 @@ from trainer.distributed.world import World
 from trainer.loop.final_export import finalize
 from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
-from trainer.loop.training_inputs import TrainingInputs, load_inputs, with_packing
+from trainer.loop.training_inputs import Settle, TrainingInputs, load_inputs, with_packing
 from trainer.method import AheadContext, Method, Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
@@ -387,15 +387,23 @@ def begin_method(inputs: TrainingInputs, strategy: Strategy, run_dir: Path) -> M
     return method
 
 
-def step_metrics(spec: RunSpec, method: Method, device: torch.device) -> StepMetrics:
-    """Return empty metrics of the run; they include MFU where the work of a step is that of its tokens."""
-    plan = method_of(spec)
-    utilisation = Utilisation.of(spec, device) if plan.computes_tokens_only and not spec.gkd_lambda else None
-    return StepMetrics(method.measures(plan), utilisation.seconds if utilisation else None)
+def utilisation_of(spec: RunSpec, device: torch.device) -> Utilisation | None:
+    """Measure the peak of the device, if the work of a step is that of its tokens; else return None."""
+    return Utilisation.of(spec, device) if method_of(spec).computes_tokens_only and not spec.gkd_lambda else None
 
 
-def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat: Heartbeat) -> dict[str, Any]:
+def train(
+    spec: RunSpec,
+    run_dir: Path,
+    data_dir: Path,
+    world: World,
+    heartbeat: Heartbeat,
+    settle: Settle = lambda spec, steps: spec,
+) -> dict[str, Any]:
     """Run the spec in `run_dir` to its end, from its newest checkpoint if there is one. Every rank calls it.
+
+    Args:
+        settle: decides what is still automatic, before the model is loaded.
 
     Returns:
         The result as in result.json; its `status` is finished, or stopped after a request to stop.
@@ -405,7 +413,7 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     """
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")
-    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir)
+    inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir, settle)
     strategy = make_strategy(inputs.spec, world, inputs.module)
     inputs = with_packing(inputs, strategy, world)
     spec, steps = inputs.spec, inputs.steps
@@ -433,7 +441,8 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     method = begin_method(inputs, strategy, run_dir)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    metrics, stopping = step_metrics(spec, method, world.device), False
+    utilisation, stopping = utilisation_of(spec, world.device), False
+    metrics = StepMetrics(method.measures(method_of(spec)), utilisation.seconds if utilisation else None)
     while state.step < steps and not stopping:
         try:
             rows = train_step(inputs, strategy, batches, all_ranks.global_rank, state.step, metrics)
@@ -464,7 +473,9 @@ def train(spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat:
     saver.finish()
 
     finished = strategy.all_finished(state.step == steps, waiting)
-    result = finalize(inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, finished=finished)
+    result = finalize(
+        inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, metrics, utilisation, finished=finished
+    )
     if not finished and world.is_host_leader:
         stop_request.clear()
     recorder.close()

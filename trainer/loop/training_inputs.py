@@ -1,6 +1,6 @@
 """What a run trains and on which data, as this rank loads it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,8 @@ from trainer.models.model import load_tokenizer, require_compiler
 from trainer.models.packing_check import resolve_packing
 from trainer.records.telemetry import Heartbeat
 from trainer.strategy import Strategy, plan_of
+
+Settle = Callable[[RunSpec, int], RunSpec]  # decides what is still automatic, from the number of steps, about
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,14 @@ class TrainingInputs:
         return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
 
 
-def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, run_dir: Path) -> TrainingInputs:
+def load_inputs(
+    spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, run_dir: Path, settle: Settle
+) -> TrainingInputs:
     """Load tokenizer, data and model. Every rank calls it.
 
     Args:
         run_dir: the run folder, with the checkpoints whose date the chat template prints again.
+        settle: called before the model is loaded.
 
     Raises:
         UserError: one of them is unavailable or invalid, or the ranks have different data.
@@ -121,6 +126,9 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
     chosen = training_samples(spec, len(corpus), out)
     train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
+    if "torch_compile" in spec.automatic:
+        heartbeat("starting", note="measuring torch.compile")
+        spec = settle(spec, _steps_about(spec, train_set))
     module = plan_of(spec).load_module(spec, world, run_dir, lambda: heartbeat("starting", note="loading the model"))
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     # A host of a pipeline may lack files: the first host that has all of them decides.
@@ -128,6 +136,13 @@ def load_inputs(spec: RunSpec, store: Path, world: World, heartbeat: Heartbeat, 
     return TrainingInputs(
         spec, tokenizer, module, corpus, train_set, eval_set, data, len(set(chosen)), teacher, shown_date, base
     )
+
+
+def _steps_about(spec: RunSpec, train_set: Corpus) -> int:
+    """Return the number of steps of a run with packed rows, which are full."""
+    tokens = float(np.minimum(train_set.lengths, spec.seq_length).sum())
+    steps = max(1, round(spec.epochs * tokens / spec.seq_length / spec.rows_per_step))
+    return min(steps, spec.max_steps) if spec.max_steps else steps
 
 
 def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> TrainingInputs:

@@ -5,6 +5,7 @@ Chowdhery et al., PaLM, appendix B: https://arxiv.org/abs/2204.02311. What gradi
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -13,7 +14,10 @@ import torch
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.costs.cost import RowStats, row_flops
+from trainer.costs.speeds import DeviceSpeed
 from trainer.model_files.model_shape import Shape, shape_of
+from trainer.records.step_metrics import RankUse
+from trainer.supervise.cpu import cpu_model
 
 _SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices
 _LIMIT = 0.1  # seconds
@@ -54,12 +58,24 @@ class Utilisation:
             shape = shape_of(spec)
         except UserError:
             return None
-        plain = spec.model_copy(update={"gradient_checkpointing": False})
-        return cls(plain, shape, peak_flops(spec.precision, device))
+        return cls(spec, shape, peak_flops(spec.precision, device))
 
     def seconds(self, tokens: int, trained: int, samples: int) -> float:
         """Return the seconds at the peak for the tokens of samples, of which some have a loss, forward and backward."""
         if not tokens:
             return 0.0
         mean = tokens / samples
-        return samples * row_flops(self.spec, self.shape, RowStats(mean, mean, trained / tokens)) / self.peak
+        return samples * row_flops(self._plain, self.shape, RowStats(mean, mean, trained / tokens)) / self.peak
+
+    @functools.cached_property
+    def _plain(self) -> RunSpec:
+        return self.spec.model_copy(update={"gradient_checkpointing": False})
+
+    def speed(self, use: RankUse, device: torch.device) -> DeviceSpeed | None:
+        """Return the figure that plans of later runs use; None if computing and communication were not told apart."""
+        if not use.computing > 0:
+            return None
+        cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if cuda else cpu_model()
+        threads = 0 if cuda else torch.get_num_threads()
+        return DeviceSpeed.of(self.spec, self.shape, name, threads, use.at_peak * self.peak / use.computing)

@@ -1,7 +1,7 @@
 """Decide the fields that a spec leaves to its hosts: precision, micro-batch, gradient checkpointing, 4-bit weights. No torch.
 
 The controller decides from the facts of the hosts, a rank without a controller from its own host. Only ranks can measure whether a CPU
-is faster in bfloat16: they decide the precision on CPUs.
+is faster in bfloat16, and whether a GPU is faster with a compiled model: they decide these, see agreement.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC
 from trainer.costs.alternatives import shown
 from trainer.costs.host_memory import have_gpus, own_memory_mib
+from trainer.costs.packing_forecast import may_pack
 from trainer.costs.teacher_cost import teacher_shape
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.recommend import choose, fits
 from trainer.spec import check_spec, read_spec
 from trainer.strategy import AUTO, plan_of
+from trainer.supervise import nvidia_smi
+from trainer.supervise.cpu import cpu_model
 
 BF16, FP16 = 8.0, 7.0  # the first compute capability with bfloat16 (Ampere), and with fast float16 (Volta)
 FULL = 16_384  # tokens of a micro-batch that keep a GPU busy
 LEAST = 2048  # tokens of a micro-batch on a GPU, below which recomputing activations for larger ones is faster
 CPU_ROWS = 4  # more rows do not make a CPU faster
+MEASURED = ("precision", "torch_compile")  # fields that ranks may have to measure
 GAIN = 1.5  # how many times faster bfloat16 must be on every host: its result is less exact
 
 Hosts = Sequence[Mapping[str, Any]]
@@ -38,12 +42,12 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
     """Decide the automatic fields of a spec, and its strategy if it is `auto`, for these hosts.
 
     Args:
-        hosts: as for `choose`; also `capability`, the compute capability of its oldest GPU (0: unknown), and `four_bits`,
-            whether it has bitsandbytes.
+        hosts: as for `choose`, also `capability`, the compute capability of its oldest GPU (0: unknown), `four_bits`,
+            whether it has bitsandbytes, and `compiler`, whether it has one of C++ (missing: unknown).
         shape: the shape of the spec's model, if known.
 
     Returns:
-        The spec; on CPUs its precision is still automatic. One line for each decision: the value, the reason, and its cost.
+        The spec; what ranks have to measure is still automatic. One line for each decision: the value, the reason, and its cost.
 
     Raises:
         UserError: the strategy is `auto`, and none fits in memory.
@@ -65,16 +69,20 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
             first = first or error
             continue
         if why is not None:
-            return _decided(found), [*filter(None, [why]), *lines, *_lines(spec, found)]
+            found, compiling = _with_compile(_measured(found, *MEASURED), hosts, shape)
+            return found, [*filter(None, [why]), *lines, *_lines(spec, found), *compiling]
     if first:
         raise first
     smallest = variants[-1]
     warning = f"warning: the plan does not fit in the memory of every host, even with {_settings(spec, smallest)}: add hosts, or set strategy=auto"
-    return _decided(smallest), [*lines, *_lines(spec, smallest), warning]
+    return _measured(smallest, "precision"), [*lines, *_lines(spec, smallest), warning]
 
 
-def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str], bool]:
-    """Decide without a controller: keep the decisions of the run's first start, or assume that all hosts are like this one.
+def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tuple[RunSpec, list[str], bool]:
+    """Decide without a controller: keep the decisions of the run's first start, or decide for `hosts`.
+
+    Args:
+        hosts: as for `decide`; None: those of this torchrun, which are assumed to be like this one.
 
     Returns:
         Spec and lines as `decide` does, and whether an earlier start had decided everything.
@@ -83,22 +91,41 @@ def decide_here(spec: RunSpec, run_dir: Path) -> tuple[RunSpec, list[str], bool]
     if kept.exists() and (run_dir / "checkpoints").is_dir():
         spec, lines = as_before(spec, read_spec(kept, {}, str(kept)))
         return spec, lines, not spec.automatic
-    import torch
+    if hosts is None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = this_host() | {"processes": processes}
+        hosts = [here] * (int(os.environ.get("WORLD_SIZE", "1")) // processes)
+    return *decide(spec, hosts), False
 
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available()
-    cards = range(torch.cuda.device_count()) if cuda else ()
-    host = {
-        "processes": processes,
-        "threads": torch.get_num_threads(),
-        "gpu_mib": own_memory_mib("cuda") if cuda else 0,
-        "capability": min(
-            (major + minor / 10 for major, minor in map(torch.cuda.get_device_capability, cards)), default=0
-        ),
-        "four_bits": importlib.util.find_spec("bitsandbytes") is not None,
+
+def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
+    """Return what `decide` has to know of this machine.
+
+    Args:
+        imports_torch: whether torch is imported although no driver of a GPU is installed.
+    """
+    cpu = {
+        "processes": 1,
+        "device": cpu_model(),
+        "threads": len(os.sched_getaffinity(0)),
+        "gpu_mib": 0,
         "memory_mib": own_memory_mib("cpu"),
     }
-    return *decide(spec, [host] * (int(os.environ.get("WORLD_SIZE", "1")) // processes)), False
+    if not imports_torch and not nvidia_smi.program():
+        return cpu
+    try:
+        import torch
+    except ImportError:
+        return cpu
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    capabilities = (major + minor / 10 for major, minor in map(torch.cuda.get_device_capability, cards))
+    return cpu | {
+        "device": torch.cuda.get_device_name(0) if cards else cpu["device"],
+        "threads": torch.get_num_threads(),
+        "gpu_mib": own_memory_mib("cuda") if cards else 0,
+        "capability": min(capabilities, default=0.0),
+        "four_bits": importlib.util.find_spec("bitsandbytes") is not None,
+    }
 
 
 def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
@@ -123,6 +150,7 @@ def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "batch_size": min(found["batch_size"]),
         "gradient_checkpointing": any(found["gradient_checkpointing"]),
         "quantize": "nf4" if "nf4" in found["quantize"] else "none",
+        "torch_compile": all(found["torch_compile"]),
         "strategy": found["strategy"][0],  # the same on all, which run_rank checks
     }
 
@@ -139,11 +167,45 @@ def _without_shape(spec: RunSpec, hosts: Hosts, lines: list[str], error: UserErr
     if spec.strategy == AUTO:
         strategy, why = choose(spec, hosts)
         spec, lines = spec.model_copy(update={"strategy": strategy}), [why, *lines]
-    return _decided(spec), [*lines, f"auto: {_settings(spec, spec)}: {error}"]
+    return _measured(spec, "precision"), [*lines, f"auto: {_settings(spec, spec)}: {error}"]
 
 
-def _decided(spec: RunSpec) -> RunSpec:
-    return spec.model_copy(update={"automatic": tuple(name for name in spec.automatic if name == "precision")})
+def _measured(spec: RunSpec, *names: str) -> RunSpec:
+    """Return the spec with only these of its fields automatic: those that ranks have to measure."""
+    return spec.model_copy(update={"automatic": tuple(name for name in spec.automatic if name in names)})
+
+
+def _with_compile(spec: RunSpec, hosts: Hosts, shape: Shape) -> tuple[RunSpec, list[str]]:
+    """Return a spec, of which everything else is decided, with torch_compile automatic only if ranks have to measure it, and a line."""
+    if "torch_compile" not in spec.automatic:
+        return spec, []
+    if not have_gpus(hosts):
+        return _measured(spec, "precision"), []
+    if why := _no_compile(spec, hosts, shape):
+        return _measured(spec, "precision"), [f"auto: torch_compile=false: {why}"]
+    return spec, [
+        "auto: torch_compile: true if the ranks measure that compiling saves more time than it takes; torch_compile=false skips this"
+    ]
+
+
+def _no_compile(spec: RunSpec, hosts: Hosts, shape: Shape) -> str:
+    """Return why a run is not compiled whatever ranks measure, or an empty text."""
+    compiled = spec.model_copy(update={"torch_compile": True})
+    try:
+        check_spec(compiled)
+    except ValueError as error:
+        return str(error).removeprefix("torch_compile: ")
+    reasons = {
+        "replicas with a torchrun each do not compare their GPUs": plan_of(spec).separate_launchers(spec),
+        "answers that the student writes have many lengths": spec.gkd_lambda > 0,
+        "backend=unsloth has kernels of its own": spec.backend == "unsloth",
+        "4-bit weights are unpacked outside of compiled code": spec.quantize != "none",
+        "rows that are not packed would be padded to seq_length": not may_pack(spec),
+        "a host has no C++ compiler: install g++": not all(host.get("compiler", True) for host in hosts),
+        "the logits of a whole micro-batch, which it keeps, do not fit in memory": fits(compiled, hosts, shape)
+        is False,
+    }
+    return next((why for why, applies in reasons.items() if applies), "")
 
 
 def _with_precision(spec: RunSpec, hosts: Hosts) -> tuple[RunSpec, list[str]]:
@@ -220,7 +282,7 @@ def _sizes(spec: RunSpec, ranks: int, *, cuda: bool) -> list[int]:
 
 
 def _settings(spec: RunSpec, chosen: RunSpec) -> str:
-    names = [name for name in spec.automatic if name not in ("precision", "strategy")]
+    names = [name for name in spec.automatic if name not in (*MEASURED, "strategy")]
     return ", ".join(f"{name}={shown(getattr(chosen, name))}" for name in names)
 
 

@@ -135,6 +135,34 @@ def bfloat16_gain(spec: RunSpec) -> float:
     return whole / half
 
 
+def layers_seconds(spec: RunSpec, device: torch.device, *, compiled: bool) -> tuple[float, float]:
+    """Return the seconds of a full micro-batch in the layers of the model, forward and backward, and of compiling them: from one layer.
+
+    Raises:
+        Exception: the model cannot be loaded, or not be compiled on this machine.
+    """
+    config = _config(spec)
+    layers = config.num_hidden_layers
+    config.vocab_size, config.pad_token_id = min(config.vocab_size, _FEW_TOKENS), None
+    places = spec.seq_length
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        ids = torch.randint(0, config.vocab_size, (spec.batch_size, places), device=device)
+        positions = (torch.arange(places, device=device) % max(4, places // 4)).repeat(spec.batch_size, 1)
+        batch, world = Batch(ids, positions, ids), World(0, 1, 0, 0, device)
+        variant = spec.model_copy(update={"strategy": "ddp"})
+        strategy = DDP(variant, world, ModelWithLoss(_model(variant, config, 1, device), compiled=compiled))
+        try:
+            began = _now(device)
+            strategy.backward(batch, ids.numel(), True)
+            first = _now(device) - began
+            strategy.step(1e-4)
+            ((part, _),) = _seconds([strategy], batch, 0.0)
+        finally:
+            if compiled:
+                torch.compiler.reset()  # the run compiles the same code for another model
+    return layers * part, layers * max(0.0, first - part) if compiled else 0.0
+
+
 def measure(spec: RunSpec, rows: RowStats, device: torch.device) -> tuple[float, float]:
     """Return the seconds of a full micro-batch, forward and backward, and of an optimizer step, on `device` alone."""
     config = _config(spec)

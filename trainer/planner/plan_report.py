@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.common.errors import model_errors
+from trainer.common.errors import UserError, model_errors
 from trainer.common.formats import counted, mib, table
 from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
@@ -23,12 +23,27 @@ from trainer.costs.alternatives import shown
 from trainer.costs.cost import Layout, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
 from trainer.costs.packing_forecast import packing_text
+from trainer.costs.speeds import read_speeds
 from trainer.costs.teacher_cost import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
 from trainer.data.data_report import DataReport
 from trainer.method import METHODS, method_of
 from trainer.model_files.model_shape import Shape, shape_of
-from trainer.planner.recommend import LINK, NOMINAL, Advice, Option, Setting, Speed, options, plans, recommend
-from trainer.strategy import possible_plans
+from trainer.planner.decisions import decide_here, this_host
+from trainer.planner.recommend import (
+    BY_RUNS,
+    LINK,
+    NOMINAL,
+    Advice,
+    Option,
+    Setting,
+    Speed,
+    known_flops,
+    options,
+    plans,
+    recommend,
+    with_speeds,
+)
+from trainer.strategy import AUTO, possible_plans
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
@@ -130,6 +145,18 @@ def _measured(spec: RunSpec, shape: Shape, rows: RowStats) -> tuple[Speed, str, 
     return speed, device.type, model.fast_kernels(spec, device), about
 
 
+def _expected(
+    spec: RunSpec, shape: Shape, rows: RowStats, hosts: Sequence[dict[str, Any]], flops: Sequence[float]
+) -> tuple[Speed, str]:
+    """Return the speed of the slowest process without a measurement here, and a description. `flops`: see `known_flops`."""
+    if flops:
+        return Speed.known(spec, shape, rows, min(flops)), f"{BY_RUNS}: {min(flops) / 1e9:,.3g} GFLOP/s per process"
+    device, threads = "cuda" if have_gpus(hosts) else "cpu", min(host.get("threads", 1) for host in hosts)
+    nominal = NOMINAL[device] * (threads if device == "cpu" else 1) / 1e9
+    guess = f"speed guessed, because no run measured it: nominal speed of {nominal:,.0f} GFLOP/s per process"
+    return Speed.nominal(spec, shape, rows, device, threads), guess
+
+
 def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) -> list[str]:
     """Return the settings that affect speed or memory, as ``name=value`` or a name."""
     packing = [f"rows {packing_text(spec)}"] if spec.packing else []
@@ -152,27 +179,35 @@ def plan(
         hosts: as `trainer.costs.host_memory.read_hosts` returns them.
         link: Mbit/s between hosts, or None if unknown.
         fast: use nominal speed instead of a measurement.
-        data_dir: where encoded datasets are cached.
+        data_dir: where encoded datasets are cached, and the run may have started before.
 
     Raises:
         UserError: the model is unknown, or no strategy fits in memory.
     """
-    shape = shape_of(spec)
+    shape, given = shape_of(spec), spec
+    notes: list[str] = []
+    facts = _facts(hosts, link, fast, notes)
+    spec, decisions = _decided(spec, facts, fast, data_dir)
+    flops = known_flops(spec, shape, facts)
     kernels: list[str] = []
     totals: DataReport | None = None
-    gpus = have_gpus(hosts)
+    gpus = have_gpus(facts if flops else hosts)
+    device = "cuda" if gpus else "cpu"
     if fast or (gpus and not _has_gpu()):
-        rows, data, device = RowStats.full(spec), _FULL_ROWS, "cuda" if gpus else "cpu"
-        threads = min(host.get("threads", 1) for host in hosts)
-        speed = Speed.nominal(spec, shape, rows, device, threads)
-        about_speed = f"nominal speed: {NOMINAL[device] * (1 if gpus else threads) / 1e9:,.0f} GFLOP/s per process"
+        rows, data = RowStats.full(spec), _FULL_ROWS
+        speed, about_speed = _expected(spec, shape, rows, hosts, flops)
+        hosts = with_speeds(hosts, flops)
     else:
         packing, spec = spec.packing and METHODS[spec.method].packs, _with_packing(spec)
         rows, data, totals = rows_of(spec, data_dir)
         if packing and not spec.packing:
             data += "; packing: off, because the model mixes the samples of a packed row"
-        with model_errors(spec.model):
-            speed, device, kernels, about_speed = _measured(spec, shape, rows)
+        if flops and any(host.get("device") for host in hosts):
+            speed, about_speed = _expected(spec, shape, rows, hosts, flops)
+            hosts = with_speeds(hosts, flops)
+        else:
+            with model_errors(spec.model):
+                speed, device, kernels, about_speed = _measured(spec, shape, rows)
     if not fast and not any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
         # Assume that all hosts have the memory of this machine, as for its speed.
         most = max(host["processes"] for host in hosts)
@@ -182,14 +217,20 @@ def plan(
     else:
         layout = layout_of(hosts, device)
     setting = Setting(shape, layout, rows, speed, link or LINK, gloo=device == "cpu")
-    found, planned = options(spec, setting), plans(spec, setting)
-    advice = recommend(spec, planned, setting)
+    # The settings that save memory are tried from a spec without them, also where a start would decide for them.
+    values = {name: getattr(given, name) for name in ("gradient_checkpointing", "quantize")}
+    base = spec.model_copy(update=values | {"batch_size": max(spec.batch_size, given.batch_size)})
+    of_base = speed.of(spec, base, shape, rows, cuda=device == "cuda")
+    found, planned = options(spec, setting), plans(base, replace(setting, speed=of_base))
+    advice = _pinned(recommend(base, planned, setting), base, spec, given)
     settings = _settings(spec, layout, kernels, device)
     about = [
         f"{counted(len(hosts), 'host')}, {counted(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
         f"{'' if link else ' (assumed)'}; {about_speed}",
         f"data: {data}; settings: {', '.join(settings)}",
         *(totals.lines() if totals else []),
+        *decisions,
+        *notes,
     ]
     return {
         "model": spec.model,
@@ -201,11 +242,48 @@ def plan(
         "rows": asdict(rows),
         "speed": asdict(speed),
         "settings": settings,
+        "decisions": decisions,
         "options": [_as_json(option) for option in found],
         "plans": [_as_json(option) for option in planned],
         "recommended": asdict(advice) | {"extra_vars": advice.extra_vars},
         "lines": lines(spec, shape, found, planned, advice, about),
     }
+
+
+def _facts(hosts: Sequence[dict[str, Any]], link: float | None, fast: bool, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the hosts with what earlier runs measured, and a line in `notes` if that cannot be read. Unknown hosts are like this machine."""
+    known: dict[str, Any] = {"link_mbit": link or 0.0, "figures": read_speeds(notes.append)}
+    if any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
+        return [host | known for host in hosts]
+    here = this_host(imports_torch=not fast)
+    return [
+        host | known | here | {name: host[name] for name in ("processes", "device") if host.get(name)} for host in hosts
+    ]
+
+
+def _decided(spec: RunSpec, hosts: Sequence[dict[str, Any]], fast: bool, data_dir: Path) -> tuple[RunSpec, list[str]]:
+    """Return the spec as a start on these hosts would decide it, and a line for each decision."""
+    if spec.strategy != AUTO and not spec.automatic:
+        return spec, []
+    try:
+        found, lines, _ = decide_here(spec, data_dir / "runs" / spec.named().run, hosts)
+    except UserError as error:  # no strategy fits as it is: the plan tries settings that save memory
+        return spec, [f"auto: {error}"]
+    if "precision" not in found.automatic or fast:
+        return found, lines
+    from trainer.planner.agreement import gain_here, with_precision
+
+    found, line = with_precision(found, gain_here(found))
+    return found, [*lines, line]
+
+
+def _pinned(advice: Advice, base: RunSpec, decided: RunSpec, given: RunSpec) -> Advice:
+    """Return the advice with all automatic fields, unless a start decides the same values. `base`: the spec that its fields change."""
+    values = {name: getattr(base, name) for name in given.automatic if name not in (*decided.automatic, "strategy")}
+    chosen = values | {"strategy": advice.strategy} | advice.fields
+    if all(getattr(decided, name) == value for name, value in chosen.items()):
+        return advice
+    return replace(advice, pinned=values)
 
 
 def _has_gpu() -> bool:

@@ -15,6 +15,7 @@ from trainer.config import RunSpec
 from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of
+from trainer.costs.speeds import DeviceSpeed, nearest
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.method import method_of
 from trainer.model_files.model_shape import Shape, shape_of
@@ -25,6 +26,7 @@ ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
 # Operations per second, if speed was not measured: one core with AVX2, and an older GPU in 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
+BY_RUNS = "speed measured by earlier runs"
 TIGHT = 0.05  # a plan that leaves less than this fraction of a rank's memory makes a concession
 ERROR = 1.15  # of predicted speeds: a plan must be that many times faster for every concession
 _QUIET = 0.05  # fraction of time in communication that is acceptable
@@ -33,7 +35,10 @@ _LOUD = 0.5  # fraction from which a strategy with less communication justifies 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a full micro-batch and of an optimizer step on one process; `measured`, or by nominal figures."""
+    """Seconds of a full micro-batch and of an optimizer step on one process.
+
+    `measured`: here or by earlier runs, not by nominal figures.
+    """
 
     part: float
     step: float
@@ -44,6 +49,13 @@ class Speed:
         """Estimate the speed by figures of common hardware, within a factor of a few."""
         rate = NOMINAL[device] * (threads if device == "cpu" else 1)
         return cls(_work(spec, shape, rows, cuda=device == "cuda") / rate, 0.0, False)
+
+    @classmethod
+    def known(cls, spec: RunSpec, shape: Shape, rows: RowStats, flops: float) -> "Speed":
+        """Estimate the speed by the operations per second of earlier runs (see DeviceSpeed)."""
+        plain = spec.model_copy(update={"gradient_checkpointing": False, "quantize": "none"})
+        filled = RowStats(rows.tokens, rows.tokens, rows.trained * rows.places / rows.tokens)
+        return cls(_work(plain, shape, filled, cuda=False) / flops, 0.0, True)  # time for padding is in the figure
 
     def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> "Speed":
         """Return the speed of the spec `other`, if this one is the speed of `spec`."""
@@ -58,6 +70,30 @@ def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
     flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
     method = method_of(spec)
     return method.as_rows(spec).batch_size * flops * method.time_factor(spec)
+
+
+def known_flops(spec: RunSpec, shape: Shape, hosts: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the operations per second of a process of every host, as earlier runs measured them; empty if one is unknown.
+
+    Args:
+        hosts: for each its `device` (a name), `threads`, and `figures`: what earlier runs measured. Each may be missing.
+    """
+    gpus = have_gpus(hosts)
+    kinds = [(host.get("device", ""), 0 if gpus else host.get("threads", 1)) for host in hosts]
+    # Hosts of one kind have the same figures.
+    found = {
+        kind: nearest(host.get("figures", ()), DeviceSpeed.of(spec, shape, *kind))
+        for kind, host in dict(zip(kinds, hosts, strict=True)).items()
+    }
+    flops = [figure.flops for kind in kinds if (figure := found[kind])]
+    return flops if len(flops) == len(hosts) else []
+
+
+def with_speeds(hosts: Sequence[Mapping[str, Any]], flops: Sequence[float]) -> list[dict[str, Any]]:
+    """Return hosts with their `speed` in relation to the slowest one. `flops`: see `known_flops`; empty: they are returned as they are."""
+    if not flops:
+        return [dict(host) for host in hosts]
+    return [dict(host) | {"speed": each / min(flops)} for host, each in zip(hosts, flops, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -270,17 +306,21 @@ def _best(found: Sequence[Option]) -> Option | None:
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended strategy, the reason in one line, other fields to set, and a description of their costs."""
+    """The recommended strategy, the reason in one line, other fields to set, and a description of their costs.
+
+    `pinned`: values of automatic fields that a start might decide otherwise; `fields` takes precedence.
+    """
 
     strategy: str
     why: str
     fields: dict[str, Any]
     costs: tuple[str, ...] = ()
+    pinned: dict[str, Any] = field(default_factory=dict)
 
     @property
     def extra_vars(self) -> str:
         """The options of ansible-playbook that give this plan."""
-        values = {"strategy": self.strategy} | self.fields
+        values = {"strategy": self.strategy} | self.pinned | self.fields
         return " ".join(f"-e {name}={shown(value)}" for name, value in values.items())
 
 
@@ -375,7 +415,7 @@ def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | Non
 
     Args:
         hosts: for each its `processes`, `threads` per process, `gpu_mib` (memory of its smallest GPU; 0: no GPU),
-            `memory_mib` of the host (0: unknown) and `link_mbit` (0: unknown).
+            `memory_mib` of the host (0: unknown) and `link_mbit` (0: unknown); see also `known_flops`.
         shape: the shape of the spec's model, if known.
 
     Returns:
@@ -389,13 +429,17 @@ def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | Non
         teacher_shape(spec)
     except UserError as error:
         return DEFAULT_STRATEGY, f"auto selected {DEFAULT_STRATEGY}: {error}"
-    setting, linked = _nominal_setting(spec, hosts, shape)
+    setting, linked = _setting_of(spec, hosts, shape)
     found = [
         option for option in options(spec, setting) if option.strategy == ALONE or _automatic(option, setting, spec)
     ]
     advice = recommend(spec, found, setting)
-    assumed = "" if linked or len(hosts) == 1 else " (link assumed, not measured)"
-    return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{assumed}"
+    notes = {
+        "link assumed, not measured": not linked and len(hosts) > 1,
+        BY_RUNS: setting.speed.measured and setting.layout.world > 1,
+    }
+    said = "; ".join(note for note, applies in notes.items() if applies)
+    return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{said and f' ({said})'}"
 
 
 def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:
@@ -404,21 +448,25 @@ def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:
     return plan.auto is not None and plan.runs_on(spec, setting.shape, setting.layout)
 
 
-def _nominal_setting(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> tuple[Setting, bool]:
-    """Return the setting of these hosts (see `choose`) with nominal speeds, and whether the speed of a link is known."""
+def _setting_of(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> tuple[Setting, bool]:
+    """Return the setting of these hosts (see `choose`) with speeds of earlier runs or nominal ones, and whether the speed of a link is known."""
     device = "cuda" if have_gpus(hosts) else "cpu"
     links = [host["link_mbit"] for host in hosts if host.get("link_mbit")]
     link = min(links) if links else LINK
     rows = RowStats.full(spec)
-    speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
-    layout = layout_of(hosts, device)
+    flops = known_flops(spec, shape, hosts)
+    if flops:
+        speed = Speed.known(spec, shape, rows, min(flops))
+    else:
+        speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
+    layout = layout_of(with_speeds(hosts, flops), device)
     return Setting(shape, layout, rows, speed, link, gloo=device == "cpu"), bool(links)
 
 
 def fits(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> bool | None:
     """Return whether every rank of these hosts (see `choose`) has enough memory for a spec; None if that is unknown."""
     spec = method_of(spec).as_rows(spec)
-    setting, _ = _nominal_setting(spec, hosts, shape)
+    setting, _ = _setting_of(spec, hosts, shape)
     plan, cuda = plan_of(spec), not setting.gloo
     if not plan.runs_on(spec, shape, setting.layout):
         return None  # a pipeline of one rank, for example, whose memory the plan does not know
@@ -436,7 +484,7 @@ def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: in
     Raises:
         UserError: the planner does not know the model, or no strategy fits in memory.
     """
-    setting, _ = _nominal_setting(spec, hosts, shape_of(spec))
+    setting, _ = _setting_of(spec, hosts, shape_of(spec))
     found = options(spec, setting)
     strategy = choose(spec, hosts)[0] if spec.strategy == AUTO else spec.strategy
     # With one process, the list has only this process alone.

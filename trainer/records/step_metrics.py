@@ -50,6 +50,19 @@ class Reduced:
     gpus: list[dict[str, float]]
 
 
+@dataclass(frozen=True)
+class RankUse:
+    """How this rank used its device in this start, without the steps up to the first synchronization, which have its overhead.
+
+    `at_peak`: seconds that its steps need at the peak of the device. `computing`: seconds without communication; NaN if that is
+    not measured. `elapsed`: seconds of the slowest rank.
+    """
+
+    at_peak: float
+    computing: float
+    elapsed: float
+
+
 class StepMetrics:
     """Collects a record per step on this rank and reduces them when ranks synchronize."""
 
@@ -57,6 +70,7 @@ class StepMetrics:
         """`at_peak`: returns the seconds of a step at the peak of this device, see `Utilisation.seconds`."""
         self._method, self._at_peak = method, at_peak
         self._records: list[dict[str, Any]] = []
+        self._uses: list[RankUse] = []
 
     def add(
         self,
@@ -146,11 +160,24 @@ class StepMetrics:
             record |= {name: int(record[name]) for name in ("tokens", "trained_tokens", "samples")}
             if self._method.sums:
                 record["metrics"] = self._method.means({name: record.pop(name) for name in self._method.sums})
+        if needed[world.rank] >= 0 and not strategy.staged:
+            known = total[world.rank] - waited[world.rank] if waited[world.rank] >= 0 else math.nan
+            computing = compute[world.rank] if world.size == 1 else known
+            means = (needed[world.rank], computing, max(total))
+            self._uses.append(RankUse(*(len(records) * mean for mean in means)))
         share = [min(1.0, seconds / max(total)) for seconds in waited] if min(waited) >= 0 else None
         ranks = (readings[first:][: len(READINGS)] for first in range(0, len(readings), len(READINGS)))
         gpus = [{name: value for name, value in zip(READINGS, rank, strict=True) if value >= 0} for rank in ranks]
         mfu = [seconds / max(total) for seconds in needed] if min(needed) >= 0 and not strategy.staged else None
         return Reduced(records, stop > 0, written == world.size, max(total), compute, share, mfu, gpus)
+
+    @property
+    def use(self) -> RankUse | None:
+        """The use of this rank's device; None if it is unknown."""
+        uses = self._uses[1:] or self._uses
+        if not uses:
+            return None
+        return RankUse(*(sum(getattr(use, name) for use in uses) for name in ("at_peak", "computing", "elapsed")))
 
     def _needed(self, records: Sequence[Mapping[str, Any]]) -> float:
         """Return the mean seconds of a step at the peak of this device; -1 if they are unknown."""

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
 from trainer.common.errors import UserError, first_line
-from trainer.common.files import write_atomic
+from trainer.common.files import cache_folder, write_atomic
 from trainyard.wire.trainer_archive import zip_files
 
 VERSION = "0.3.36"
@@ -36,7 +36,7 @@ def converter_folder() -> Path:
     Raises:
         UserError: the package cannot be downloaded, or it is not the pinned one.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard"
+    cache = cache_folder()
     folder = cache / f"llama.cpp-{SHA256[:16]}"
     if folder.is_dir():
         return folder

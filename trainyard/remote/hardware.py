@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import shutil
 from pathlib import Path
 from typing import Any
 
 from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainer.supervise import nvidia_smi
+from trainer.supervise.cpu import cpu_model
 from trainyard.remote.host_facts import nearest_folder
 
 OLLAMA_LIMIT = 2.0  # s for each address
@@ -57,16 +57,6 @@ def gpu_links() -> dict[str, str]:
             parts.append(f"{count} NVLink{'s' if count > 1 else ''}")
         found[uuid] = ", ".join(parts)
     return found
-
-
-def cpu_model() -> str:
-    """Return the model of the CPU as the kernel names it, or else the machine's architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model", "cpu model")))
-    return next((name for name in names if name), platform.machine())
 
 
 def ollama_models(urls: list[str]) -> list[str] | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise import nvidia_smi
+from trainer.supervise.cpu import cpu_model
 from trainer.supervise.environment import LAYERS, starts_system_unit
 from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder
@@ -40,7 +41,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         Among others `source`, the address from which this host reaches the head, `interface` and `link_mbit` of that
-        address; `route_error`, why there is none, or an empty string; `free_ports`; `cpus`; `memory_mib`; `gpus`;
+        address; `route_error`, why there is none, or an empty string; `free_ports`; `cpu`, the model; `cpus`; `memory_mib`; `gpus`;
         `versions` of packages; `free_bytes` below `data_dir`; `staged`, the bytes of each path (see staged_bytes). Of
         the run: `spec`, the text of its spec if it has checkpoints or is alive; `layers`, the bytes of the weights that its ranks received; `result`; `rows` of its last step;
         `running`; `part`, the supervisor's state; `stop_wanted`. `busy_with` is another run that is alive on this host
@@ -64,6 +65,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "system_unit": starts_system_unit(),
         **route_to(request["head"]),
         "free_ports": [port for port in request["ports"] if port_is_free(port)],
+        "cpu": cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
         "gpus": here,

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from trainer.common.files import cache_folder
 from trainer.supervise.processes import descendants, send_signal
 from trainyard.wire.connection import OUTPUT_LIMIT, TOO_MUCH, Login, RemoteError, last_line
 
@@ -152,8 +153,7 @@ def remote_shell(command: str) -> str:
 
 def multiplexing() -> tuple[str, ...]:
     """Return ssh's options for shared connections; none if there is no private folder with a path short enough."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "trainyard/ssh"
+    folder = cache_folder() / "ssh"
     if len(os.fsencode(folder)) > SOCKET_FOLDER_LIMIT:
         return ()
     try:

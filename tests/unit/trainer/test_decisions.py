@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from trainer_runs import Here
 
+from trainer.__main__ import main
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC
@@ -86,7 +88,9 @@ def test_decisions_for_a_cluster(cluster: str) -> None:
     spec, lines = decide(make_spec({"model": "x"} | fields, "here"), hosts, read_shape(model))
     assert decided(spec) == expected
     gpus = all(host["gpu_mib"] for host in hosts)
-    assert spec.automatic == (() if gpus else ("precision",)), "ranks measure the precision on CPUs"
+    assert spec.automatic in ((), ("torch_compile",)) if gpus else spec.automatic == ("precision",), (
+        "ranks measure these"
+    )
     assert not any(line.startswith("warning") for line in lines)
     for value in (
         f"batch_size={spec.batch_size}",
@@ -103,6 +107,7 @@ def test_what_a_user_sets_is_kept() -> None:
         "batch_size": 3,
         "gradient_checkpointing": False,
         "quantize": "none",
+        "torch_compile": False,
         "strategy": "ddp",
     }
     spec = make_spec({"model": "x"} | given, "here")
@@ -147,11 +152,13 @@ def test_ranks_with_different_decisions_take_what_needs_least() -> None:
         "batch_size": 8,
         "gradient_checkpointing": False,
         "quantize": "none",
+        "torch_compile": True,
         "strategy": "ddp",
     }
     other = mine | {"batch_size": 2, "gradient_checkpointing": True}
     assert common([mine, mine]) == mine
     assert common([mine, other]) == other
+    assert common([mine, mine | {"torch_compile": False}]) == mine | {"torch_compile": False}
     assert common([mine, other | {"precision": "fp16-mixed", "quantize": "nf4"}]) == other | {
         "precision": "32-true", "quantize": "nf4"
     }  # fmt: skip
@@ -207,10 +214,57 @@ def test_a_started_run_keeps_its_decisions() -> None:
     began = make_spec({"batch_size": 2, "precision": "bf16-mixed", "strategy": "fsdp"}, "here")
     spec, lines = as_before(make_spec({"quantize": "none"}, "here"), began)
     assert decided(spec) == ("bf16-mixed", 2, False, "none", "fsdp")
-    assert spec.automatic == ("gradient_checkpointing",), "the rank that writes the spec decides it"
+    assert spec.automatic == ("gradient_checkpointing", "torch_compile"), "the rank that writes the spec decides them"
     assert lines == [
-        "auto: this run started with precision=bf16-mixed, batch_size=2, gradient_checkpointing=false, strategy=fsdp"
+        "auto: this run started with precision=bf16-mixed, batch_size=2, gradient_checkpointing=false, torch_compile=false, strategy=fsdp"
     ]
+
+
+def decisions_of_plan(capsys: Any, *flags: str) -> list[str]:
+    assert main(["plan", "--json", *flags]) == 0
+    decisions: list[str] = json.loads(capsys.readouterr().out)["decisions"]
+    return decisions
+
+
+def test_the_plan_shows_what_a_start_here_decides(here: Here, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 2.0)
+    flags = [f"--data-dir={here.folder}", "--run-name=r", f"--model={here.model}", f"--dataset={here.dataset}"]
+    flags += ["--batch-size=auto", "--seq-length=64", "--total-batch-size=4", "--max-steps=2"]
+    planned = decisions_of_plan(capsys, *flags)
+    assert here(max_steps=2, batch_size="auto") == 0
+    assert planned == [line for line in here.out.splitlines() if line.startswith("auto: ")]
+    assert planned[-1] == "auto: precision=bf16-mixed: its layers are 2.0 times as fast in bfloat16"
+    # A run that has started keeps what it has.
+    [line] = decisions_of_plan(capsys, *flags, "--no-measure")
+    assert line.startswith("auto: this run started with precision=bf16-mixed, batch_size=4, ")
+
+
+def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ONE))
+    flags = [f"--model={tmp_path}", "--no-measure", "--seq-length=4096", "--link-mbit=1000"]
+
+    def decisions(*hosts: dict[str, Any]) -> list[str]:
+        (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+        return decisions_of_plan(capsys, *flags, f"--hosts={tmp_path}/hosts.json")
+
+    [precision, size, compiling] = decisions(
+        {"gpu_mib": 24576, "capability": 8.9}, {"gpu_mib": 12288, "capability": 8.6}
+    )
+    assert precision.startswith("auto: precision=bf16-mixed: every GPU computes in bfloat16")
+    assert size.startswith("auto: batch_size=1: micro-batches of 4096 tokens")
+    assert (
+        compiling
+        == "auto: torch_compile=false: the logits of a whole micro-batch, which it keeps, do not fit in memory"
+    )
+    assert decisions({"gpu_mib": 24576})[0].startswith(
+        "auto: precision=32-true: the compute capability of a GPU is unk"
+    )
+    assert decisions_of_plan(capsys, *flags, "--hosts=2")[0].startswith("auto: precision: bf16-mixed if the ranks")
+    # No strategy fits without the settings that the plan tries.
+    flags = [f"--model={tmp_path}", "--no-measure", "--strategy=auto", "--lora-r=0", "--quantize=none"]
+    flags += ["--gradient-checkpointing=false", "--batch-size=16"]
+    [line] = decisions(*[{"memory_mib": 24000}] * 2)
+    assert line.startswith("auto: plan: ") and "do not fit" in line
 
 
 @pytest.mark.parametrize(("gain", "precision"), [(2.0, "bf16-mixed"), (1.1, "32-true")])

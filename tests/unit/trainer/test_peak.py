@@ -54,4 +54,5 @@ def test_a_run_records_its_share_of_the_peak(here: Here) -> None:
     result = here.result()
     shares = [record["mfu"][0] for record in records]
     assert min(shares) <= result["mfu"] <= max(shares)
+    assert min(shares[1:]) - 1e-4 <= result["mfu_ranks"][0] <= max(shares[1:]) + 1e-4, "without the first step"
     assert f"({result['mfu']:.0%} of the device's peak)" in here.out

@@ -448,8 +448,10 @@ def test_auto_on_the_controller_keeps_the_strategy_of_a_started_run() -> None:
     from trainyard.wire.connection import Host
 
     facts: dict[str, Any] = {"spec": None, "gpus": [], "cpus": 4, "memory_mib": 8000, "link_mbit": 1000}
-    facts["versions"] = {}
-    hosts = [HostState(Host(f"node{place}", "", "/d", "/p"), facts=dict(facts)) for place in range(3)]
+    facts |= {"versions": {}, "compiler": True}
+    hosts = [
+        HostState(Host(f"node{place}", "", "/d", "/p"), facts=facts | {"boot_id": f"{place}"}) for place in range(3)
+    ]
     spec = make_spec({"model": "tiny", "strategy": "auto"}, "here")
     found, lines = choose_fields(hosts, spec, [])
     assert found.strategy == "ddp" and lines[0].startswith("auto selected ddp: it fits, and ")

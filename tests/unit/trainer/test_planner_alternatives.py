@@ -384,7 +384,9 @@ def test_the_plan_prints_the_recommendation_and_its_line(tmp_path: Path, capsys:
     assert "recommended: strategy=pipeline batch_size=1: 1.4 times as fast as ddp; it fits, " in out
     assert "\ncosts: ranks wait while the pipeline fills and drains" in out
     line = out.rpartition("apply it with: ")[2].splitlines()[0]
-    assert line == "-e strategy=pipeline -e batch_size=1"
+    # With ddp, a start decides otherwise.
+    assert "auto: gradient_checkpointing=true: " in out
+    assert line == "-e strategy=pipeline -e batch_size=1 -e gradient_checkpointing=false -e quantize=none"
     assert main(["plan", *flags, *line.replace("-e ", "").split(), "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["recommended"]["strategy"] == "pipeline" and made["recommended"]["extra_vars"] == "-e strategy=pipeline"

@@ -41,6 +41,7 @@ ADAPTER_CONFIG = "adapter/adapter_config.json"
 LOG_LIMIT = 256 << 20  # bytes; a larger log stays on its host
 _STATE = re.compile(r"state/rank(\d{1,6})\.json")
 _LOG = re.compile(r"logs/((?:rank|torchrun\.)\d{1,6}\.log)")
+_APART = 1.25  # times the MFU of the lowest rank
 _DIGESTS = ("adapter_sha256", "model_sha256")
 
 
@@ -225,6 +226,22 @@ def _data_part(result: FinalResult, spec: RunSpec | None) -> list[str]:
     return [f"  data part    {spec.data_part}: {counted(result['train_samples'], 'different sample')}"]
 
 
+def _mfu(result: FinalResult) -> list[str]:
+    """Return a line about the share of the devices' peak that the run used, or none; ranks that differ by much are named."""
+    mean = result.get("mfu")
+    if not mean:
+        return []
+    ranks = result.get("mfu_ranks") or [mean]
+    low, high = min(ranks), max(ranks)
+    owners = "device's" if result["world_size"] == 1 else "devices'"
+    apart = f": rank {ranks.index(low)} {_percent(low)}, rank {ranks.index(high)} {_percent(high)}"
+    return [f"  MFU          {_percent(mean)} of the {owners} peak{apart if high > _APART * low else ''}"]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def summary(
     run: str, result: FinalResult, head: PlanEntry, hosts: int, connection: HostConnection, spec: RunSpec | None
 ) -> list[str]:
@@ -245,6 +262,7 @@ def summary(
         f"  loss         {losses}{change}",
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
+        *_mfu(result),
         *(DataReport.of(result["data"]).lines("  data         ") if "data" in result else []),
         *_data_part(result, spec),
         f"  {kind:<12} {head.run_dir}/{kind}{where}{_averaged(result)}",

@@ -10,11 +10,12 @@ from pathlib import Path
 from trainer.common.errors import UserError
 from trainer.config import TINY, RunSpec, parse_mapping
 from trainer.config.automatic import AUTOMATIC
+from trainer.costs.speeds import read_speeds
 from trainer.planner.decisions import as_before, decide
 from trainer.spec import make_spec
 from trainer.strategy import AUTO
 from trainyard.preflight.host_state import HostState
-from trainyard.run.plan.nodes import rank_counts
+from trainyard.run.plan.nodes import rank_counts, threads_per_rank
 from trainyard.run.types import MODELS, Files
 from trainyard.wire.run_errors import PlanError
 
@@ -35,16 +36,22 @@ def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[
             return as_before(spec, staged_spec(host))
     links = link_speeds(hosts)
     known = []
-    for host, count, link in zip(hosts, rank_counts(hosts), links, strict=True):
+    notes: list[str] = []
+    figures = read_speeds(notes.append)
+    counts = rank_counts(hosts)
+    for host, count, threads, link in zip(hosts, counts, threads_per_rank(hosts, counts), links, strict=True):
         facts = host.facts
         known.append(
             {
                 "processes": count,
-                "threads": max(1, facts["cpus"] // count),
+                "device": host.gpus[0]["name"] if host.gpus else facts.get("cpu", ""),
+                "figures": figures,
+                "threads": threads,
                 # A GPU without memory of its own shares that of the host.
                 "gpu_mib": min((gpu["memory_mib"] or facts["memory_mib"] for gpu in host.gpus), default=0),
                 "capability": min((gpu.get("capability", 0.0) for gpu in host.gpus), default=0.0),
                 "four_bits": "bitsandbytes" in facts["versions"],
+                "compiler": facts["compiler"],
                 "memory_mib": facts["memory_mib"],
                 "link_mbit": link,
             }
@@ -58,7 +65,7 @@ def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[
     if spec.strategy == AUTO and slowest in [host.link_to_head.get("mbit") for host in hosts]:
         lines[0] += " (link measured)"
     # `here` has the folders of the models on the controller.
-    return spec.model_copy(update={name: getattr(found, name) for name in ("automatic", *AUTOMATIC)}), lines
+    return spec.model_copy(update={name: getattr(found, name) for name in ("automatic", *AUTOMATIC)}), [*lines, *notes]
 
 
 @contextlib.contextmanager

@@ -162,7 +162,7 @@ def plan_nodes(
     everyone = [*hosts, teacher] if teacher else hosts
     _check_routes(everyone)
     counts = rank_counts(hosts)
-    threads = _threads_per_rank(everyone, [*counts, 1][: len(everyone)])
+    threads = threads_per_rank(everyone, [*counts, 1][: len(everyone)])
     addresses = meeting_addresses(everyone)[: len(hosts)]
     peers = peer_addresses(everyone) if isolation.incoming else []
     teacher_at = _teacher_address(everyone, port) if teacher else ""
@@ -251,7 +251,7 @@ def _teacher_node(host: HostState, head: PlanEntry, world: int, threads: int, pl
     )
 
 
-def _threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
+def threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
     """Return the CPU threads of each rank of a host. Ranks of all hosts that are one machine share its processors.
 
     A rank leaves the share of the other GPUs of its machine to other runs: with more threads than cores, each of them takes many
