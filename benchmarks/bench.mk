@@ -1,5 +1,5 @@
 # Included by the Makefile: make bench NAME=speed [ARGS='--rounds 5'] runs the module benchmarks/NAME.py.
-BENCHMARKS := agree speed traffic plan start site pool deploy_time
+BENCHMARKS := agree speed traffic plan start site pool rollouts deploy_time
 NAME ?=
 # TRL has an environment of its own, because it installs many packages.
 TRL := .venv.bench

@@ -1,0 +1,134 @@
+"""What rollout servers are asked, and what they may answer: vLLM's API, and an Ollama that cannot write completions of a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_teacher import Teacher, serve
+from run_hosts import free_port
+
+from trainer.generation.ollama_client import Cancel, OllamaError
+from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, Request, Sampling, VLLMServer
+
+SAMPLING = Sampling("run-v", 0.7, 5, 64, 30.0)
+
+
+class FakeVLLM:
+    """The part of vLLM's server that a rollout needs. `reply` changes the answer of /completions."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.loaded: list[str] = []
+        self.reply: dict[str, Any] = {
+            "choices": [{"text": " 4", "finish_reason": "stop", "token_ids": [7, 2]}],
+            "usage": {"completion_tokens": 2},
+        }
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.asked.append((self.path, body))
+                self._send(*fake.answer(self.path, body))
+
+            def do_GET(self) -> None:
+                self._send(200, json.dumps({"data": []}))
+
+            def _send(self, status: int, text: str) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        name = body.get("lora_name") or body.get("model")
+        if path == "/v1/load_lora_adapter":
+            if not Path(body["lora_path"], "adapter_config.json").exists():
+                return 400, json.dumps({"error": f"No adapter found for {body['lora_path']}"})
+            self.loaded.append(str(name))
+            return 200, f"Success: LoRA adapter '{name}' added successfully."
+        if name not in self.loaded:
+            return 404, json.dumps({"error": f"The model `{name}` does not exist."})
+        if path == "/v1/unload_lora_adapter":
+            self.loaded.remove(str(name))
+            return 200, "Success"
+        return 200, json.dumps(self.reply)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def vllm() -> Iterator[FakeVLLM]:
+    fake = FakeVLLM()
+    yield fake
+    fake.close()
+
+
+def adapter(folder: Path, version: int) -> Adapter:
+    (folder / f"run-v{version}").mkdir()
+    (folder / f"run-v{version}" / "adapter_config.json").write_text("{}")
+    return Adapter(version, folder / f"run-v{version}", folder, "")
+
+
+def test_a_vllm_server_loads_each_adapter_from_the_shared_folder(vllm: FakeVLLM, tmp_path: Path) -> None:
+    newest = [adapter(tmp_path, 0)]
+    server = VLLMServer("s", vllm.url, SAMPLING, lambda: newest[0], str(tmp_path))
+    prompt = Request(3, 1, [5, 6], "a b", 9)
+    server.prepare(Base("", []), prompt)
+    assert vllm.asked[0] == ("/v1/load_lora_adapter", {"lora_name": "run-v0", "lora_path": f"{tmp_path}/run-v0"})
+    newest[0] = adapter(tmp_path, 1)
+    answer = server.ask(prompt, Cancel())
+    assert (answer.text, answer.finished, prompt.ids, prompt.version) == (" 4", "stop", [7, 2], 1)
+    path, body = vllm.asked[-1]
+    assert path == "/v1/completions" and body["model"] == "run-v1" and body["prompt"] == [5, 6]
+    assert (body["temperature"], body["top_p"], body["top_k"], body["max_tokens"], body["seed"]) == (0.7, 1.0, -1, 5, 9)
+    newest[0] = adapter(tmp_path, 2)
+    server.ask(prompt, Cancel())
+    assert vllm.loaded == ["run-v1", "run-v2"]
+    server.probe()
+    server.close()
+    assert vllm.loaded == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [{}, {"choices": []}, {"choices": [None]}, {"choices": [{"text": 5}]}, {"choices": {"a": 1}}, {"choices": [{"text": None}]}],
+)  # fmt: skip
+def test_a_reply_without_a_completion_is_an_error(vllm: FakeVLLM, tmp_path: Path, reply: dict[str, Any]) -> None:
+    vllm.reply = reply
+    server = VLLMServer("s", vllm.url, SAMPLING, lambda: first, str(tmp_path))
+    first = adapter(tmp_path, 0)
+    with pytest.raises(OllamaError, match="the reply of /completions has no text"):
+        server.ask(Request(0, 0, [5], "a", 1), Cancel())
+
+
+def test_a_folder_that_the_server_does_not_see_is_named(vllm: FakeVLLM, tmp_path: Path) -> None:
+    server = VLLMServer("s", vllm.url, SAMPLING, lambda: adapter(tmp_path, 0), "/elsewhere")
+    with pytest.raises(OllamaError, match="No adapter found for /elsewhere/run-v0"):
+        server.prepare(Base("", []), Request(0, 0, [5], "a", 1))
+
+
+def test_an_ollama_that_cannot_write_completions_says_why(tmp_path: Path) -> None:
+    old, without = (Teacher("127.0.0.1", free_port(), version=version) for version in ("0.9.3", "0.5.4"))
+    with serve(old, without):
+        for teacher, message in (
+            (old, r"Ollama 0\.9\.3 runs no adapters: update it to 0\.30 or later"),
+            (without, "it has no model absent: run ollama pull there, or omit rollout_model"),
+        ):
+            server = OllamaServer("s", teacher.url, SAMPLING, lambda: pytest.fail("no adapter"))
+            with pytest.raises(OllamaError, match=message):
+                server.prepare(Base("absent", ["a"]), Request(0, 0, [5], "a", 1))
