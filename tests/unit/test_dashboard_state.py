@@ -187,16 +187,21 @@ def test_the_metrics_of_a_method_have_curves() -> None:
     learned = {"step": 2, "loss": 0.5, "metrics": {"reward": 0.25, "kl": float("inf"), "reward/mine": 3}}
     for record in (plain, learned):
         records._add_step(checked_reply("metrics.jsonl line", record))
-    columns = records.series()["columns"]
-    assert columns["reward"] == [None, 0.25] and columns["kl"] == columns["completion_length"] == [None, None]
-    assert {len(values) for values in columns.values()} == {2}
+    assert records.series()["metrics"] == {"reward": [None, 0.25], "kl": [None, None], "reward/mine": [None, 3]}
+    for step in range(3, 200):
+        records._add_step(
+            checked_reply("metrics.jsonl line", {"step": step, "loss": 1, "metrics": {f"m{step}": 1, "kl": 0.5}})
+        )
+    found = records.series(100)["metrics"]
+    assert len(found) == 64 and {len(values) for values in found.values()} == {99} and set(found["kl"]) == {0.5}
 
 
 def test_a_run_of_any_length_takes_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainyard.dashboard.records.STEPS", 100)
     records = RunRecords("r")
     for step in range(1, 10_001):
-        records._add_step({"step": step, "loss": float(step), "step_seconds": [0.1] * 1000})
+        records._add_step({"step": step, "loss": float(step), "step_seconds": [0.1] * 1000, "metrics": {"kl": 0.5}})
+        assert len(records.metrics["kl"]) == len(records.columns["step"])
         assert len(records.columns["step"]) <= 100
     steps = records.columns["step"]
     assert steps[0] == 1 and {b - a for a, b in itertools.pairwise(steps)} == {128}

@@ -18,7 +18,7 @@ LISTED = 64  # ranks that are kept of each record
 DAMAGED = 1000  # lines of one answer; what follows more of them is ignored, because a host can send 100 000 at once
 Place = tuple[int, int, int]  # generation, and numbers of metrics and evaluations
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "comm_share", "mfu")
-METHOD_COLUMNS = ("reward", "completion_length", "kl")  # of the metrics of a training method
+METRICS = 64  # of a training method that are kept
 
 
 class RunRecords:
@@ -26,7 +26,8 @@ class RunRecords:
 
     Attributes:
         generation: changes when earlier records are no longer valid, as after a resume.
-        columns: a list per field of metrics.jsonl, and of the metrics of a method, one entry per step; `step_seconds`, `comm_share` and `mfu` have a list of ranks.
+        columns: a list per field of metrics.jsonl, one entry per step; `step_seconds`, `comm_share` and `mfu` have a list of ranks.
+        metrics: a list per metric of the training method, one entry per step; None where a step has none.
         evals: [step, loss] of every evaluation.
         error: why the newest query failed.
     """
@@ -34,7 +35,8 @@ class RunRecords:
     def __init__(self, run: str) -> None:
         self.run = run
         self.generation = 0
-        self.columns: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, *METHOD_COLUMNS)}
+        self.columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self.metrics: dict[str, list[float | None]] = {}
         self.evals: list[list[Any]] = []
         self.error = ""
         self._host = ""
@@ -84,7 +86,7 @@ class RunRecords:
 
     def _reset(self, file: str) -> None:
         if file == "metrics.jsonl" and self.columns["step"]:
-            self.columns = {name: [] for name in self.columns}
+            self.columns, self.metrics = {name: [] for name in self.columns}, {}
             self._count, self._stride = 0, 1
             self.generation += 1
         elif file == "evals.jsonl" and self.evals:
@@ -101,12 +103,17 @@ class RunRecords:
         for name in COLUMNS:
             value = record.get(name)
             self.columns[name].append(value[:LISTED] if isinstance(value, list) else value)
-        for name in METHOD_COLUMNS:
-            self.columns[name].append(record.get("metrics", {}).get(name))
+        found = record.get("metrics", {})
+        for name in found:
+            if len(self.metrics) < METRICS:
+                self.metrics.setdefault(name, [None] * (len(steps) - 1))
+        for name, values in self.metrics.items():
+            values.append(found.get(name))
         if len(steps) > STEPS:
             self._stride *= 2
             self.generation += 1
             self.columns = {name: values[::2] for name, values in self.columns.items()}
+            self.metrics = {name: values[::2] for name, values in self.metrics.items()}
 
     def _add_eval(self, record: dict[str, Any]) -> None:
         if (not self.evals or record["step"] > self.evals[-1][0]) and len(self.evals) < STEPS:
@@ -130,5 +137,6 @@ class RunRecords:
             "first": first,
             "count": len(self.columns["step"]),
             "columns": {name: values[first:] for name, values in self.columns.items()},
+            "metrics": {name: values[first:] for name, values in self.metrics.items()},
             "evals": self.evals,
         }

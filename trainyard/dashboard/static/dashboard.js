@@ -120,6 +120,7 @@ class Charts {
     const known = this.runs.get(series.run);
     if (known && series.first > 0 && series.generation === known.generation) {
       for (const [name, values] of Object.entries(series.columns)) known.columns[name].push(...values);
+      for (const [name, values] of Object.entries(series.metrics)) (known.metrics[name] ||= Array(series.first).fill(null)).push(...values);
       known.evals = series.evals;
     } else {
       this.runs.set(series.run, series);
@@ -145,6 +146,15 @@ class Charts {
         return;
       }
       const prefix = compared ? `${name} ` : "";
+      if (!column) {
+        // The metrics of a method: that of the chart's name, and its parts, such as reward/NAME.
+        const parts = Object.entries(series.metrics).filter(([part]) => part === chart || part.startsWith(`${chart}/`) || part.startsWith(`${chart}_`));
+        parts.forEach(([part, values], place) => {
+          const label = part === chart ? (parts.length > 1 ? "all" : "") : part.slice(chart.length + 1);
+          found.push({ label: prefix + label, steps, values, colour: compared ? number : place, dash: compared ? place : Math.floor(place / COLOURS.length) });
+        });
+        return;
+      }
       if (column.some((value) => value !== null))
         found.push({ label: prefix + (chart === "loss" ? "training" : ""), steps, values: column, colour: number, dash: 0 });
       if (chart === "loss" && series.evals.length)

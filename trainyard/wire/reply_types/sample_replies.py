@@ -113,12 +113,7 @@ class RecordLines(OpenReply):
     reset: Flag
 
 
-class MethodMetrics(TypedDict):
-    """Those metrics of a training method that the dashboard shows."""
-
-    reward: NotRequired[Optional]
-    completion_length: NotRequired[Optional]
-    kl: NotRequired[Optional]
+METRICS = 500  # of a training method
 
 
 class StepRecord(TypedDict):
@@ -132,7 +127,7 @@ class StepRecord(TypedDict):
     step_seconds: NotRequired[Measured]
     comm_share: NotRequired[Measured]
     mfu: NotRequired[Measured]
-    metrics: NotRequired[MethodMetrics]
+    metrics: NotRequired[Annotated[dict[Line, Optional], Field(max_length=METRICS)]]  # of the training method
 
 
 class EvalRecord(TypedDict):
