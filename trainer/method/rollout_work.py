@@ -460,7 +460,7 @@ class RolloutWork:
         for name, (drift, count) in self._drifts.items():
             if count >= _DRIFT_TOKENS:
                 if self._hub and drift / count > MAX_DRIFT:
-                    why = f"its tokens are {drift / count:.2f} nats less probable in this run than they should be: it runs another model"
+                    why = f"its tokens are {drift / count:.2f} nats less probable in this run than they should be: it runs another model, or splits text into other tokens"
                     self._hub.leave_out(name, why)
                 self._drifts[name] = [0.0, 0]
 
