@@ -112,16 +112,6 @@ def marked_model(model: Path, folder: Path) -> Path:
     return folder
 
 
-def spec_file(case: Case, folder: Path) -> Path:
-    """Write the run spec of a case; return its file."""
-    fields = {"run": "agree", "max_steps": STEPS, "epochs": 100, "eval_split": 0, "checkpoint_interval": 0, "warmup": 0}
-    fields |= {"precision": "32-true", "seq_length": SEQ_LENGTH, "total_batch_size": 4, "loggers": "none"}
-    run_dir_of(folder).mkdir(parents=True)
-    file = folder / "spec.yml"
-    file.write_text(json.dumps(case.work.fields() | fields | case.fields))
-    return file
-
-
 def run_dir_of(folder: Path) -> Path:
     """Return the run folder of a case in its folder."""
     return folder / "runs/agree"

@@ -45,7 +45,6 @@ class AveragingPlan(StrategyPlan):
 
     concessions = None
     cost = "another result: workers never synchronize before the end"
-    has_replicas = True
 
     def field_prefixes(self, spec: RunSpec) -> set[str]:
         return {spec.strategy, "replica"}

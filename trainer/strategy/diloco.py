@@ -118,7 +118,6 @@ class DiLoCoPlan(StrategyPlan):
     auto = "low_communication"
     concessions = 1
     cost = "another result: replicas hold different weights between synchronizations"
-    has_replicas = True
     shares_steps_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DiLoCo]:

@@ -48,7 +48,6 @@ class StrategyPlan:
     # never recommends it.
     concessions: ClassVar[int | None] = 0
     cost: ClassVar[str] = ""
-    has_replicas: ClassVar[bool] = False  # hosts form replicas that hold different weights between synchronizations
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
     shares_steps_by_speed: ClassVar[bool] = False  # the field `balance` gives fast replicas more inner steps
     uniform_dtype: ClassVar[bool] = False  # all weights must have the same data type
