@@ -8,36 +8,33 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from trainer.config.automatic import AUTOMATIC, with_automatic
-from trainer.config.dataset_source import EXPECTED, Columns, Datasets, DatasetSource, resolve, with_paths
+from trainer.config.dataset_source import DatasetSource, resolve, with_paths
 from trainer.config.fields import (
     MAX_COUNT,
     MAX_NUMBER,
     MAX_SECONDS,
     MAX_TEXT,
-    IsoDate,
     Words,
     check_input,
     declare,
     split_words,
 )
-from trainer.config.methods import DEFAULT_METHOD, METHODS
-from trainer.config.presets import EMBEDDED_DATASET, MAX_TEACHER_TOP_K, TEACHER_TOP_K, TINY, preset_of
-from trainer.config.reward_source import EXPECTED as EXPECTED_REWARD
-from trainer.config.reward_source import Rewards, with_reward_paths
+from trainer.config.method_fields import MethodFields
+from trainer.config.methods import METHODS
+from trainer.config.presets import preset_of
+from trainer.config.reward_source import with_reward_paths
 from trainer.config.run_name import default_name, spec_digest
 from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.config.tool_files import DeepSpeedOptions
 
 if TYPE_CHECKING:
-    MethodName = str
     StrategyName = str
     AutomaticName = str
 else:
-    MethodName = Literal[(*METHODS,)]
     StrategyName = Literal[(*STRATEGIES, AUTO)]
     AutomaticName = Literal[AUTOMATIC]
 Logger = Literal["tensorboard", "wandb", "trackio", "mlflow", "none"]
@@ -48,248 +45,9 @@ CommDtype = Annotated[Literal["32", "bf16"], _WORD]
 DilocoCommDtype = Annotated[Literal["32", "bf16", "int4"], _WORD]
 
 
-class RunSpec(BaseModel):
+class RunSpec(MethodFields):
     """Everything that defines a training run. The same spec gives the same run on any number of hosts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
-
-    run: str = declare(
-        "",
-        "name of the run and of its folder; empty: the model's name and a digest of the spec",
-        suggested_names=["name"],
-        mutable=True,
-        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
-    )
-    method: MethodName = declare(
-        DEFAULT_METHOD, "what the model learns from the data; see docs/preferences.md and docs/rewards.md"
-    )
-    model: str = declare(
-        TINY,
-        "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
-        min_length=1,
-    )
-    script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/scripts.md")
-    backend: Literal["auto", "peft", "unsloth"] = declare(
-        "auto",
-        "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
-    )
-    dataset: Datasets = declare(
-        EMBEDDED_DATASET,
-        "'ansible-docs' (generated locally), 'observatory' (part of trainyard; default of model=smollm2), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
-        "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
-        expected=EXPECTED["dataset"],
-    )
-    dataset_split: str = declare("train", "split of a hub dataset or a folder", min_length=1)
-    dataset_config: str = declare("", "configuration (subset) of a hub dataset")
-    columns: Columns = declare(
-        {},
-        "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
-        expected=EXPECTED["columns"],
-    )
-    ignore_keys: Words = declare(
-        (),
-        "keys of records and messages that the run ignores, such as score or weight: other keys that change what is learned "
-        "are used or refused",
-    )
-    system: Literal["keep", "prepend"] = declare(
-        "keep",
-        "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
-        "for templates without a system role",
-        expected="keep or prepend (the system message of a distillation is system_message)",
-    )
-    template_date: IsoDate = declare(
-        "",
-        "date that the chat template of the model prints, if it prints one; empty: the day of the run's first start, also after a resume",
-        expected="a date such as 2026-01-31",
-    )
-    fake_data: bool = declare(False, "train on random tokens instead of the dataset, to measure speed")
-    train_on: Literal["answer", "all"] = declare(
-        "answer", "tokens that contribute to the loss: only the assistant's answers, or all"
-    )
-    allow_dropped: bool = declare(
-        False, "train even if more than half of the samples, or of a teacher's answers, are dropped", mutable=True
-    )
-    seq_length: int = declare(
-        1024, "maximum length of a row; longer samples are truncated", unit="tokens", ge=8, le=1_048_576
-    )
-    packing: Literal["auto"] | bool = declare(
-        "auto", "pack several samples into one row, separated by their positions; auto: if the model keeps them apart"
-    )
-    epochs: int = declare(1, "number of passes over the dataset", ge=1, le=100_000)
-    max_steps: int = declare(
-        0, "maximum number of optimizer steps; 0 or -1: run all epochs", ge=0, minus_one=0, le=MAX_COUNT, unit="steps"
-    )
-    batch_size: int = declare(
-        4,
-        "rows of a micro-batch, the input of one forward pass on one device; auto: as many as fit, for up to 16,384 tokens on a GPU and 4 rows on a CPU",
-        ge=1,
-        le=65_536,
-        unit="rows",
-        automatic=True,
-    )
-    gradient_accumulation: int | None = declare(
-        None,
-        "micro-batches of one optimizer step over all ranks; an alternative to total_batch_size",
-        ge=1,
-        le=1_048_576,
-    )
-    total_batch_size: int | None = declare(
-        None,
-        "rows of one optimizer step over all ranks, for any number of ranks; unset: 32",
-        ge=1,
-        le=1_048_576,
-        unit="rows",
-        suggested_names=["train_batch_size"],
-    )
-    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER)
-    schedule: Literal["cosine", "linear", "constant"] = declare("cosine", "learning rate schedule after the warmup")
-    warmup: float = declare(
-        0.03,
-        "length of the linear warmup: a number of steps (1 or more), or a fraction of all steps (below 1)",
-        ge=0,
-        le=MAX_COUNT,
-    )
-    weight_decay: float = declare(0.0, "weight decay of AdamW; applies to matrices only", ge=0, le=MAX_NUMBER)
-    max_grad_norm: float = declare(
-        1.0, "maximum gradient norm; 0 or -1 disables clipping", ge=0, minus_one=0, le=MAX_NUMBER
-    )
-    distill_alpha: float = declare(
-        0.0,
-        "weight of the teacher's token probabilities: (1 - distill_alpha) x cross entropy + distill_alpha x KL",
-        ge=0,
-        le=1,
-    )
-    distill_temperature: float = declare(
-        1.0,
-        "temperature of teacher and student in the KL term, and of answers that the student writes",
-        ge=0.01,
-        le=100,
-    )
-    teacher: str = declare(
-        "",
-        "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
-        "host:/folder for one that every host has, or a hub id (org/name); empty: the dataset has them as teacher_logprobs",
-    )
-    teacher_host: str = declare(
-        "",
-        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; empty: every rank holds the teacher",
-        mutable=True,
-    )
-    teacher_top_k: int = declare(
-        0,
-        "number of the teacher's most probable tokens that the student learns at each place; 0 or -1: all tokens; "
-        f"with teacher_host: {TEACHER_TOP_K}",
-        ge=0,
-        minus_one=0,
-        le=MAX_TEACHER_TOP_K,
-        unit="tokens",
-    )
-    gkd_lambda: float = declare(
-        0.0,
-        "fraction of the steps in which the student writes the answers itself and the teacher judges them; requires teacher",
-        ge=0,
-        le=1,
-    )
-    gkd_beta: float = declare(
-        0.0,
-        "divergence from the teacher: 0: KL(teacher, student); 1: KL(student, teacher); between: generalised Jensen-Shannon",
-        ge=0,
-        le=1,
-    )
-    reward: Rewards = declare(
-        (),
-        "grpo: what rates a completion, each with a weight after a colon: Python files, and exact, regex, length, format and json; "
-        "see docs/rewards.md",
-        expected=EXPECTED_REWARD,
-    )
-    reward_timeout: float = declare(
-        60.0,
-        "grpo: time limit of one call of a reward function, which rates all completions of a step",
-        ge=0.1,
-        le=MAX_SECONDS,
-        unit="seconds",
-        mutable=True,
-    )
-    grpo_group_size: int = declare(8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096)
-    grpo_max_tokens: int | None = declare(
-        None,
-        "grpo: maximum length of a completion; the prompt has the rest of seq_length; unset: half of seq_length",
-        ge=1,
-        le=1_048_576,
-        unit="tokens",
-    )
-    grpo_temperature: float = declare(
-        1.0, "grpo: temperature at which the model writes completions, and of their probabilities", ge=0.01, le=100
-    )
-    grpo_beta: float = declare(
-        0.0,
-        "grpo: weight of the KL divergence from the model without its adapter; requires LoRA",
-        ge=0,
-        le=MAX_NUMBER,
-    )
-    grpo_epsilon: float = declare(
-        0.2, "grpo: clip the ratio of new to old probabilities below at 1 - grpo_epsilon", ge=0, lt=1
-    )
-    grpo_epsilon_high: float = declare(
-        0.0, "grpo: clip the ratio above at 1 + grpo_epsilon_high; 0: grpo_epsilon", ge=0, le=MAX_NUMBER
-    )
-    grpo_iterations: int = declare(
-        1, "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped", ge=1, le=1000
-    )
-    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = declare(
-        "dapo",
-        "grpo: mean of the loss over all tokens of a step (dapo), over the means of the completions (grpo), or of the sums of "
-        "completions over grpo_max_tokens (dr_grpo)",
-    )
-    grpo_scale_rewards: Literal["group", "batch", "none"] = declare(
-        "group",
-        "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
-    )
-    rollout_servers: Words = declare(
-        (),
-        "grpo: servers that write completions with the newest adapter, beside the ranks: addresses of Ollama (http://10.0.0.5:11434) "
-        "and of vLLM (http://10.0.0.6:8000/v1), or cluster or all: the Ollama servers of the cluster, or of the inventory",
-        mutable=True,
-    )
-    rollout_model: str = declare(
-        "",
-        "grpo: name of the base model on the Ollama servers, such as smollm2:135m; empty: they get that of the run, in 16 bits",
-        mutable=True,
-    )
-    rollout_ranks: bool = declare(
-        True, "grpo: ranks write completions, too, if there are rollout_servers", mutable=True
-    )
-    rollout_folder: str = declare(
-        "", "grpo: folder that the first host shares with vLLM servers, in which they find the adapters", mutable=True
-    )
-    max_staleness: int = declare(
-        1,
-        "grpo: steps by which the adapter that writes a completion on a server may be older than the one that it trains; 0: "
-        "servers wait while the ranks train",
-        ge=0,
-        le=64,
-        unit="steps",
-        mutable=True,
-    )
-    preference_beta: float = declare(
-        0.1,
-        "dpo, kto: how strongly the model is kept near the reference; orpo: weight of the odds ratio",
-        gt=0,
-        le=1000,
-    )
-    preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = declare(
-        "sigmoid", "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing"
-    )
-    preference_label_smoothing: float = declare(
-        0.0, "dpo: fraction of the pairs with the wrong order, for preference_loss=robust", ge=0, lt=0.5
-    )
-    preference_precompute: bool = declare(
-        False,
-        "dpo, kto: compute the log-probabilities of the reference before the first step, and keep them in the store; "
-        "always without LoRA and in pipelines. Otherwise every step computes them with the adapter switched off",
-    )
-    kto_desirable_weight: float = declare(1.0, "kto: weight of the loss of good answers", gt=0, le=1000)
-    kto_undesirable_weight: float = declare(1.0, "kto: weight of the loss of bad answers", gt=0, le=1000)
     lora_r: int = declare(
         16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, suggested_names=["lora", "r", "rank"]
     )

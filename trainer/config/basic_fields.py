@@ -1,0 +1,122 @@
+"""The fields of a run spec that every run uses: the model, the data, and how a step trains on it."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from trainer.config.dataset_source import EXPECTED, Columns, Datasets
+from trainer.config.fields import MAX_COUNT, MAX_NUMBER, IsoDate, Words, declare
+from trainer.config.methods import DEFAULT_METHOD, METHODS
+from trainer.config.presets import EMBEDDED_DATASET, TINY
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[(*METHODS,)]
+
+
+class BasicFields(BaseModel):
+    """These fields, in the order of the documentation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+    run: str = declare(
+        "",
+        "name of the run and of its folder; empty: the model's name and a digest of the spec",
+        suggested_names=["name"],
+        mutable=True,
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$",
+    )
+    method: MethodName = declare(
+        DEFAULT_METHOD, "what the model learns from the data; see docs/preferences.md and docs/rewards.md"
+    )
+    model: str = declare(
+        TINY,
+        "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
+        min_length=1,
+    )
+    script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/scripts.md")
+    backend: Literal["auto", "peft", "unsloth"] = declare(
+        "auto",
+        "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
+    )
+    dataset: Datasets = declare(
+        EMBEDDED_DATASET,
+        "'ansible-docs' (generated locally), 'observatory' (part of trainyard; default of model=smollm2), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
+        "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
+        expected=EXPECTED["dataset"],
+    )
+    dataset_split: str = declare("train", "split of a hub dataset or a folder", min_length=1)
+    dataset_config: str = declare("", "configuration (subset) of a hub dataset")
+    columns: Columns = declare(
+        {},
+        "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
+        expected=EXPECTED["columns"],
+    )
+    ignore_keys: Words = declare(
+        (),
+        "keys of records and messages that the run ignores, such as score or weight: other keys that change what is learned "
+        "are used or refused",
+    )
+    system: Literal["keep", "prepend"] = declare(
+        "keep",
+        "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
+        "for templates without a system role",
+        expected="keep or prepend (the system message of a distillation is system_message)",
+    )
+    template_date: IsoDate = declare(
+        "",
+        "date that the chat template of the model prints, if it prints one; empty: the day of the run's first start, also after a resume",
+        expected="a date such as 2026-01-31",
+    )
+    fake_data: bool = declare(False, "train on random tokens instead of the dataset, to measure speed")
+    train_on: Literal["answer", "all"] = declare(
+        "answer", "tokens that contribute to the loss: only the assistant's answers, or all"
+    )
+    allow_dropped: bool = declare(
+        False, "train even if more than half of the samples, or of a teacher's answers, are dropped", mutable=True
+    )
+    seq_length: int = declare(
+        1024, "maximum length of a row; longer samples are truncated", unit="tokens", ge=8, le=1_048_576
+    )
+    packing: Literal["auto"] | bool = declare(
+        "auto", "pack several samples into one row, separated by their positions; auto: if the model keeps them apart"
+    )
+    epochs: int = declare(1, "number of passes over the dataset", ge=1, le=100_000)
+    max_steps: int = declare(
+        0, "maximum number of optimizer steps; 0 or -1: run all epochs", ge=0, minus_one=0, le=MAX_COUNT, unit="steps"
+    )
+    batch_size: int = declare(
+        4,
+        "rows of a micro-batch, the input of one forward pass on one device; auto: as many as fit, for up to 16,384 tokens on a GPU and 4 rows on a CPU",
+        ge=1,
+        le=65_536,
+        unit="rows",
+        automatic=True,
+    )
+    gradient_accumulation: int | None = declare(
+        None,
+        "micro-batches of one optimizer step over all ranks; an alternative to total_batch_size",
+        ge=1,
+        le=1_048_576,
+    )
+    total_batch_size: int | None = declare(
+        None,
+        "rows of one optimizer step over all ranks, for any number of ranks; unset: 32",
+        ge=1,
+        le=1_048_576,
+        unit="rows",
+        suggested_names=["train_batch_size"],
+    )
+    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER)
+    schedule: Literal["cosine", "linear", "constant"] = declare("cosine", "learning rate schedule after the warmup")
+    warmup: float = declare(
+        0.03,
+        "length of the linear warmup: a number of steps (1 or more), or a fraction of all steps (below 1)",
+        ge=0,
+        le=MAX_COUNT,
+    )
+    weight_decay: float = declare(0.0, "weight decay of AdamW; applies to matrices only", ge=0, le=MAX_NUMBER)
+    max_grad_norm: float = declare(
+        1.0, "maximum gradient norm; 0 or -1 disables clipping", ge=0, minus_one=0, le=MAX_NUMBER
+    )

@@ -1,0 +1,151 @@
+"""The fields of a run spec that a training method or a teacher uses."""
+
+from typing import Literal
+
+from trainer.config.basic_fields import BasicFields
+from trainer.config.fields import MAX_NUMBER, MAX_SECONDS, Words, declare
+from trainer.config.presets import MAX_TEACHER_TOP_K, TEACHER_TOP_K
+from trainer.config.reward_source import EXPECTED as EXPECTED_REWARD
+from trainer.config.reward_source import Rewards
+
+
+class MethodFields(BasicFields):
+    """These fields, after those of every run."""
+
+    distill_alpha: float = declare(
+        0.0,
+        "weight of the teacher's token probabilities: (1 - distill_alpha) x cross entropy + distill_alpha x KL",
+        ge=0,
+        le=1,
+    )
+    distill_temperature: float = declare(
+        1.0,
+        "temperature of teacher and student in the KL term, and of answers that the student writes",
+        ge=0.01,
+        le=100,
+    )
+    teacher: str = declare(
+        "",
+        "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
+        "host:/folder for one that every host has, or a hub id (org/name); empty: the dataset has them as teacher_logprobs",
+    )
+    teacher_host: str = declare(
+        "",
+        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; empty: every rank holds the teacher",
+        mutable=True,
+    )
+    teacher_top_k: int = declare(
+        0,
+        "number of the teacher's most probable tokens that the student learns at each place; 0 or -1: all tokens; "
+        f"with teacher_host: {TEACHER_TOP_K}",
+        ge=0,
+        minus_one=0,
+        le=MAX_TEACHER_TOP_K,
+        unit="tokens",
+    )
+    gkd_lambda: float = declare(
+        0.0,
+        "fraction of the steps in which the student writes the answers itself and the teacher judges them; requires teacher",
+        ge=0,
+        le=1,
+    )
+    gkd_beta: float = declare(
+        0.0,
+        "divergence from the teacher: 0: KL(teacher, student); 1: KL(student, teacher); between: generalised Jensen-Shannon",
+        ge=0,
+        le=1,
+    )
+    reward: Rewards = declare(
+        (),
+        "grpo: what rates a completion, each with a weight after a colon: Python files, and exact, regex, length, format and json; "
+        "see docs/rewards.md",
+        expected=EXPECTED_REWARD,
+    )
+    reward_timeout: float = declare(
+        60.0,
+        "grpo: time limit of one call of a reward function, which rates all completions of a step",
+        ge=0.1,
+        le=MAX_SECONDS,
+        unit="seconds",
+        mutable=True,
+    )
+    grpo_group_size: int = declare(8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096)
+    grpo_max_tokens: int | None = declare(
+        None,
+        "grpo: maximum length of a completion; the prompt has the rest of seq_length; unset: half of seq_length",
+        ge=1,
+        le=1_048_576,
+        unit="tokens",
+    )
+    grpo_temperature: float = declare(
+        1.0, "grpo: temperature at which the model writes completions, and of their probabilities", ge=0.01, le=100
+    )
+    grpo_beta: float = declare(
+        0.0,
+        "grpo: weight of the KL divergence from the model without its adapter; requires LoRA",
+        ge=0,
+        le=MAX_NUMBER,
+    )
+    grpo_epsilon: float = declare(
+        0.2, "grpo: clip the ratio of new to old probabilities below at 1 - grpo_epsilon", ge=0, lt=1
+    )
+    grpo_epsilon_high: float = declare(
+        0.0, "grpo: clip the ratio above at 1 + grpo_epsilon_high; 0: grpo_epsilon", ge=0, le=MAX_NUMBER
+    )
+    grpo_iterations: int = declare(
+        1, "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped", ge=1, le=1000
+    )
+    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = declare(
+        "dapo",
+        "grpo: mean of the loss over all tokens of a step (dapo), over the means of the completions (grpo), or of the sums of "
+        "completions over grpo_max_tokens (dr_grpo)",
+    )
+    grpo_scale_rewards: Literal["group", "batch", "none"] = declare(
+        "group",
+        "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
+    )
+    rollout_servers: Words = declare(
+        (),
+        "grpo: servers that write completions with the newest adapter, beside the ranks: addresses of Ollama (http://10.0.0.5:11434) "
+        "and of vLLM (http://10.0.0.6:8000/v1), or cluster or all: the Ollama servers of the cluster, or of the inventory",
+        mutable=True,
+    )
+    rollout_model: str = declare(
+        "",
+        "grpo: name of the base model on the Ollama servers, such as smollm2:135m; empty: they get that of the run, in 16 bits",
+        mutable=True,
+    )
+    rollout_ranks: bool = declare(
+        True, "grpo: ranks write completions, too, if there are rollout_servers", mutable=True
+    )
+    rollout_folder: str = declare(
+        "", "grpo: folder that the first host shares with vLLM servers, in which they find the adapters", mutable=True
+    )
+    max_staleness: int = declare(
+        1,
+        "grpo: steps by which the adapter that writes a completion on a server may be older than the one that it trains; 0: "
+        "servers wait while the ranks train",
+        ge=0,
+        le=64,
+        unit="steps",
+        mutable=True,
+    )
+    preference_beta: float = declare(
+        0.1,
+        "dpo, kto: how strongly the model is kept near the reference; orpo: weight of the odds ratio",
+        gt=0,
+        le=1000,
+    )
+    preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = declare(
+        "sigmoid", "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing"
+    )
+    preference_label_smoothing: float = declare(
+        0.0, "dpo: fraction of the pairs with the wrong order, for preference_loss=robust", ge=0, lt=0.5
+    )
+    preference_precompute: bool = declare(
+        False,
+        "dpo, kto: compute the log-probabilities of the reference before the first step, and keep them in the store; "
+        "always without LoRA and in pipelines. Otherwise every step computes them with the adapter switched off",
+    )
+    kto_desirable_weight: float = declare(1.0, "kto: weight of the loss of good answers", gt=0, le=1000)
+    kto_undesirable_weight: float = declare(1.0, "kto: weight of the loss of bad answers", gt=0, le=1000)
