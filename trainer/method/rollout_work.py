@@ -447,7 +447,7 @@ class RolloutWork:
         counts = (next_labels(batch.labels) != packing.IGNORED).view(batch.ids.shape).sum(1).tolist()
         drifts = (-logps - entropies).sum(1).tolist()
         for place, is_chosen, drift, count in zip(places, chosen, drifts, counts, strict=True):
-            if is_chosen:
+            if is_chosen and mine[place].worker in sums:  # it may be of a server of an earlier start
                 sums[mine[place].worker][0] += drift
                 sums[mine[place].worker][1] += count
 

@@ -433,6 +433,19 @@ def test_a_resumed_run_trains_on_the_same_completions(start: Callable[..., Start
     assert sorted(path.name for path in folder.glob("trainyard-rollouts-r-v*")) != []
 
 
+def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> None:
+    """The completions of a server that is no longer named are trained on, with their probabilities."""
+    run = start(rollout_ranks=False, max_staleness=0)
+    expected = run.step(0).shared.rated.ids
+    run.method.end()
+    again = start(rollout_servers="http://127.0.0.8:1", max_staleness=0)
+    work = again.step(0)
+    assert work.shared.rated.ids == expected
+    assert again.rank.batch(work, work.parts[0]).extra.scores.by_server.all()
+    assert not any(name.startswith("drift") for name in again.train(work))
+    again.method.end()
+
+
 def test_a_server_with_another_model_is_left_out(
     start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
