@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ from trainer.generation.ollama_models import create_body, small_model_options, t
 from trainer.generation.pool import Task
 
 _KEPT = 2  # adapters on a server: requests with the one before the newest may be under way
+_REPEATS = 30  # of a token, after which Ollama may end an answer
 _LOAD_LIMIT = 600.0  # s for a server to take an adapter, and to load its model
 _UPLOAD_LIMIT = 7200.0  # s for a server to take the base model
 
@@ -214,16 +215,22 @@ class OllamaServer(RolloutServer):
     def ask(self, prompt: Request, cancel: Cancel) -> Answer:
         """Return the completion of a prompt by the newest adapter. Raises OllamaError."""
         prompt.version, model = self.current()
-        limit = self._sampling.timeout
-        return self._client.generate(
-            model,
-            self._text(prompt),
-            raw=True,
-            options=self._options | {"seed": prompt.seed},
-            deadline=limit,
-            first=limit,
-            cancel=cancel,
-        )
+        more: dict[str, Any] = {"deadline": self._sampling.timeout, "first": self._sampling.timeout, "cancel": cancel}
+        text, left = "", self._sampling.limit
+        while True:
+            pieces: list[str] = []
+            options = self._options | {"seed": prompt.seed + len(text), "num_predict": left}
+            try:
+                asked = self._text(prompt) + text
+                answer = self._client.generate(model, asked, raw=True, options=options, hear=pieces.append, **more)
+                return replace(answer, text=text + answer.text)
+            except OllamaError:
+                if len(pieces) < _REPEATS or len({piece.strip() for piece in pieces[-_REPEATS:]}) > 1:
+                    raise
+            # Ollama ends an answer at the 31st repetition of a token, which it keeps to itself: let it go on from there.
+            text, left = text + "".join([*pieces, pieces[-1]]), left - len(pieces) - 1
+            if left < 1:
+                return Answer(text, "", "length", self._sampling.limit, 0.0, 0.0)
 
     def _text(self, prompt: Request) -> str:
         return prompt.text.removeprefix(self._adds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
 
-from trainer.generation.ollama_client import Cancel, OllamaError
+from trainer.generation.ollama_client import Answer, Cancel, OllamaClient, OllamaError
 from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, Request, Sampling, VLLMServer
 
 SAMPLING = Sampling("run-v", 0.7, 5, 64, 30.0)
@@ -132,3 +133,28 @@ def test_an_ollama_that_cannot_write_completions_says_why(tmp_path: Path) -> Non
             server = OllamaServer("s", teacher.url, SAMPLING, lambda: pytest.fail("no adapter"))
             with pytest.raises(OllamaError, match=message):
                 server.prepare(Base("absent", ["a"]), Request(0, 0, [5], "a", 1))
+
+
+@pytest.mark.parametrize("space", ["a", "\n"])
+def test_an_answer_that_ollama_ends_as_it_repeats_a_token_goes_on(monkeypatch: pytest.MonkeyPatch, space: str) -> None:
+    """No version of Ollama gives more than 31 times the same token, and the next one is drawn but not told."""
+    asked: list[tuple[str, int, int]] = []
+    model = "x" * 3 + space * 70 + "y" * 10  # one token a character
+
+    def generate(client: Any, name: str, prompt: str, *, options: Any, hear: Any, **more: Any) -> Answer:
+        asked.append((prompt, options["num_predict"], options["seed"]))
+        rest, repeated, last = model[len(prompt) - len("prompt") :][: options["num_predict"]], 0, ""
+        for piece in rest:
+            repeated, last = (repeated + 1 if piece.strip() == last else 0), piece.strip()
+            if repeated > 30:
+                raise OllamaError("the answer is incomplete")
+            hear(piece)
+        return Answer(rest, "", "stop" if rest == model[-len(rest) :] else "length", len(rest), 0.0, 0.0)
+
+    monkeypatch.setattr(OllamaClient, "generate", generate)
+    monkeypatch.setattr(OllamaServer, "current", lambda server: (4, "run-v4"))
+    for limit, text, finished in ((200, model, "stop"), (60, model[:60], "length"), (35, model[:35], "length")):
+        server = OllamaServer("s", "http://127.0.0.1:1", replace(SAMPLING, limit=limit), lambda: pytest.fail("none"))
+        answer = server.ask(Request(0, 0, [1], "prompt", 5), Cancel())
+        assert (answer.text, answer.finished) == (text, finished)
+    assert all(left == 200 - len(prompt) + 6 for prompt, left, _ in asked[:3]) and len({seed for *_, seed in asked}) > 2
