@@ -316,6 +316,9 @@ class VLLMServer(RolloutServer):
         self._client.send(f"{self._path}/unload_lora_adapter", {"lora_name": self.model(version)})
 
 
-def model_prefix(run: str) -> str:
-    """Return the beginning of the names that the models of a run have on its servers."""
-    return f"trainyard-rollouts-{run}-v"
+def model_prefix(run: str, token: str) -> str:
+    """Return the beginning of the names that the models of a run have on its servers, where a name has at most 80 characters.
+
+    `token`: 8 characters that no other run has.
+    """
+    return f"trainyard-rollouts-{run[:40]}-{token[:8]}-v"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load, save_file
 
 from trainer.common.errors import UserError, first_line
-from trainer.common.files import atomic_folder, sha256_file
+from trainer.common.files import atomic_folder, sha256_file, write_atomic
 from trainer.config import RunSpec
 from trainer.config.rollout_fields import is_vllm, require_addresses, server_name
 from trainer.data import packing
@@ -80,6 +81,7 @@ class RolloutWork:
         self._versions: dict[int, State] = {}
         self._hub: Rollouts | None = None  # on the first rank
         self._newest: Adapter | None = None
+        self._prefix = ""
         self._folder = run.ahead.run_dir / FOLDER
         self._text = TextTokenizer.of(copy.deepcopy(run.tokenizer))  # threads may not share one
         self._drifts = {name: [0.0, 0] for name in self.names}
@@ -230,7 +232,7 @@ class RolloutWork:
 
     def _restore(self, step: int, rank: Rank) -> None:
         """Read the adapters that wrote completions which a stopped run had received."""
-
+        self._prefix = self._agreed(rank, self._read_prefix)
         paths = {
             version: self._version_folder(version) / "adapter_model.safetensors"
             for version in range(max(0, step - self._spec.max_staleness), step)
@@ -243,12 +245,19 @@ class RolloutWork:
         """Return a file of the first rank, on all ranks."""
         return rank.group.gather_bytes(path.read_bytes() if rank.group.rank == 0 else b"")[0]
 
+    def _read_prefix(self) -> str:
+        """Return the beginning of the names that models of this run have on servers: other runs may have its name, too."""
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / "id"
+        if not path.exists():
+            write_atomic(path, secrets.token_hex(4))
+        return model_prefix(self._spec.run, path.read_text(encoding="utf-8"))
+
     def _version_folder(self, version: int) -> Path:
-        return self._folder / f"{model_prefix(self._spec.run)}{version}"
+        return self._folder / f"{self._prefix}{version}"
 
     def _write_adapter(self, step: int, rank: Rank) -> None:
         folder = self._version_folder(step)
-        self._folder.mkdir(exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder, "adapter") as aside:
             aside.mkdir()
@@ -278,8 +287,8 @@ class RolloutWork:
         assert self._hub and self._newest
         oldest = self._ahead.oldest_checkpoint()
         self._hub.prune(oldest)
-        for path in self._folder.glob(f"{model_prefix(self._spec.run)}*"):
-            version = path.name.removeprefix(model_prefix(self._spec.run)).removesuffix(".gguf")
+        for path in self._folder.glob(f"{self._prefix}*"):
+            version = path.name.removeprefix(self._prefix).removesuffix(".gguf")
             kept = self._newest.version - 2 if path.suffix == ".gguf" else oldest - self._spec.max_staleness
             if version.isdecimal() and int(version) < kept:
                 _remove(path)
@@ -292,7 +301,7 @@ class RolloutWork:
         """Get the servers ready and return what hands out prompts. Raises UserError if none is, and ranks do not write."""
         spec, vocabulary = self._spec, len(self._run.tokenizer)
         sampling = Sampling(
-            model_prefix(spec.run),
+            self._prefix,
             spec.grpo_temperature,
             spec.completion_length,
             spec.seq_length,

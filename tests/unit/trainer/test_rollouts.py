@@ -430,7 +430,7 @@ def test_a_resumed_run_trains_on_the_same_completions(start: Callable[..., Start
     assert not [place for step, place, _ in again.server.asked if step in (1, 2)]  # type: ignore[union-attr]
     again.method.end()
     folder = tmp_path / "rollouts"
-    assert sorted(path.name for path in folder.glob("trainyard-rollouts-r-v*")) != []
+    assert sorted(path.name for path in folder.glob("trainyard-rollouts-r-*-v*")) != []
 
 
 def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> None:
@@ -444,6 +444,22 @@ def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> 
     assert again.rank.batch(work, work.parts[0]).extra.scores.by_server.all()
     assert not any(name.startswith("drift") for name in again.train(work))
     again.method.end()
+
+
+def test_models_on_a_server_have_names_that_no_other_run_uses(start: Callable[..., Started], tmp_path: Path) -> None:
+    """Run r removes what begins with its prefix: not the models of r-v2, nor those of another r."""
+    names = []
+    for number, run in enumerate(("r", "r-v2", "r", "x" * 64)):
+        started = start(run=run)
+        work: Any = started.method._workers
+        work._folder = tmp_path / f"{number}"
+        started.train(started.step(0))
+        prefix = work._prefix
+        assert len(f"{prefix}999999") <= 80
+        assert not any(prefix.startswith(other) or other.startswith(prefix) for other in names)
+        assert prefix == work._read_prefix(), "a restart removes what the run left"
+        names.append(prefix)
+        started.method.end()
 
 
 def test_a_server_with_another_model_is_left_out(
