@@ -31,7 +31,7 @@ from trainer.config.rollout_fields import is_vllm, require_addresses, server_nam
 from trainer.data import packing
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.generation.journal import Completion, Journal
-from trainer.generation.ollama_client import Answer, OllamaError
+from trainer.generation.ollama_client import OllamaError
 from trainer.generation.rollout_servers import (
     Adapter,
     Base,
@@ -47,6 +47,7 @@ from trainer.gguf.gguf_adapter import write_adapter
 from trainer.gguf.llama import UnsupportedModelError, write_llama
 from trainer.gguf.plain_adapter import AdapterError
 from trainer.method.method_base import Batch, Rank, RunContext, Work, label_statistics, next_labels
+from trainer.method.server_tokens import ServerTokens
 
 FOLDER = "rollouts"
 MAX_DRIFT = 0.5  # mean difference of log-probabilities, nats per token, above which a server is left out
@@ -323,7 +324,7 @@ class RolloutWork:
             ready,
             journal,
             claim=partial(_claim, rank.group.store),
-            tokens_of=self._tokens_of,
+            tokens_of=ServerTokens(self._text, vocabulary, self._ends, spec.completion_length).of,
             text_of=lambda tokens: self._text.decode(list(tokens)),
             seed_of=self._seed,
             ranks=spec.rollout_ranks,
@@ -394,27 +395,6 @@ class RolloutWork:
     def _seed(self, step: int, place: int, tries: int) -> int:
         text = f"{self._spec.seed} {step} {place} {tries}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> 1
-
-    def _tokens_of(self, request: Request, answer: Answer) -> list[int] | None:
-        """Return the tokens of a server's completion, with one that ends it; None if the text has no such tokens.
-
-        Tokens are those that encoding the text gives, as for any text of a dataset: a server tells its own ones only with vLLM's API.
-        """
-        limit, count = self._spec.completion_length, len(self._run.tokenizer)
-        if request.ids is not None:
-            good = all(type(token) is int and 0 <= token < count for token in request.ids)
-            return list(request.ids[:limit]) or None if good else None
-        text = answer.text.rstrip("\ufffd") if answer.finished == "length" else answer.text
-        ids, _ = self._text.tokenize(text)
-        whole = self._text.decode([*request.tokens, *ids])
-        if whole != self._text.decode(list(request.tokens)) + text:
-            return None
-        if answer.finished == "stop":
-            ids = [
-                *ids,
-                self._run.tokenizer.eos_token_id if self._run.tokenizer.eos_token_id in self._ends else min(self._ends),
-            ]
-        return ids[:limit] or None
 
     # Log-probabilities ---------------------------------------------------------------------------------------------------
 
