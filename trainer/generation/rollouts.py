@@ -18,6 +18,8 @@ from trainer.generation.ollama_client import Answer, OllamaError
 from trainer.generation.pool import ServerPool
 from trainer.generation.rollout_servers import Request, RolloutServer
 
+_TRIES = 20  # texts without tokens that servers write for one prompt before a run without other workers fails
+
 
 @dataclass
 class OpenStep:
@@ -127,7 +129,15 @@ class Rollouts:
             ids = self._tokens_of(request, answer)
             if ids is None:
                 self.undecodable += 1
-                self._return(request)
+                if str(self.undecodable).rstrip("0") == "1":  # 1, 10, 100 ...
+                    self._log(
+                        f"rollouts: {self.undecodable} texts that no tokens of the run give, now of {server.name}"
+                    )
+                tries = self._return(request)
+                if tries >= _TRIES and not self._ranks:
+                    self._fail(
+                        f"{server.name} has written {tries} texts for a prompt, but no tokens of the run give them"
+                    )
                 self._pool.wake()
             else:
                 arrived.append(Completion(request.step, request.place, request.version, server.name, ids))
@@ -156,19 +166,22 @@ class Rollouts:
         if not self._ranks:
             self._fail(f"a completion of step {request.step + 1} was not written: {why}")
 
-    def _return(self, request: Request) -> None:
+    def _return(self, request: Request) -> int:
+        """Give back what a server has not written; return how often that was."""
+        tries = 0
         with self._changed:
             if step := self._steps.get(request.step):
                 step.asked.pop(request.place, None)
                 if request.place not in step.written:
                     step.returned.append(request.place)
-                    step.tries[request.place] = step.tries.get(request.place, 0) + 1
+                    tries = step.tries[request.place] = step.tries.get(request.place, 0) + 1
             self._changed.notify_all()
+        return tries
 
     def _fail(self, why: str) -> None:
         """Give back what servers have: the ranks write it, or the run fails with this reason."""
         with self._changed:
-            self.error = why
+            self.error = self.error or why
             for step in self._steps.values():
                 step.returned += step.asked
                 step.asked.clear()

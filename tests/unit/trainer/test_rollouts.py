@@ -193,6 +193,17 @@ def test_a_text_without_tokens_is_written_again(tmp_path: Path) -> None:
         assert sorted(seeds) == [0, 1, 100, 101, 200, 201] and len(hub.written(0)) == 3
 
 
+def test_a_run_whose_servers_write_only_texts_without_tokens_fails(tmp_path: Path) -> None:
+    """Servers alone write: the run would wait for ever."""
+    lines, more = list[str](), {"ranks": False, "tokens_of": lambda request, answer: None}
+    with handing_out(tmp_path, [Simulated("s")], Counters(), log=lines.append, **more) as hub:
+        hub.open(0, [[1]] * 2)
+        until(lambda: hub.error)
+        assert hub.wait(0, 1) == [0, 1]
+        assert hub.error == "s has written 20 texts for a prompt, but no tokens of the run give them"
+    assert lines[:2] == [f"rollouts: {count} texts that no tokens of the run give, now of s" for count in (1, 10)]
+
+
 def test_completions_of_a_stopped_run_are_not_written_again(tmp_path: Path) -> None:
     Journal(tmp_path / "j.jsonl", lambda each: True, 0).add([completion(0, 1), completion(0, 2), completion(1, 0)])
     server = Simulated("s")
