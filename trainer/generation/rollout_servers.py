@@ -264,6 +264,11 @@ class VLLMServer(RolloutServer):
     https://docs.vllm.ai/en/stable/features/lora.html
     """
 
+    # What a request does not set is that of the model's generation_config.json, such as Qwen's repetition_penalty.
+    _OPTIONS: ClassVar[Mapping[str, Any]] = {
+        "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    }  # fmt: skip
+
     def __init__(self, name: str, url: str, sampling: Sampling, newest: Callable[[], Adapter], folder: str) -> None:
         """`folder`: where the server finds the adapters, each in a folder with its name."""
         super().__init__(name, sampling, newest)
@@ -282,8 +287,8 @@ class VLLMServer(RolloutServer):
         return self._complete(model, prompt, self._sampling.limit, cancel)
 
     def _complete(self, model: str, prompt: Request, limit: int, cancel: Cancel | None) -> Answer:
-        body = {"model": model, "prompt": list(prompt.tokens), "max_tokens": limit, "seed": prompt.seed, "top_p": 1.0}
-        body |= {"temperature": self._sampling.temperature, "top_k": -1, "return_token_ids": True}
+        body = {"model": model, "prompt": list(prompt.tokens), "max_tokens": limit, "seed": prompt.seed}
+        body |= {"temperature": self._sampling.temperature, "return_token_ids": True, **self._OPTIONS}
         found = self._post("completions", body, self._sampling.timeout, cancel)
         choices = found.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None

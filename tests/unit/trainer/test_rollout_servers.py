@@ -97,6 +97,8 @@ def test_a_vllm_server_loads_each_adapter_from_the_shared_folder(vllm: FakeVLLM,
     path, body = vllm.asked[-1]
     assert path == "/v1/completions" and body["model"] == "run-v1" and body["prompt"] == [5, 6]
     assert (body["temperature"], body["top_p"], body["top_k"], body["max_tokens"], body["seed"]) == (0.7, 1.0, -1, 5, 9)
+    penalties = [body[f"{name}_penalty"] for name in ("repetition", "presence", "frequency")]
+    assert penalties == [1.0, 0.0, 0.0] and body["min_p"] == 0.0  # else those of the model's generation_config.json
     newest[0] = adapter(tmp_path, 2)
     server.ask(prompt, Cancel())
     assert vllm.loaded == ["run-v1", "run-v2"]
