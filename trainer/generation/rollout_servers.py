@@ -133,6 +133,18 @@ class RolloutServer(ABC):
                 self.unload(self._live.pop(0))
             return newest.version, self.model(newest.version)
 
+    def _with_newest(self, prompt: Request, write: Callable[[str], Answer]) -> Answer:
+        """Return what `write` returns for the name of the newest adapter."""
+        prompt.version, model = self.current()
+        try:
+            return write(model)
+        except OllamaError as error:
+            if error.status != 404:
+                raise
+            with self._lock:  # the server has started anew, without the adapter
+                self._live = [version for version in self._live if version != prompt.version]
+            raise OllamaError(str(error), 500) from None
+
     def close(self) -> None:
         """Remove from the server what it got."""
         while self._live:
@@ -214,7 +226,9 @@ class OllamaServer(RolloutServer):
 
     def ask(self, prompt: Request, cancel: Cancel) -> Answer:
         """Return the completion of a prompt by the newest adapter. Raises OllamaError."""
-        prompt.version, model = self.current()
+        return self._with_newest(prompt, lambda model: self._generate(model, prompt, cancel))
+
+    def _generate(self, model: str, prompt: Request, cancel: Cancel) -> Answer:
         more: dict[str, Any] = {"deadline": self._sampling.timeout, "first": self._sampling.timeout, "cancel": cancel}
         text, left = "", self._sampling.limit
         while True:
@@ -283,8 +297,7 @@ class VLLMServer(RolloutServer):
 
     def ask(self, prompt: Request, cancel: Cancel) -> Answer:
         """Return the completion of a prompt by the newest adapter. Raises OllamaError."""
-        prompt.version, model = self.current()
-        return self._complete(model, prompt, self._sampling.limit, cancel)
+        return self._with_newest(prompt, lambda model: self._complete(model, prompt, self._sampling.limit, cancel))
 
     def _complete(self, model: str, prompt: Request, limit: int, cancel: Cancel | None) -> Answer:
         body = {"model": model, "prompt": list(prompt.tokens), "max_tokens": limit, "seed": prompt.seed}
@@ -310,6 +323,7 @@ class VLLMServer(RolloutServer):
     def load(self, adapter: Adapter) -> None:
         """Let the server read the adapter from the shared folder. Raises OllamaError."""
         name = self.model(adapter.version)
+        self.unload(adapter.version)  # of an earlier start that was killed: vLLM takes no name twice
         self._client.send(
             f"{self._path}/load_lora_adapter",
             {"lora_name": name, "lora_path": f"{self._folder}/{name}"},
@@ -317,8 +331,12 @@ class VLLMServer(RolloutServer):
         )
 
     def unload(self, version: int) -> None:
-        """Let the server forget an adapter. Raises OllamaError."""
-        self._client.send(f"{self._path}/unload_lora_adapter", {"lora_name": self.model(version)})
+        """Let the server forget an adapter, if it has it. Raises OllamaError."""
+        try:
+            self._client.send(f"{self._path}/unload_lora_adapter", {"lora_name": self.model(version)})
+        except OllamaError as error:
+            if error.status != 404:
+                raise
 
 
 def model_prefix(run: str, token: str) -> str:

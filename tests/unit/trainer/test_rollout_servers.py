@@ -58,6 +58,8 @@ class FakeVLLM:
         if path == "/v1/load_lora_adapter":
             if not Path(body["lora_path"], "adapter_config.json").exists():
                 return 400, json.dumps({"error": f"No adapter found for {body['lora_path']}"})
+            if name in self.loaded:
+                return 400, json.dumps({"error": f"The lora adapter '{name}' has already been loaded."})
             self.loaded.append(str(name))
             return 200, f"Success: LoRA adapter '{name}' added successfully."
         if name not in self.loaded:
@@ -90,7 +92,7 @@ def test_a_vllm_server_loads_each_adapter_from_the_shared_folder(vllm: FakeVLLM,
     server = VLLMServer("s", vllm.url, SAMPLING, lambda: newest[0], str(tmp_path))
     prompt = Request(3, 1, [5, 6], "a b", 9)
     server.prepare(Base("", []), prompt)
-    assert vllm.asked[0] == ("/v1/load_lora_adapter", {"lora_name": "run-v0", "lora_path": f"{tmp_path}/run-v0"})
+    assert vllm.asked[1] == ("/v1/load_lora_adapter", {"lora_name": "run-v0", "lora_path": f"{tmp_path}/run-v0"})
     newest[0] = adapter(tmp_path, 1)
     answer = server.ask(prompt, Cancel())
     assert (answer.text, answer.finished, prompt.ids, prompt.version) == (" 4", "stop", [7, 2], 1)
@@ -117,6 +119,31 @@ def test_a_reply_without_a_completion_is_an_error(vllm: FakeVLLM, tmp_path: Path
     first = adapter(tmp_path, 0)
     with pytest.raises(OllamaError, match="the reply of /completions has no text"):
         server.ask(Request(0, 0, [5], "a", 1), Cancel())
+
+
+def test_a_run_that_was_killed_replaces_its_adapters(vllm: FakeVLLM, tmp_path: Path) -> None:
+    first = adapter(tmp_path, 0)
+    for _ in range(2):
+        server = VLLMServer("s", vllm.url, SAMPLING, lambda: first, str(tmp_path))
+        server.prepare(Base("", []), Request(0, 0, [5], "a", 1))
+    loads = [path for path, _ in vllm.asked if path == "/v1/load_lora_adapter"]
+    assert len(loads) == 2 and vllm.loaded == ["run-v0"]
+
+
+def test_a_server_that_has_started_anew_gets_the_adapter_again(vllm: FakeVLLM, tmp_path: Path) -> None:
+    """An error 404 would leave it out for the rest of the run."""
+    newest, prompt = [adapter(tmp_path, 0)], Request(0, 0, [5], "a", 1)
+    server = VLLMServer("s", vllm.url, SAMPLING, lambda: newest[0], str(tmp_path))
+    server.ask(prompt, Cancel())
+    vllm.loaded.clear()
+    with pytest.raises(OllamaError, match="does not exist") as found:
+        server.ask(prompt, Cancel())
+    assert found.value.status == 500
+    assert server.ask(prompt, Cancel()).text == " 4" and vllm.loaded == ["run-v0"]
+    for version in (1, 2):  # the third one replaces the first one, which the server no longer has
+        vllm.loaded.clear()
+        newest[0] = adapter(tmp_path, version)
+        assert server.ask(prompt, Cancel()).text == " 4"
 
 
 def test_a_folder_that_the_server_does_not_see_is_named(vllm: FakeVLLM, tmp_path: Path) -> None:
