@@ -46,14 +46,15 @@ def rollout_error(spec: RunSpec) -> str:
             "" if spec.rollout_ranks else "rollout_ranks: without rollout_servers, only ranks write: omit rollout_ranks"
         )
     for each in servers:
-        if each not in FOUND and not _ADDRESS.fullmatch(each):
+        found = _ADDRESS.fullmatch(each)
+        if each not in FOUND and not (found and 0 < int((found[2] or ":1")[1:]) < 65536):
             return (
                 f"rollout_servers: got {quoted(each)}, expected addresses such as http://10.0.0.5:11434 or http://10.0.0.6:8000/v1, "
                 "or cluster or all"
             )
     if len(servers) > 1 and set(FOUND) & set(servers):
         return "rollout_servers: cluster and all find servers: give one of them alone, or addresses"
-    if len(set(servers)) < len(servers):
+    if len(set(map(server_name, servers))) < len(servers):
         return "rollout_servers: an address is given twice: remove one"
     if spec.strategy == "diloco":
         return "rollout_servers: replicas of diloco have different adapters: set strategy=ddp, or omit rollout_servers"

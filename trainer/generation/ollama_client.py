@@ -450,6 +450,8 @@ def _seconds(item: Mapping[str, Any], name: str) -> float:
 
 def _error_text(data: bytes, status: int) -> str:
     with contextlib.suppress(OllamaError):
-        if text := _string(_parse_object(data, ""), "error"):
+        found = _parse_object(data, "")
+        inner = found.get("error")  # of vLLM: an object
+        if text := _string(inner, "message") if isinstance(inner, dict) else _string(found, "error"):
             return text
     return f"HTTP status {status}"

@@ -288,7 +288,7 @@ class VLLMServer(RolloutServer):
         super().__init__(name, sampling, newest)
         parts = urlsplit(url)
         self._path, self._folder = parts.path.rstrip("/"), folder
-        self._client = OllamaClient(f"{parts.scheme}://{parts.netloc}")
+        self._client = OllamaClient(f"{parts.scheme}://{parts.netloc}{'' if parts.port else ':80'}")
 
     def prepare(self, base: Base, prompt: Request) -> None:
         """Load the newest adapter and write one token. Raises OllamaError."""

@@ -57,7 +57,7 @@ class FakeVLLM:
         name = body.get("lora_name") or body.get("model")
         if path == "/v1/load_lora_adapter":
             if not Path(body["lora_path"], "adapter_config.json").exists():
-                return 400, json.dumps({"error": f"No adapter found for {body['lora_path']}"})
+                return 400, json.dumps({"error": {"message": f"No adapter found for {body['lora_path']}", "code": 400}})
             if name in self.loaded:
                 return 400, json.dumps({"error": f"The lora adapter '{name}' has already been loaded."})
             self.loaded.append(str(name))
@@ -150,6 +150,15 @@ def test_a_folder_that_the_server_does_not_see_is_named(vllm: FakeVLLM, tmp_path
     server = VLLMServer("s", vllm.url, SAMPLING, lambda: adapter(tmp_path, 0), "/elsewhere")
     with pytest.raises(OllamaError, match="No adapter found for /elsewhere/run-v0"):
         server.prepare(Base("", []), Request(0, 0, [5], "a", 1))
+
+
+def test_vllm_without_a_port_is_at_that_of_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at that of Ollama."""
+    asked = []
+    monkeypatch.setattr(OllamaClient, "get", lambda client, path, **more: asked.append((client.port, path)))
+    for url in ("http://10.0.0.6/v1", "http://[::1]/v1/", "http://10.0.0.6:8000/v1"):
+        VLLMServer("s", url, SAMPLING, lambda: adapter(tmp_path, 0), str(tmp_path)).probe()
+    assert asked == [(80, "/v1/models"), (80, "/v1/models"), (8000, "/v1/models")]
 
 
 def test_an_ollama_that_cannot_write_completions_says_why(tmp_path: Path) -> None:
