@@ -52,6 +52,8 @@ from trainer.method.server_tokens import ServerTokens
 FOLDER = "rollouts"
 MAX_DRIFT = 0.5  # mean difference of log-probabilities, nats per token, above which a server is left out
 _DRIFT_TOKENS = 500  # of a server before its drift is judged
+_TURN = "rollouts/turn"  # the counter of the first rank's turns
+_POLL = 0.01  # s between two looks at it
 _WAITING = 1.0  # s between two reports that this rank waits for servers
 
 Write = Callable[[Sequence[int]], list[list[int]]]
@@ -82,7 +84,7 @@ class RolloutWork:
         self._versions: dict[int, State] = {}
         self._hub: Rollouts | None = None  # on the first rank
         self._newest: Adapter | None = None
-        self._prefix = ""
+        self._prefix, self._turn = "", 0
         self._folder = run.ahead.run_dir / FOLDER
         self._text = TextTokenizer.of(copy.deepcopy(run.tokenizer))  # threads may not share one
         self._drifts = {name: [0.0, 0] for name in self.names}
@@ -215,10 +217,20 @@ class RolloutWork:
             found = ("", work())
         except (UserError, OSError) as error:
             found = (str(error) or type(error).__name__, None)
+        self._wait_for_first(rank)
         parts = rank.group.gather(found)
         if why := next((why for why, _ in parts if why), ""):
             raise UserError(why)
         return [part for _, part in parts]
+
+    def _wait_for_first(self, rank: Rank) -> None:
+        """Wait until the first rank is here, too. It waits for servers: longer, maybe, than a collective may last."""
+        self._turn += 1
+        if rank.group.rank == 0:
+            rank.group.store.add(_TURN, 1)
+        while int(rank.group.store.add(_TURN, 0)) < self._turn:
+            rank.waiting("waiting for rollout servers")
+            time.sleep(_POLL)
 
     # Adapters ------------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,9 @@ class Counters:
     """The counters that all ranks share."""
 
     def __init__(self) -> None:
-        self._lock, self._counts = threading.Lock(), dict[int, int]()
+        self._lock, self._counts = threading.Lock(), dict[Any, int]()
 
-    def __call__(self, step: int, count: int) -> int:
+    def __call__(self, step: Any, count: int) -> int:
         with self._lock:
             self._counts[step] = self._counts.get(step, 0) + count
             return self._counts[step]
@@ -248,7 +249,7 @@ class OneRank:
         self.group, self._counters = self, Counters()
 
     def add(self, key: str, count: int) -> int:
-        return self._counters(int(key.rpartition("/")[2]), count)
+        return self._counters(key, count)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -507,6 +508,44 @@ def test_statistics_of_labels_are_those_of_the_whole_logits(start: Callable[...,
     wanted = -(every.exp() * every).sum(-1) * (torch.nn.functional.pad(batch.labels[:, 1:], (0, 1), value=-100) != -100)
     torch.testing.assert_close(entropies, wanted, atol=1e-5, rtol=1e-4)
     run.method.end()
+
+
+@pytest.mark.parametrize("error", ["", "rollout_servers: no server is left"])
+def test_no_rank_waits_in_a_collective_while_the_first_one_waits_for_servers(
+    start: Callable[..., Started], error: str
+) -> None:
+    """A collective ends after `collective_timeout`; a server may take hours to get the base model."""
+    meeting, counters, parts, notes = threading.Barrier(2), Counters(), ["", ""], list[str]()
+
+    class Group(OneRank):
+        def __init__(self, number: int) -> None:
+            self.group, self.store, self.rank, self.size, self._counters = self, self, number, 2, counters
+
+        def gather(self, value: Any) -> list[Any]:
+            parts[self.rank] = value
+            meeting.wait(0.2)
+            return list(parts)
+
+        def waiting(self, note: str) -> None:
+            notes.append(note)
+
+    def slow() -> str:
+        time.sleep(0.5)
+        if error:
+            raise UserError(error)
+        return "servers"
+
+    def run(number: int) -> str:
+        try:
+            work = copy.copy(made)
+            return str([work._agreed(Group(number), slow), work._agreed(Group(number), lambda: "more")])  # type: ignore[arg-type]
+        except UserError as found:
+            return str(found)
+
+    made: Any = start().method._workers
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(run, range(2))) == [error or "['servers', 'more']"] * 2
+    assert set(notes) == {"waiting for rollout servers"}
 
 
 # The spec ------------------------------------------------------------------------------------------------------------------
