@@ -381,7 +381,7 @@ def begin_method(inputs: TrainingInputs, strategy: Strategy, run_dir: Path) -> M
         inputs.train_set,
         run_dir,
         lambda step: [sample for row in strategy.local_rows(inputs.order.step(step)) for sample in row],
-        lambda: min(complete_checkpoints(checkpoints, verify=False), default=0),
+        lambda: complete_checkpoints(checkpoints, verify=False),
     )
     method.begin(RunContext(inputs.tokenizer, strategy.plain, strategy.autocast, inputs.steps, columns, ahead))
     return method

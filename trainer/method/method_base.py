@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -77,13 +77,13 @@ class AheadContext:
         corpus: the training samples.
         run_dir: the folder of the run.
         prompts: returns the samples of a step (from 0), for all ranks.
-        oldest_checkpoint: returns the step of the oldest checkpoint of this host; 0 without one.
+        checkpoints: returns the steps of the checkpoints of this host.
     """
 
     corpus: Corpus
     run_dir: Path
     prompts: Callable[[int], Sequence[int]]
-    oldest_checkpoint: Callable[[], int]
+    checkpoints: Callable[[], Collection[int]]
 
 
 @dataclass(frozen=True)

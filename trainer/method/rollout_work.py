@@ -298,12 +298,14 @@ class RolloutWork:
     def _prune(self) -> None:
         """Delete what no resume needs."""
         assert self._hub and self._newest
-        oldest = self._ahead.oldest_checkpoint()
-        self._hub.prune(oldest)
+        resumes, newest, age = self._ahead.checkpoints(), self._newest.version, self._spec.max_staleness
+        self._hub.prune(min(resumes, default=0))
+        needed = {step - back for step in (*resumes, newest + 1) for back in range(1, age + 1)}  # see _restore
         for path in self._folder.glob(f"{self._prefix}*"):
             version = path.name.removeprefix(self._prefix).removesuffix(".gguf")
-            kept = self._newest.version - 2 if path.suffix == ".gguf" else oldest - self._spec.max_staleness
-            if version.isdecimal() and int(version) < kept:
+            if not version.isdecimal() or int(version) >= newest - 2:  # servers may still read it
+                continue
+            if path.suffix == ".gguf" or int(version) not in needed:
                 _remove(path)
                 if self._spec.rollout_folder:
                     _remove(Path(self._spec.rollout_folder) / path.name)

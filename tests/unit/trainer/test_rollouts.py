@@ -308,14 +308,14 @@ class Started:
         self.method, self.module = GRPO(spec), ModelWithLoss(model)
         self.module.method = self.method
         self.rank, self.corpus, self.server = OneRank(self.method, model), corpus, None
-        self.checkpoint = 0
+        self.checkpoints = list[int]()
 
         def prepared(work: Any, sampling: Sampling, base: Base, prompt: Request, rank: Any) -> list[RolloutServer]:
             self.server = Generating(model_folder, work._adapter)
             return [self.server]
 
         self.prepared = prepared
-        ahead = AheadContext(corpus, run_dir, self.samples, lambda: self.checkpoint)
+        ahead = AheadContext(corpus, run_dir, self.samples, lambda: self.checkpoints)
         self.method.begin(RunContext(tokenizer, self.module, contextlib.nullcontext, 6, ["answer"], ahead))
 
     def samples(self, step: int) -> list[int]:
@@ -422,7 +422,7 @@ def test_a_resumed_run_trains_on_the_same_completions(start: Callable[..., Start
     run = start(rollout_ranks=False, max_staleness=2)
     run.train(run.step(0))
     before = copy.deepcopy(run.module.model.state_dict())
-    run.checkpoint = 1
+    run.checkpoints = [1]
     expected = run.step(1)
     scores = [run.rank.batch(expected, part).extra.scores.logps for part in expected.parts]
     hub = run.method._workers._hub  # type: ignore[union-attr]
@@ -432,7 +432,7 @@ def test_a_resumed_run_trains_on_the_same_completions(start: Callable[..., Start
 
     again = start(rollout_ranks=False, max_staleness=2)
     again.module.model.load_state_dict(before)
-    again.checkpoint = 1
+    again.checkpoints = [1]
     work = again.step(1)
     assert work.shared.rated.ids == expected.shared.rated.ids
     for part, known in zip(work.parts, scores, strict=True):
@@ -456,6 +456,17 @@ def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> 
     assert again.rank.batch(work, work.parts[0]).extra.scores.by_server.all()
     assert not any(name.startswith("drift") for name in again.train(work))
     again.method.end()
+
+
+def test_adapters_that_no_resume_needs_are_deleted(start: Callable[..., Started], tmp_path: Path) -> None:
+    """Also between two checkpoints: a run may write none for thousands of steps."""
+    run = start(rollout_ranks=False, max_staleness=1)
+    for step in range(6):
+        run.checkpoints = [2] if step >= 2 else []
+        run.train(run.step(step))
+    kept = {path.name.rpartition("-v")[2] for path in (tmp_path / "rollouts").glob("trainyard-rollouts-r-*")}
+    assert kept == {"1", "3", "4", "5", "3.gguf", "4.gguf", "5.gguf"}  # 1: a resume at step 2 needs it
+    run.method.end()
 
 
 def test_models_on_a_server_have_names_that_no_other_run_uses(start: Callable[..., Started], tmp_path: Path) -> None:
