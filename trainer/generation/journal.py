@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,35 +37,37 @@ class Journal:
 
         A line that a crash has cut is not valid.
         """
-        self._path, self.found = path, list[Completion]()
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-            try:
-                completion = Completion(**json.loads(line))
-                if completion.step >= oldest and is_valid(completion):
-                    self.found.append(completion)
-            except (ValueError, TypeError, RecursionError):
-                continue
-        self._lines = [(each.step, _line(each)) for each in self.found]
-        self._write()
+        self._path, self._oldest = path, oldest
+        self.found = list(self._read(is_valid))
+        self._write(self.found)
 
     def add(self, completions: Iterable[Completion]) -> None:
         """Add completions. When this returns, they are on the disk. Raises OSError."""
-        new = [(each.step, _line(each)) for each in completions]
-        self._lines += new
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(line for _, line in new)
+            file.writelines(map(_line, completions))
             file.flush()
             os.fsync(file.fileno())
 
     def prune(self, oldest: int) -> None:
         """Forget the completions of the steps before `oldest`. Raises OSError."""
-        kept = [(step, line) for step, line in self._lines if step >= oldest]
-        if len(kept) < len(self._lines):
-            self._lines = kept
-            self._write()
+        if oldest > self._oldest:
+            self._oldest = oldest
+            self._write(self._read(lambda each: True))
 
-    def _write(self) -> None:
-        write_atomic(self._path, "".join(line for _, line in self._lines))
+    def _read(self, is_valid: Callable[[Completion], bool]) -> Iterator[Completion]:
+        """Yield what is valid and belongs to the oldest step or a later one."""
+        for line in (
+            self._path.read_text(encoding="utf-8", errors="replace").splitlines() if self._path.exists() else ()
+        ):
+            try:
+                completion = Completion(**json.loads(line))
+                if completion.step >= self._oldest and is_valid(completion):
+                    yield completion
+            except (ValueError, TypeError, RecursionError):
+                continue
+
+    def _write(self, completions: Iterable[Completion]) -> None:
+        write_atomic(self._path, "".join(map(_line, completions)))
 
 
 def _line(completion: Completion) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,13 +49,28 @@ def test_a_journal_survives_a_cut_line_and_keeps_what_is_valid(tmp_path: Path) -
     journal = Journal(path, lambda each: True, 0)
     journal.add([completion(0, 0), completion(1, 0), completion(1, 1), completion(2, 0)])
     text = path.read_text()
-    path.write_text(text[:-9] + '\n[1]\n{"step": 1}\n' + "[" * 100_000 + "\n\x00")
+    path.write_text(
+        text[:-9]
+        + '\n{"step": 1, "place": null, "version": 0, "worker": "", "ids": []}\n[1]\n{"step": 1}\n'
+        + "[" * 100_000
+        + "\n\x00"
+    )
     again = Journal(path, lambda each: each.place < 1, 1)
     assert again.found == [completion(1, 0)]
     again.add([completion(3, 0)])
     assert Journal(path, lambda each: True, 0).found == [completion(1, 0), completion(3, 0)]
     again.prune(2)
     assert Journal(path, lambda each: True, 0).found == [completion(3, 0)]
+
+
+def test_a_journal_keeps_nothing_of_its_file_in_memory(tmp_path: Path) -> None:
+    """A step may have MB of tokens, and a run thousands of steps before its first checkpoint."""
+    journal = Journal(tmp_path / "j.jsonl", lambda each: True, 0)
+    for step in range(20):
+        journal.add([Completion(step, 0, step, "s", list(range(1000)))])
+    assert len(pickle.dumps(journal)) < 1000
+    journal.prune(18)
+    assert [each.step for each in Journal(tmp_path / "j.jsonl", lambda each: True, 0).found] == [18, 19]
 
 
 # Handing out prompts -------------------------------------------------------------------------------------------------------
