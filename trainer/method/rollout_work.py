@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from trainer.common.errors import UserError, first_line
@@ -246,17 +247,18 @@ class RolloutWork:
     def _restore(self, step: int, rank: Rank) -> None:
         """Read the adapters that wrote completions which a stopped run had received."""
         self._prefix = self._agreed(rank, self._read_prefix)
-        paths = {
-            version: self._version_folder(version) / "adapter_model.safetensors"
-            for version in range(max(0, step - self._spec.max_staleness), step)
-        }
-        for version in self._agreed(rank, lambda: [known for known, path in paths.items() if path.is_file()]):
-            data = self._agreed_bytes(rank, paths[version])
-            self._versions[version] = load(data)
+        for version in range(max(0, step - self._spec.max_staleness), step):
+            if data := rank.group.gather_bytes(self._stored(version) if rank.group.rank == 0 else b"")[0]:
+                self._versions[version] = load(data)
 
-    def _agreed_bytes(self, rank: Rank, path: Path) -> bytes:
-        """Return a file of the first rank, on all ranks."""
-        return rank.group.gather_bytes(path.read_bytes() if rank.group.rank == 0 else b"")[0]
+    def _stored(self, version: int) -> bytes:
+        """Return the file of an adapter of an earlier start; nothing if there is none, or only a damaged one."""
+        try:
+            data = (self._version_folder(version) / "adapter_model.safetensors").read_bytes()
+            load(data)
+        except (OSError, SafetensorError):
+            return b""
+        return data
 
     def _read_prefix(self) -> str:
         """Return the beginning of the names that models of this run have on servers: other runs may have its name, too."""

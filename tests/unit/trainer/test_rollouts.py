@@ -474,6 +474,21 @@ def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> 
     again.method.end()
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99])])
+def test_a_run_resumes_without_a_damaged_adapter(start: Callable[..., Started], tmp_path: Path, damage: Any) -> None:
+    """It does not train on the completions that the adapter had written: their probabilities are unknown."""
+    run = start(rollout_ranks=False, max_staleness=1)
+    run.train(run.step(0))
+    run.step(1)
+    run.method.end()
+    damage(next((tmp_path / "rollouts").glob("*-v0/adapter_model.safetensors")))
+    again = start(rollout_ranks=False, max_staleness=1)
+    again.step(1)
+    hub: Any = again.method._workers
+    assert set(hub._versions) == {1} and all(version == 1 for _, _, version in again.server.asked)  # type: ignore[union-attr]
+    again.method.end()
+
+
 def test_adapters_that_no_resume_needs_are_deleted(start: Callable[..., Started], tmp_path: Path) -> None:
     """Also between two checkpoints: a run may write none for thousands of steps."""
     run = start(rollout_ranks=False, max_staleness=1)
