@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import real_ollama
+from ascii_model import write_ascii_model
 from run_hosts import free_port, until
 from safetensors.numpy import load_file, save_file
 from trainer_runs import write_jsonl
@@ -39,7 +40,7 @@ STEPS = 6
 def begin(folder: Path, urls: list[str], **fields: Any) -> subprocess.Popen[str]:
     """Start a run of a tiny model on the CPU."""
     given: dict[str, Any] = {
-        "model": "tiny", "run": "r", "dataset": folder / "p.jsonl", "method": "grpo", "reward": folder / "mine.py", "seq_length": 64,
+        "model": folder / "model", "run": "r", "dataset": folder / "p.jsonl", "method": "grpo", "reward": folder / "mine.py", "seq_length": 64,
         "grpo_max_tokens": 16, "total_batch_size": 32, "batch_size": 8, "max_steps": STEPS, "lr": 1e-2, "eval_split": 0,
         "checkpoint_interval": 1, "checkpoint_keep": -1, "rollout_servers": ",".join(urls),
     } | fields  # fmt: skip
@@ -55,6 +56,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    write_ascii_model(tmp_path / "model")
     write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"the {a} and the {b}"} for a in WORDS for b in WORDS])
     (tmp_path / "mine.py").write_text(
         "def reward_e(completions, **_): return [text.count('e') for text in completions]"
@@ -79,6 +81,10 @@ def test_real_servers_write_what_a_resumed_run_trains_on(folder: Path) -> None:
         assert all(by_server.values()) and 0 < max(step["metrics"]["staleness"] for step in found) <= 1
         for client in clients:
             assert client.tags() == {}, "the run leaves nothing on a server"
+        for step in found:  # servers write whole completions, with the adapter of the run
+            assert step["metrics"]["completion_length"] > 10
+            for place in places:
+                assert abs(step["metrics"].get(f"drift/{place}", 0.0)) < 0.3, step
         run_dir = folder / "runs/r"
         adapter = run_dir / "adapter/adapter_model.safetensors"
         digest, losses = sha256_file(adapter), [step["loss"] for step in found]
@@ -134,7 +140,7 @@ def test_an_adapter_is_live_on_three_servers_within_seconds(folder: Path, tmp_pa
     done = begin(folder, ["http://127.0.0.1:1"], max_steps=1)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0 and "127.0.0.1:1 does not write: connection refused" in output, output
-    base = next(path.parent for path in (folder / "store").rglob("config.json"))
+    base = folder / "model"
     adapter, weights = folder / "runs/r/adapter", tmp_path / "base.gguf"
     write_llama(base, base, None, weights, "f16")
     adapters = [wide_adapter(adapter, base, tmp_path / f"{version}", version) for version in (1, 2)]

@@ -32,7 +32,8 @@ def test_the_servers_of_the_cluster_write_completions(tmp_path: Path, archive: P
         "reward": str(reward),
         "seq_length": 64,
     }
-    run |= {"grpo_max_tokens": 16, "total_batch_size": 32, "batch_size": 8, "max_steps": 4, "eval_split": 0}
+    # Few tokens: most texts of this model have bytes that are none, which Ollama loses, so that ranks write them again.
+    run |= {"grpo_max_tokens": 3, "total_batch_size": 32, "batch_size": 8, "max_steps": 4, "eval_split": 0}
     run |= {"rollout_servers": "cluster"}
     try:
         lab.up(hosts=2, venv=VENV, persistent=False)

@@ -244,7 +244,7 @@ class OllamaServer(RolloutServer):
             # Ollama ends an answer at the 31st repetition of a token, which it keeps to itself: let it go on from there.
             text, left = text + "".join([*pieces, pieces[-1]]), left - len(pieces) - 1
             if left < 1:
-                return Answer(text, "", "length", self._sampling.limit, 0.0, 0.0)
+                return Answer(text, "", "length", 0, 0.0, 0.0)
 
     def _text(self, prompt: Request) -> str:
         return prompt.text.removeprefix(self._adds)

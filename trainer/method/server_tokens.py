@@ -50,7 +50,9 @@ class ServerTokens:
             start, every = self.text.tokenize(before)[0] if before else [], self.text.tokenize(before + text)[0]
             ids = every[len(start) :]
             if every == [*start, *ids] and self.text.decode([*prompt, *ids]) == whole:
-                return [*ids, *self._end(prompt)] if answer.finished == "stop" else ids
+                ids = [*ids, *self._end(prompt)] if answer.finished == "stop" else ids
+                # Ollama drops bytes that are no text, with what follows. A text encoded anew has hardly fewer tokens than were drawn.
+                return ids if answer.tokens - len(ids) <= 2 + answer.tokens // 8 else None
         return None
 
     def _end(self, prompt: Sequence[int]) -> list[int]:

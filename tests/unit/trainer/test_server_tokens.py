@@ -17,7 +17,7 @@ def tokens_of(tokenizer: Any, ends: set[int], prompt: str, text: str, finished: 
     """Return the tokens of an answer to the prompt `prompt`."""
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     request = Request(0, 0, ids, prompt, 1, ids=more.pop("ids", None))
-    answer = Answer(text, more.pop("thinking", ""), finished, 1, 0.0, 0.0)
+    answer = Answer(text, more.pop("thinking", ""), finished, more.pop("drawn", 1), 0.0, 0.0)
     return ServerTokens(TextTokenizer.of(tokenizer), len(tokenizer), ends, more.pop("limit", 40)).of(request, answer)
 
 
@@ -40,6 +40,17 @@ def test_a_text_that_the_tokenizer_changes_has_none() -> None:
 @pytest.mark.parametrize(("finished", "text", "more"), [("length", "\ufffd", {}), ("stop", "a\ufffdb", {}), ("stop", "a", {"thinking": "b"})])  # fmt: skip
 def test_a_text_with_a_part_missing_has_none(finished: str, text: str, more: dict[str, Any]) -> None:
     assert tokens_of(byte_level(), set(), "the", text, finished, **more) is None
+
+
+@pytest.mark.parametrize("finished", ["stop", "length"])
+def test_a_text_with_far_fewer_tokens_than_the_server_drew_has_none(finished: str) -> None:
+    """Ollama leaves out bytes that are no text, with what follows, and does not say so."""
+    tokenizer = byte_level()
+    count = len(tokenizer("the answer is")["input_ids"]) + (finished == "stop")
+    for drawn, known in ((count, True), (count + 2, True), (count + 10, False)):
+        found = tokens_of(tokenizer, {tokenizer.eos_token_id}, "the", "the answer is", finished, drawn=drawn)
+        assert found is None or len(found) == count
+        assert (found is not None) == known
 
 
 def test_a_completion_has_the_end_of_its_prompts_turns() -> None:
