@@ -18,6 +18,7 @@ from trainer.generation.ollama_client import Answer, OllamaError
 from trainer.generation.pool import ServerPool
 from trainer.generation.rollout_servers import Request, RolloutServer
 
+_CLOSING = 20.0  # s for the end of requests: a server may hang while it takes an adapter
 _TRIES = 20  # texts without tokens that servers write for one prompt before a run without other workers fails
 
 
@@ -242,7 +243,7 @@ class Rollouts:
         """End the requests, and remove from the servers what they got."""
         self._ended = True
         self._pool.stop()
-        self._thread.join()
+        self._thread.join(_CLOSING)
         for server in self._servers:
             try:
                 server.close()

@@ -24,6 +24,7 @@ from trainer.config import RunSpec
 from trainer.data.corpus import Corpus
 from trainer.data.encode import Encoder, encode_all
 from trainer.data.samples import read_source, source_of
+from trainer.generation import rollouts
 from trainer.generation.journal import Completion, Journal
 from trainer.generation.ollama_client import Answer, Cancel, OllamaError
 from trainer.generation.rollout_servers import Adapter, Base, Request, RolloutServer, Sampling
@@ -164,6 +165,21 @@ def test_servers_and_ranks_share_the_places_of_a_step(tmp_path: Path) -> None:
         *((1, n) for n in range(10)),
     ]
     assert all(server.loaded == server.unloaded == [0] for server in servers)
+
+
+def test_a_server_that_hangs_while_it_takes_an_adapter_does_not_hold_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "_CLOSING", 0.1)
+    hangs, server = threading.Event(), Simulated("s")
+    monkeypatch.setattr(server, "load", lambda adapter: hangs.wait(60))
+    with handing_out(tmp_path, [server], Counters()) as hub:
+        hub.open(0, [[1]])
+        until(lambda: hub.wait(0, 0.01))
+        began = time.monotonic()
+        hub.close()
+        assert time.monotonic() - began < 5
+        hangs.set()
 
 
 def test_what_a_killed_server_had_goes_to_another(tmp_path: Path) -> None:
