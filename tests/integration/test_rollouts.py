@@ -20,7 +20,7 @@ import real_ollama
 from ascii_model import write_ascii_model
 from run_hosts import free_port, until
 from safetensors.numpy import load_file, save_file
-from trainer_runs import write_jsonl
+from trainer_runs import Cluster, lines, write_jsonl
 from transformers import AutoTokenizer
 
 from trainer.common.files import sha256_file
@@ -37,14 +37,17 @@ WORDS = ["cat", "dog", "tree", "house", "sun", "moon", "water", "fire", "stone",
 STEPS = 6
 
 
-def begin(folder: Path, urls: list[str], **fields: Any) -> subprocess.Popen[str]:
-    """Start a run of a tiny model on the CPU."""
-    given: dict[str, Any] = {
+def fields_of(folder: Path, urls: list[str]) -> dict[str, Any]:
+    return {
         "model": folder / "model", "run": "r", "dataset": folder / "p.jsonl", "method": "grpo", "reward": folder / "mine.py", "seq_length": 64,
         "grpo_max_tokens": 16, "total_batch_size": 32, "batch_size": 8, "max_steps": STEPS, "lr": 1e-2, "eval_split": 0,
         "checkpoint_interval": 1, "checkpoint_keep": -1, "rollout_servers": ",".join(urls),
-    } | fields  # fmt: skip
-    words = [f"--{name}={value}" for name, value in given.items()]
+    }  # fmt: skip
+
+
+def begin(folder: Path, urls: list[str], **fields: Any) -> subprocess.Popen[str]:
+    """Start a run of a tiny model on the CPU."""
+    words = [f"--{name}={value}" for name, value in (fields_of(folder, urls) | fields).items()]
     command = [sys.executable, "-m", "trainer", *words, "--data-dir", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
@@ -98,6 +101,38 @@ def test_real_servers_write_what_a_resumed_run_trains_on(folder: Path) -> None:
         assert again.returncode == 0 and "resuming from step 3 of 6" in output, output
         assert f"rollouts: {3 * 32} completions of the stopped run are used" in output
         assert sha256_file(adapter) == digest and [step["loss"] for step in metrics(folder)] == losses
+
+
+def test_two_ranks_resume_with_the_same_completions(folder: Path) -> None:
+    """Also if completions are two steps old, and each is trained on twice, in micro-batches of 4."""
+    fields = {
+        "grpo_iterations": 2,
+        "max_staleness": 2,
+        "batch_size": 4,
+        "eval_split": 0.1,
+        "eval_interval": 2,
+        "lora_dropout": 0.1,
+    }
+    with real_ollama.serve([f"127.0.0.1:{free_port()}"], folder) as [client]:
+        spec = fields_of(folder, [client.url]) | {"loggers": "none", "balance": "even"} | fields
+        cluster = Cluster(folder, spec, cold=True)
+        run_dir, found = cluster.run_dir(), list[list[Any]]()
+        try:
+            for _ in range(2):
+                assert cluster.wait(cluster.start(1, 2)) == [0], cluster.logs()
+                found.append([step for step in lines(run_dir / "metrics.jsonl") if "grad_norm" in step])
+                for path in [*run_dir.glob("checkpoints/step-*[3456]"), run_dir / "adapter"]:
+                    shutil.rmtree(path)
+                (run_dir / "result.json").unlink()
+        finally:
+            cluster.end()
+    same, again = ([(step["loss"], step["grad_norm"]) for step in steps] for steps in found)
+    assert same == again and len(same) == STEPS
+    metrics_of = [step["metrics"] for step in found[0]]
+    assert max(each["staleness"] for each in metrics_of) > 1 and all(
+        each["completion_length"] > 10 for each in metrics_of
+    )
+    assert all(abs(each.get(f"drift/127.0.0.1:{client.port}", 0)) < 0.3 for each in metrics_of)
 
 
 def test_a_killed_server_loses_only_what_it_was_writing(folder: Path) -> None:

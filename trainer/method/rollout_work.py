@@ -90,7 +90,7 @@ class RolloutWork:
         self._text = TextTokenizer.of(copy.deepcopy(run.tokenizer))  # threads may not share one
         self._drifts = {name: [0.0, 0] for name in self.names}
         self._seconds = 1.0  # of this rank's last batch of completions
-        self._started, self._began = False, time.monotonic()
+        self._began = time.monotonic()
         self._sums: dict[str, list[Any]] = {}
 
     # Metrics -------------------------------------------------------------------------------------------------------------
@@ -167,12 +167,8 @@ class RolloutWork:
     def _open(self, work: Work, prompts: Sequence[int], group: int, rank: Rank) -> Sequence[int]:
         """Let servers write this step and the next ones; return the places of this one that are claimed."""
         assert self._hub
-        tokens = self._tokens(work, prompts, group)
-        if not self._started:
-            self._started = True
-            known = self._ahead.prompts(work.step)
-            assert list(known) == list(prompts), "the prompts of a step are not those of its order"
-        places = self._hub.open(work.step, tokens)
+        assert list(self._ahead.prompts(work.step)) == list(prompts), "the prompts of a step are not those of its order"
+        places = self._hub.open(work.step, self._tokens(work, prompts, group))
         for step in range(work.step + 1, min(self._run.steps, work.step + self._spec.max_staleness + 1)):
             self._hub.open(step, self._tokens(work, self._ahead.prompts(step), group))
         return places
@@ -422,8 +418,7 @@ class RolloutWork:
         found: dict[int, Scores] = {}
         sums = {name: [0.0, 0] for name in self.names}
         parts = [[row[0] for row in rows] for rows in work.parts if rows]
-        versions = sorted({each.version for each in mine if each.worker})
-        for version in versions:
+        for version in sorted({each.version for each in mine if each.worker}):
             with self._adapter_of(version), self._run.autocast(), torch.no_grad():
                 for places in parts:
                     chosen = [mine[place].worker != "" and mine[place].version == version for place in places]
