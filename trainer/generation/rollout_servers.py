@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from trainer.common.formats import printable
-from trainer.generation.ollama_client import Answer, Cancel, OllamaClient, OllamaError
+from trainer.generation.ollama_client import MAX_ANSWER, Answer, Cancel, OllamaClient, OllamaError
 from trainer.generation.ollama_models import create_body, small_model_options, takes_adapters
 from trainer.generation.pool import Task
 
 _KEPT = 2  # adapters on a server: requests with the one before the newest may be under way
+_LINE = 1024  # bytes of a token in a streamed answer, with the JSON around it
 _REPEATS = 30  # of a token, after which Ollama may end an answer
 _LOAD_LIMIT = 600.0  # s for a server to take an adapter, and to load its model
 _UPLOAD_LIMIT = 7200.0  # s for a server to take the base model
@@ -230,6 +231,7 @@ class OllamaServer(RolloutServer):
 
     def _generate(self, model: str, prompt: Request, cancel: Cancel) -> Answer:
         more: dict[str, Any] = {"deadline": self._sampling.timeout, "first": self._sampling.timeout, "cancel": cancel}
+        more["keep"] = min(MAX_ANSWER, (self._sampling.limit + 16) * _LINE)  # the pool waits while a text is encoded
         text, left = "", self._sampling.limit
         while True:
             pieces: list[str] = []

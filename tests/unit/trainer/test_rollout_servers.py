@@ -179,7 +179,8 @@ def test_an_answer_that_ollama_ends_as_it_repeats_a_token_goes_on(monkeypatch: p
     asked: list[tuple[str, int, int]] = []
     model = "x" * 3 + space * 70 + "y" * 10  # one token a character
 
-    def generate(client: Any, name: str, prompt: str, *, options: Any, hear: Any, **more: Any) -> Answer:
+    def generate(client: Any, name: str, prompt: str, *, options: Any, hear: Any, keep: int, **more: Any) -> Answer:
+        assert keep < 1 << 18, "an endless answer must not keep the pool busy"
         asked.append((prompt, options["num_predict"], options["seed"]))
         rest, repeated, last = model[len(prompt) - len("prompt") :][: options["num_predict"]], 0, ""
         for piece in rest:
