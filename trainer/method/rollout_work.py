@@ -85,7 +85,7 @@ class RolloutWork:
         self._versions: dict[int, State] = {}
         self._hub: Rollouts | None = None  # on the first rank
         self._newest: Adapter | None = None
-        self._prefix, self._turn = "", 0
+        self._prefix, self._claims, self._turn = "", "", 0
         self._folder = run.ahead.run_dir / FOLDER
         self._text = TextTokenizer.of(copy.deepcopy(run.tokenizer))  # threads may not share one
         self._drifts = {name: [0.0, 0] for name in self.names}
@@ -183,8 +183,12 @@ class RolloutWork:
         return max(1, self._spec.batch_size * self._spec.seq_length // (longest + self._spec.completion_length))
 
     def _claimed(self, rank: Rank, step: int, places: Sequence[int], size: int) -> Sequence[int]:
-        end = _claim(rank.group.store, step, size)
+        end = self._claim(rank.group.store, step, size)
         return places[end - size : end]
+
+    def _claim(self, store: Any, step: int, count: int) -> int:
+        """Add to the counter of a step, which all ranks share; return the sum. The store may have counters of an earlier start."""
+        return int(store.add(f"rollouts/{self._claims}/{step}", count))
 
     def _finish(
         self, step: int, rank: Rank, own: dict[int, Completion], write_some: Callable[[Sequence[int]], None]
@@ -242,7 +246,7 @@ class RolloutWork:
 
     def _restore(self, step: int, rank: Rank) -> None:
         """Read the adapters that wrote completions which a stopped run had received."""
-        self._prefix = self._agreed(rank, self._read_prefix)
+        self._prefix, self._claims = self._agreed(rank, lambda: (self._read_prefix(), secrets.token_hex(4)))
         for version in range(max(0, step - self._spec.max_staleness), step):
             if data := rank.group.gather_bytes(self._stored(version) if rank.group.rank == 0 else b"")[0]:
                 self._versions[version] = load(data)
@@ -335,7 +339,7 @@ class RolloutWork:
         return Rollouts(
             ready,
             journal,
-            claim=partial(_claim, rank.group.store),
+            claim=partial(self._claim, rank.group.store),
             tokens_of=ServerTokens(self._text, vocabulary, self._ends, spec.completion_length).of,
             text_of=lambda tokens: self._text.decode(list(tokens)),
             seed_of=self._seed,
@@ -486,11 +490,6 @@ class RolloutWork:
 def _state(model: Any) -> State:
     found: State = get_peft_model_state_dict(model, save_embedding_layers=False)
     return found
-
-
-def _claim(store: Any, step: int, count: int) -> int:
-    """Add to the counter of a step, which all ranks share; return the sum."""
-    return int(store.add(f"rollouts/{step}", count))
 
 
 def _remove(path: Path) -> None:

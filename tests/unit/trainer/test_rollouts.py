@@ -490,6 +490,21 @@ def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> 
     again.method.end()
 
 
+def test_a_restart_by_torchrun_does_not_count_what_ranks_had_claimed(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    """The store of torchrun outlives the ranks that it starts again."""
+    run = start(max_staleness=0)
+    run.step(0)
+    run.method.end()
+    journal = tmp_path / "rollouts" / "completions.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:3]))
+    again = start(max_staleness=0)
+    again.rank._counters = run.rank._counters
+    assert len(again.step(0).shared.rated.ids) == 8
+    again.method.end()
+
+
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99])])
 def test_a_run_resumes_without_a_damaged_adapter(start: Callable[..., Started], tmp_path: Path, damage: Any) -> None:
     """It does not train on the completions that the adapter had written: their probabilities are unknown."""
