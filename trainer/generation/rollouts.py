@@ -229,6 +229,16 @@ class Rollouts:
         with self._changed:
             self._steps.pop(number)
 
+    def forget(self, version: int) -> None:
+        """Let the completions of adapters from `version` on be written again: they are those of an earlier start that went another way."""
+        with self._changed:
+            self._journal.found = [each for each in self._journal.found if each.version < version]
+            for step in self._steps.values():
+                lost = [place for place, each in step.written.items() if each.version >= version]
+                step.places = [*step.places, *lost]
+                for place in lost:
+                    del step.written[place]
+
     def leave_out(self, name: str, why: str) -> None:
         """Send no more prompts to a server."""
         self._pool.leave_out(name, why)

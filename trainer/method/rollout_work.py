@@ -273,6 +273,8 @@ class RolloutWork:
 
     def _write_adapter(self, step: int, rank: Rank) -> None:
         folder = self._version_folder(step)
+        if self._hub and (before := self._stored(step)) and self._differs(step, load(before)):
+            self._hub.forget(step)
         shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder, "adapter") as aside:
             aside.mkdir()
@@ -293,6 +295,13 @@ class RolloutWork:
         if self._hub is None:
             self._hub = self._start(step, rank)
 
+    def _differs(self, step: int, before: State) -> bool:
+        """Return whether this adapter is not the one of an earlier start, up to roundings: rewards, for one, may be random."""
+        near = 0.1 * self._spec.lr  # Adam changes a weight by about the rate
+        return any(
+            not torch.allclose(before[name], value.cpu(), 0, near) for name, value in self._versions[step].items()
+        )
+
     def _base_config(self) -> dict[str, Any]:
         base = self._model.get_base_model()
         return base.config.to_dict() | {"architectures": [type(base).__name__]}
@@ -307,10 +316,12 @@ class RolloutWork:
             version = path.name.removeprefix(self._prefix).removesuffix(".gguf")
             if not version.isdecimal() or int(version) >= newest - 2:  # servers may still read it
                 continue
-            if path.suffix == ".gguf" or int(version) not in needed:
-                _remove(path)
+            if path.suffix == ".gguf":
+                path.unlink(missing_ok=True)
+            elif int(version) not in needed:
+                shutil.rmtree(path, ignore_errors=True)
                 if self._spec.rollout_folder:
-                    _remove(Path(self._spec.rollout_folder) / path.name)
+                    shutil.rmtree(Path(self._spec.rollout_folder) / path.name, ignore_errors=True)
 
     # Servers -------------------------------------------------------------------------------------------------------------
 
@@ -490,10 +501,3 @@ class RolloutWork:
 def _state(model: Any) -> State:
     found: State = get_peft_model_state_dict(model, save_embedding_layers=False)
     return found
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

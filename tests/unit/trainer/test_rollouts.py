@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -487,6 +488,32 @@ def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> 
     assert work.shared.rated.ids == expected
     assert again.rank.batch(work, work.parts[0]).extra.scores.by_server.all()
     assert not any(name.startswith("drift") for name in again.train(work))
+    again.method.end()
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_completions_of_adapters_that_went_another_way_are_written_again(
+    start: Callable[..., Started], other: bool
+) -> None:
+    """A resumed run may get other rewards than the stopped one, and so another adapter of the same version."""
+    run = start(rollout_ranks=False, max_staleness=1)
+    run.train(run.step(0))
+    before = copy.deepcopy(run.module.model.state_dict())
+    run.checkpoints = [1]
+    run.train(run.step(1))
+    hub: Any = run.method._workers._hub  # type: ignore[union-attr]
+    run.step(2)
+    until(lambda: len(hub.written(3)) == 8)
+    run.method.end()
+
+    again = start(rollout_ranks=False, max_staleness=1)
+    again.module.model.load_state_dict(before)
+    work = again.step(1)
+    again.train(replace(work, step=7) if other else work)
+    again.step(2)
+    again.step(3)
+    asked = [step for step, _, _ in again.server.asked]  # type: ignore[union-attr]
+    assert asked.count(1) == 0 and asked.count(3) == (8 if other else 0)
     again.method.end()
 
 
