@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
     from trainer.generation.journal import Completion
     from trainer.method.module_with_loss import ModelWithLoss
-    from trainer.method.rollout_work import RolloutWork, Scores
+    from trainer.method.rollout_work import RolloutWork
+    from trainer.method.server_scores import Scores
     from trainer.models.sampling import CompletionWriter
     from trainer.rewards.reward_process import RewardFunction, RewardProcess
 else:
@@ -193,7 +194,7 @@ class GRPO(Method):
     def sums(self) -> tuple[str, ...]:
         """The names of the sums, with two for every reward function, and those of rollout servers."""
         rewards = (f"{kind}/{name}" for name in self._names for kind in ("reward", "rated"))
-        return (*_SUMS.split(), *rewards, *(self._workers.sums if self._workers else ()))
+        return (*_SUMS.split(), *rewards, *(self._workers.scores.sums if self._workers else ()))
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step or of an evaluation; see docs/rewards.md."""
@@ -215,7 +216,7 @@ class GRPO(Method):
             found |= {"kl": sums["kl"] / trained} if self._spec.grpo_beta else {}
         if sums["write_seconds"]:
             found["completions_per_second"] = sums["own"] / sums["write_seconds"]
-        return found | (self._workers.means(sums) if self._workers else {})
+        return found | (self._workers.scores.means(sums) if self._workers else {})
 
     def _add_sums(self, mine: Rated, group: int) -> None:
         """Add what the completions of this rank say. `group`: completions of a prompt; 1 in an evaluation."""
@@ -275,7 +276,7 @@ class GRPO(Method):
         work = replace(work, corpus=corpus, parts=parts, total=total, weight=weight, shared=shared, counts=tokens)
         if self._workers and completions:
             shared.scores = self._workers.score(work, completions[first:end], rank)
-            self.add_metrics(**self._workers.counted(work.step, completions[first:end]))
+            self.add_metrics(**self._workers.scores.counted(work.step, completions[first:end], rank.group.rank == 0))
         return work
 
     def _count(self, rated: Rated, is_evaluation: bool) -> float:

@@ -12,10 +12,10 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from trainer.common.errors import UserError, first_line
 from trainer.common.files import atomic_folder, sha256_file, write_atomic
 from trainer.config import RunSpec
 from trainer.config.rollout_fields import is_vllm, require_addresses, server_name
-from trainer.data import packing
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.generation.journal import Completion, Journal
 from trainer.generation.ollama_client import OllamaError
@@ -47,29 +46,17 @@ from trainer.generation.rollouts import Rollouts
 from trainer.gguf.gguf_adapter import write_adapter
 from trainer.gguf.llama import UnsupportedModelError, write_llama
 from trainer.gguf.plain_adapter import AdapterError
-from trainer.method.method_base import Batch, Rank, RunContext, Work, label_statistics, next_labels
+from trainer.method.method_base import Rank, RunContext, Work
+from trainer.method.server_scores import Scores, ServerScores
 from trainer.method.server_tokens import ServerTokens
 
 FOLDER = "rollouts"
-MAX_DRIFT = 0.5  # mean difference of log-probabilities, nats per token, above which a server is left out
-_DRIFT_TOKENS = 500  # of a server before its drift is judged
 _TURN = "rollouts/turn"  # the counter of the first rank's turns
 _POLL = 0.01  # s between two looks at it
 _WAITING = 1.0  # s between two reports that this rank waits for servers
 
 Write = Callable[[Sequence[int]], list[list[int]]]
 State = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The log-probabilities of a micro-batch by the adapters that wrote its rows.
-
-    `by_server`: whether a server wrote the row, bool [rows]. `logps`: float32 [rows, T]; valid in these rows.
-    """
-
-    by_server: torch.Tensor
-    logps: torch.Tensor
 
 
 class RolloutWork:
@@ -88,44 +75,8 @@ class RolloutWork:
         self._prefix, self._claims, self._turn = "", "", 0
         self._folder = run.ahead.run_dir / FOLDER
         self._text = TextTokenizer.of(copy.deepcopy(run.tokenizer))  # threads may not share one
-        self._drifts = {name: [0.0, 0] for name in self.names}
         self._seconds = 1.0  # of this rank's last batch of completions
-        self._began = time.monotonic()
-        self._sums: dict[str, list[Any]] = {}
-
-    # Metrics -------------------------------------------------------------------------------------------------------------
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """The names of the sums of completions, staleness and drift; see docs/rewards.md."""
-        return (
-            "staleness",
-            *(f"{kind}/{name}" for name in self.names for kind in ("server", "drift", "drifted")),
-            "span",
-        )
-
-    def counted(self, step: int, mine: Sequence[Completion]) -> dict[str, float]:
-        """Return these sums for the completions of this rank."""
-        found = {"staleness": float(sum(step - each.version for each in mine))}
-        for name, (drift, count) in self._sums.items():
-            found |= {f"drift/{name}": drift, f"drifted/{name}": float(count)}
-            found[f"server/{name}"] = float(sum(each.worker == name for each in mine))
-        if self._hub:
-            now = time.monotonic()
-            found["span"], self._began = now - self._began, now
-        return found
-
-    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of servers from the sums of a step."""
-        if not sums["completions"]:
-            return {}
-        found = {"staleness": sums["staleness"] / sums["completions"]}
-        for name in self.names:
-            if sums["span"]:
-                found[f"completions_per_second/{name}"] = sums[f"server/{name}"] / sums["span"]
-            if sums[f"drifted/{name}"]:
-                found[f"drift/{name}"] = sums[f"drift/{name}"] / sums[f"drifted/{name}"]
-        return found
+        self.scores = ServerScores(spec, run, self.names)
 
     # A step --------------------------------------------------------------------------------------------------------------
 
@@ -430,54 +381,11 @@ class RolloutWork:
 
         All ranks call it. A server whose completions are improbable is left out: it runs another model, or without the adapter.
         """
-        found: dict[int, Scores] = {}
-        sums = {name: [0.0, 0] for name in self.names}
-        parts = [[row[0] for row in rows] for rows in work.parts if rows]
-        for version in sorted({each.version for each in mine if each.worker}):
-            with self._adapter_of(version), self._run.autocast(), torch.no_grad():
-                for places in parts:
-                    chosen = [mine[place].worker != "" and mine[place].version == version for place in places]
-                    if any(chosen):
-                        rank.waiting("computing log-probabilities")
-                        self._score(rank.batch(work, [[place] for place in places]), places, chosen, mine, found, sums)
-        self._judge(rank, sums)
+        found = self.scores.compute(work, mine, rank, self._adapter_of)
+        for name, why in self.scores.unlike(rank).items():
+            if self._hub:
+                self._hub.leave_out(name, why)
         return found
-
-    def _score(
-        self,
-        batch: Batch,
-        places: Sequence[int],
-        chosen: Sequence[bool],
-        mine: Sequence[Completion],
-        found: dict[int, Scores],
-        sums: dict[str, list[Any]],
-    ) -> None:
-        logps, entropies = label_statistics(self._run.module, batch, self._spec.grpo_temperature)
-        rows = torch.tensor(chosen, device=logps.device)
-        before = found.get(places[0])
-        found[places[0]] = Scores(
-            rows if before is None else before.by_server | rows,
-            logps if before is None else torch.where(rows[:, None], logps, before.logps),
-        )
-        counts = (next_labels(batch.labels) != packing.IGNORED).view(batch.ids.shape).sum(1).tolist()
-        drifts = (-logps - entropies).sum(1).tolist()
-        for place, is_chosen, drift, count in zip(places, chosen, drifts, counts, strict=True):
-            if is_chosen and mine[place].worker in sums:  # it may be of a server of an earlier start
-                sums[mine[place].worker][0] += drift
-                sums[mine[place].worker][1] += count
-
-    def _judge(self, rank: Rank, sums: dict[str, list[Any]]) -> None:
-        for part in rank.group.gather(sums):
-            for name, (drift, count) in part.items():
-                self._drifts[name][0] += drift
-                self._drifts[name][1] += count
-        self._sums = sums
-        for name, (drift, count) in self._drifts.items():
-            if count >= _DRIFT_TOKENS:
-                if self._hub and drift / count > MAX_DRIFT:
-                    why = f"its tokens are {drift / count:.2f} nats less probable in this run than they should be: it runs another model, or splits text into other tokens"
-                    self._hub.leave_out(name, why)
-                self._drifts[name] = [0.0, 0]
 
     @contextmanager
     def _adapter_of(self, version: int) -> Iterator[None]:

@@ -30,7 +30,7 @@ from trainer.generation.journal import Completion, Journal
 from trainer.generation.ollama_client import Answer, Cancel, OllamaError
 from trainer.generation.rollout_servers import Adapter, Base, Request, RolloutServer, Sampling
 from trainer.generation.rollouts import Rollouts
-from trainer.method import rollout_work
+from trainer.method import rollout_work, server_scores
 from trainer.method.grpo import GRPO
 from trainer.method.method_base import AheadContext, RunContext, Work, label_logps, label_statistics
 from trainer.method.module_with_loss import ModelWithLoss
@@ -577,7 +577,7 @@ def test_models_on_a_server_have_names_that_no_other_run_uses(start: Callable[..
 def test_a_server_with_another_model_is_left_out(
     start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rollout_work, "_DRIFT_TOKENS", 20)
+    monkeypatch.setattr(server_scores, "_DRIFT_TOKENS", 20)
     run = start(rollout_ranks=False, max_staleness=0)
 
     def improbable(server: Generating, prompt: Request, cancel: Cancel) -> Answer:
