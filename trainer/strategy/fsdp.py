@@ -376,9 +376,12 @@ class FSDP(Strategy):
         with torch.no_grad(), self.autocast():
             loss: torch.Tensor = self.plain(*batch)
         if keeps_gathered(self.spec):  # no backward pass frees the layers
-            for block in self._blocks:
-                block.reshard()  # type: ignore[operator]
+            self._free_layers()
         return loss
+
+    def _free_layers(self) -> None:
+        for block in self._blocks:
+            block.reshard()  # type: ignore[operator]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._full(self.trained)
@@ -391,6 +394,7 @@ class FSDP(Strategy):
     def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
         """Set the trained weights to those of the first rank of every host. `host`: the ranks of this host."""
         self.model.reshard()
+        self._free_layers()
         for name, parameter in self.trained.items():
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.world.device)
             value = values[name].detach().to(self.world.device) if values else empty
@@ -417,8 +421,10 @@ class FSDP(Strategy):
         return None
 
     def load(self, folder: Path) -> None:
-        # A forward pass without a backward pass leaves the root gathered, with its weights before this call.
+        # A forward pass without a backward pass leaves the root gathered, and with fsdp_shard=gradients the layers, with their
+        # weights before this call.
         self.model.reshard()
+        self._free_layers()
         self.scale.load(folder)
         create_moments(self.optimizer, self.trained.values(), folder)
         state = self._state()

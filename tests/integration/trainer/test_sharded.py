@@ -275,7 +275,9 @@ def test_a_rank_of_zero_3_reads_only_its_shard(lora: int, cluster: Cluster, here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "sharded"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"lora_r": 0}, {"fsdp_shard": "gradients"}], ids=["adapter", "sharded", "gathered"]
+)
 def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
     fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields
     assert here("straight", **fields) == here(**fields) == 0, here.err
