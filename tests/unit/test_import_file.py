@@ -97,6 +97,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (FACTORY, {"ddp_timeout": 180000000, "val_size": 0.1}, {"collective_timeout": 2592000.0, "eval_split": 0.1}),
     (FACTORY, {"disable_gradient_checkpointing": True, "pure_bf16": True}, {"gradient_checkpointing": False, "precision": "bf16-mixed"}),
     (MINIMAL["llama-factory-v1"], {"peft_config": {"name": "lora", "r": 4, "target_modules": "all"}}, {"lora_r": 4, "lora_targets": ["all-linear"]}),
+    (MINIMAL["llama-factory-v1"], {"enable_activation_checkpointing": "AUTO"}, {"gradient_checkpointing": "auto"}),
     (MINIMAL["llama-factory-v1"], {"dist_config": {"name": "fsdp2"}, "global_batch_size": 8}, {"strategy": "fsdp", "lora_r": 0, "total_batch_size": 8}),
     # TRL and transformers
     (TRL, {"lora_r": 4, "lora_target_modules": ["q_proj"]}, {"lora_r": 4, "lora_dropout": 0.05, "precision": "bf16-mixed", "lr": 2e-5, "train_on": "all"}),
