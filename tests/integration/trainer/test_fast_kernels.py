@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -131,7 +132,8 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     variants: list[dict[str, Any]] = [{"gradient_comm_dtype": wire} for wire in ("32", "bf16")]
     several = [about | {"fields": fields | variant} for variant in variants]
     wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
-    sharded_fields: list[dict[str, Any]] = [fields | {"strategy": "fsdp", "lora_r": rank} for rank in (128, 0)]
+    variants = [{}, {"lora_r": 0}, *([{"quantize": "nf4"}] if importlib.util.find_spec("bitsandbytes") else [])]
+    sharded_fields = [fields | {"strategy": "fsdp"} | variant for variant in variants]
     several += [about | {"model": wide, "fields": each} for each in sharded_fields]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     torchrun += [f"--master-port={free_port()}", str(TOP / "benchmarks/speed_one.py"), "trainyard"]
