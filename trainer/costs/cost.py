@@ -201,7 +201,7 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     product = next(matrix.into for matrix in shape.linear if matrix.reads == "gated")
     # A trained matrix needs its input in the backward pass; a frozen one does not.
     readers = shape.targets(spec) if spec.lora_r else shape.linear
-    if (spec.lora_r and spec.lora_dropout) or number == 2:
+    if (spec.lora_r and spec.lora_dropout) or (number == 2 and not half_hidden(spec)):
         read = [matrix.into for matrix in readers]  # peft applies dropout, or autocast casts, once per matrix
     else:
         read = list({matrix.reads: matrix.into for matrix in readers}.values())

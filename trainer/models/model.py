@@ -18,6 +18,7 @@ from trainer.data.token_ids import set_padding
 from trainer.model_files.base_weights import embedding_rows, load_causal_model
 from trainer.model_files.model_name import check_model_name
 from trainer.model_files.model_shape import target_error, unknown_targets
+from trainer.models.fused_lora import fuse_adapters
 from trainer.models.quantized import defer_quantization, nf4_config, prepare_quantized
 
 # Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
@@ -192,6 +193,7 @@ def add_lora(spec: RunSpec, model: Any, *, partial: bool = False) -> nn.Module:
         raise target_error(first_line(error), layers) from None
     if not partial:
         require_targets(spec, adapted.base_model.targeted_module_names, config.target_modules, layers)
+    fuse_adapters(adapted)
     return adapted
 
 

@@ -69,7 +69,7 @@ CLUSTERS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], 
     "two P100": ([card(16, 6.0)] * 2, ONE, {}, ("32-true", 2, False, "none", "ddp")),
     "two laptops": ([cpu(8), cpu(16)], SMALL, {}, ("32-true", 4, False, "none", "ddp")),
     "two laptops, 1B": ([cpu(8), cpu(16)], ONE, {}, ("32-true", 4, True, "none", "ddp")),
-    "one H100, 8B": ([card(80, 9.0)], EIGHT, {}, ("bf16-mixed", 4, False, "none", "ddp")),
+    "one H100, 8B": ([card(80, 9.0)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
     "one H100, full weights": ([card(80, 9.0)], ONE, {"lora_r": 0}, ("bf16-mixed", 16, False, "none", "ddp")),
     "unified memory of 119 GB": ([card(119, 12.1)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
     "eight A100, full weights, fsdp": (
