@@ -27,7 +27,7 @@ help:
 	@echo "make test-all                                 every test but the nightly ones (less than an hour)"
 	@echo "make test-rest                                what test-all runs and test does not"
 	@echo "make test-long                                the nightly tests (hours)"
-	@echo "make test-gpu [PYTHON=python3]                check the trainer on one NVIDIA GPU (10 minutes, no network)"
+	@echo "make test-gpu [PYTHON=python3]                check the trainer on one NVIDIA GPU (9 minutes, no network)"
 	@echo "make gpu-wheels [GPU_PYTHON=3.12 GPU_CUDA=13.0]  what test-gpu needs besides torch, as one file of 60 MB"
 	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
 	@echo "make docs                                     generate reference pages, READMEs of roles and docs/trainyard.1"

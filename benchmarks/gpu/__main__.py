@@ -1,9 +1,9 @@
 """Run the checks on one NVIDIA GPU, and write results.json and results.md. `make test-gpu` starts this program.
 
-    python -m benchmarks.gpu [--checks plan nccl] [--time-limit 560] [--out DIR] [--device auto|cuda|cpu]
+    python -m benchmarks.gpu [--leg 1 | --checks plan nccl | --list] [--time-limit 530] [--out DIR] [--device auto|cuda|cpu]
 
-Every run has a time limit, and a failure does not stop the others. The files are written after every run, so an interrupted
-program leaves what it measured. Exits with 1 if a check failed.
+Every check and every run has a time limit, and a failure does not stop the others. The files are written after every run, so an
+interrupted program leaves what it measured; tools/gpu-docs joins those of legs. Exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks.gpu import report
 from benchmarks.gpu.bench import TOP, Bench, Outcome
 from benchmarks.gpu.cases import CASES, CPU, LARGE_MEMORY, scale_for
-from benchmarks.gpu.checks import CHECKS, evaluate
+from benchmarks.gpu.checks import CHECKS, INPUT_SECONDS, LEG_SECONDS, LEGS, LIMITS, evaluate
 from benchmarks.gpu.resume import resumed
 from benchmarks.gpu.trl import trl
+
+NONE = Outcome("skipped")
 
 
 def work_of(bench: Bench) -> dict[str, tuple[bool, Callable[[], Outcome]]]:
@@ -45,11 +47,15 @@ def work_of(bench: Bench) -> dict[str, tuple[bool, Callable[[], Outcome]]]:
     }
 
 
+def needed_runs(checks: Iterable[str]) -> list[str]:
+    """Return the runs that the checks need, each once."""
+    return list(dict.fromkeys(run for name in checks for run in CHECKS[name][1]))
+
+
 def run_all(bench: Bench, checks: list[str], jobs: int, done: Callable[[str], None]) -> None:
-    """Run the runs that the checks need: first the timed ones, alone, then `jobs` of the others at a time."""
+    """Run the runs that each check needs: first the timed ones, alone, then `jobs` of the others at a time."""
     others = work_of(bench)
     writing = threading.Lock()
-    needed = dict.fromkeys(run for name in checks for run in CHECKS[name][1])
 
     def run(name: str) -> None:
         try:
@@ -62,18 +68,31 @@ def run_all(bench: Bench, checks: list[str], jobs: int, done: Callable[[str], No
         with writing:
             done(name)
 
-    timed = [name for name in needed if (CASES[name].timed if name in CASES else others[name][0])]
-    if not bench.scale.cpu:  # a stand-in measures no speed
+    for check in checks:
+        bench.check_deadline = time.monotonic() + LIMITS[check]
+        needed = [run for run in CHECKS[check][1] if bench.outcomes.get(run, NONE).status == "skipped"]
+        timed = [name for name in needed if (CASES[name].timed if name in CASES else others[name][0])]
+        timed = [] if bench.scale.cpu else timed  # a stand-in measures no speed
         for name in timed:
             run(name)
-    rest = [name for name in needed if bench.scale.cpu or name not in timed]
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        try:
-            for future in [pool.submit(run, name) for name in rest]:
-                future.result()
-        except BaseException:
-            bench.deadline = 0.0  # ends the runs that the pool would wait for
-            raise
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            try:
+                for future in [pool.submit(run, name) for name in needed if name not in timed]:
+                    future.result()
+            except BaseException:
+                bench.deadline = 0.0  # ends the runs that the pool would wait for
+                raise
+
+
+def listed() -> str:
+    """Return a line for each leg and each of its checks."""
+    lines = []
+    for number, leg in enumerate(LEGS, 1):
+        lines.append(f"leg {number}: at most {INPUT_SECONDS + sum(leg.values())} s")
+        lines += [
+            f"  {name:<10}{limit:4} s  {CHECKS[name][0]} ({', '.join(CHECKS[name][1])})" for name, limit in leg.items()
+        ]
+    return "\n".join(lines)
 
 
 def jobs_for(bench: Bench) -> int:
@@ -88,13 +107,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make test-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--checks", nargs="+", default=list(CHECKS), choices=CHECKS, metavar="CHECK", help=", ".join(CHECKS)
-    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--leg", type=int, choices=range(1, len(LEGS) + 1), help="the checks of one leg, in 9 minutes")
+    names = ", ".join(LIMITS)
+    which.add_argument("--checks", nargs="+", default=list(LIMITS), choices=LIMITS, metavar="CHECK", help=names)
+    which.add_argument("--list", action="store_true", help="print the legs with their checks")
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cuda", "cpu"), help="cpu: test the checks themselves"
     )
-    parser.add_argument("--time-limit", type=float, default=560, help="seconds after which no run continues")
+    parser.add_argument("--time-limit", type=float, default=LEG_SECONDS, help="seconds after which no run continues")
     parser.add_argument(
         "--out", type=Path, default=None, help="folder of the results (default: $OUT, or .trainyard/gpu)"
     )
@@ -121,15 +142,20 @@ def device_of(asked: str) -> str:
 def main() -> int:
     """Run the checks; return 1 if one failed."""
     a = arguments()
+    if a.list:
+        print(listed())
+        return 0
     began = time.monotonic()
     device = device_of(a.device)
     out = a.out or Path(os.environ.get("OUT") or TOP / ".trainyard" / "gpu")
+    out, checks = (out / f"leg-{a.leg}", list(LEGS[a.leg - 1])) if a.leg else (out, a.checks)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="trainyard-gpu-") as temporary:
         folder = (a.work or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         bench = Bench(folder, device, began + a.time_limit, scale=CPU)
-        prepared = bench.program("prepare", "benchmarks.gpu.prepare", str(folder), device, seconds=240)
+        inputs = [str(folder), device, *needed_runs(checks)]
+        prepared = bench.program("prepare", "benchmarks.gpu.prepare", *inputs, seconds=240)
         if prepared.status != "ok":
             print(f"error: the inputs could not be created: {prepared.reason}", file=sys.stderr)
             return 1
@@ -138,15 +164,15 @@ def main() -> int:
         bench.scale = scale_for(device, bench.machine["memory_mib"])
         jobs = jobs_for(bench)
         bench.threads = 1 if bench.scale.cpu else max(1, (os.cpu_count() or 1) // jobs)
-        print(f"{report.heading(bench)}; inputs and plans: {prepared.seconds:.0f} s", flush=True)
+        print(f"{report.about(bench.machine)}; inputs and plans: {prepared.seconds:.0f} s", flush=True)
 
         def done(name: str) -> None:
             outcome = bench.outcomes[name]
             print(f"{name:<14}{outcome.seconds:6.0f} s  {outcome.status}  {outcome.reason}", flush=True)
-            report.write(bench, evaluate(bench, a.checks), out, time.monotonic() - began)
+            report.write(bench, evaluate(bench, checks), out, time.monotonic() - began)
 
-        run_all(bench, a.checks, jobs, done)
-        results = evaluate(bench, a.checks)
+        run_all(bench, checks, jobs, done)
+        results = evaluate(bench, checks)
         report.write(bench, results, out, time.monotonic() - began)
         report.copy_logs(bench, out)
     print("\n".join(report.summary(results)))

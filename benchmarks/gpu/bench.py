@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -41,11 +42,12 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """The place, the device and the deadline of all runs. `outcomes`: those of finished runs, by name."""
+    """The place, the device and the deadlines of all runs. `outcomes`: those of finished runs, by name."""
 
     folder: Path
     device: str
     deadline: float  # of time.monotonic()
+    check_deadline: float = math.inf  # of the runs of the check that is made
     scale: Scale = CPU
     machine: dict[str, Any] = field(default_factory=dict)
     planned: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -62,9 +64,12 @@ class Bench:
             return found | {"CUDA_VISIBLE_DEVICES": ""}
         return found | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
+    def _until(self) -> float:
+        return min(self.deadline, self.check_deadline)
+
     def start(self, name: str, command: Sequence[str], seconds: float) -> tuple[Outcome, str]:
         """Run a command to its end; return its outcome, and what it wrote to stdout."""
-        seconds = min(seconds, self.deadline - time.monotonic())
+        seconds = min(seconds, self._until() - time.monotonic())
         if seconds < 5:
             return Outcome("skipped", reason="no time was left"), ""
         log = self.folder / "logs" / f"{name}.log"
@@ -75,7 +80,7 @@ class Bench:
                 command, cwd=self.folder, env=self.environment(), stdout=out, stderr=errors, start_new_session=True
             )
             # The deadline moves to the past when the driver is interrupted.
-            code, memory = _wait(process, lambda: min(began + seconds, self.deadline))
+            code, memory = _wait(process, lambda: min(began + seconds, self._until()))
         took = time.monotonic() - began
         text = output.read_text(errors="replace")
         if code == 0:

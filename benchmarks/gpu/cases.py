@@ -104,9 +104,9 @@ FULL = {"lora_r": 0}
 FP32 = {"precision": "32-true"}
 ZERO = FULL | {"strategy": "deepspeed"}
 FSDP = FULL | {"strategy": "fsdp"}
+NF4_FSDP = {"strategy": "fsdp", "quantize": "nf4"}
 PIPELINE = {"strategy": "pipeline"}
 DILOCO = {"strategy": "diloco", "local_steps": 3, "diloco_comm_dtype": "int4", "diloco_fragments": 2}
-# The most important runs come first: a time limit cuts off the last ones.
 CASES: dict[str, Case] = {
     "lora": Case("medium", timed=True, planned=True),
     "full": Case("medium", FULL, timed=True, planned=True),
@@ -118,6 +118,8 @@ CASES: dict[str, Case] = {
     "eager": Case("small", timed=True),
     "compiled": Case("small", {"torch_compile": True}, timed=True, seconds=180),
     "nf4": Case("medium", {"quantize": "nf4"}, packages=("bitsandbytes",)),
+    "fsdp-nf4": Case("medium", NF4_FSDP, packages=("bitsandbytes",)),
+    "fsdp-nf4-offload": Case("medium", NF4_FSDP | {"fsdp_offload": True}, packages=("bitsandbytes",)),
     "adamw8bit": Case("medium", FULL | {"optimizer": "adamw8bit"}, packages=("bitsandbytes",)),
     "fsdp": Case("medium", FSDP),
     "fsdp-offload": Case("medium", FSDP | {"fsdp_offload": True}),

@@ -152,13 +152,11 @@ def packing(evidence: Evidence) -> list[Figure]:
 
 
 def quantized(evidence: Evidence) -> list[Figure]:
-    return [
-        evidence.learned("nf4"),
-        evidence.memory("nf4"),
-        evidence.peak("nf4"),
-        evidence.loss("nf4", "lora", 0.2),
-        evidence.speed("nf4", "lora"),
-    ]
+    found = [evidence.learned("nf4"), evidence.loss("nf4", "lora", 0.2)]
+    for name in ("nf4", "fsdp-nf4", "fsdp-nf4-offload"):
+        found += [evidence.memory(name), evidence.peak(name), evidence.speed(name, "lora")]
+        found += [evidence.loss(name, "nf4", 0.01)] if name != "nf4" else []
+    return found
 
 
 def adamw8bit(evidence: Evidence) -> list[Figure]:
@@ -272,7 +270,11 @@ CHECKS: dict[str, Check] = {
     "packing": ("packed rows compared with separate rows", ("packing",), packing),
     "kernels": ("Liger kernels (kernels=auto)", ("large", "kernels"), kernels),
     "compile": ("torch.compile", ("eager", "compiled"), compiled),
-    "nf4": ("NF4 base weights", ("lora", "nf4"), quantized),
+    "nf4": (
+        "NF4 base weights: whole, and fsdp on one rank, also with offload",
+        ("lora", "nf4", "fsdp-nf4", "fsdp-nf4-offload"),
+        quantized,
+    ),
     "adamw8bit": ("AdamW with 8-bit moments", ("full", "adamw8bit"), adamw8bit),
     "fsdp": (
         "fsdp on one rank: offload, fp16-mixed, torch.compile",
@@ -291,6 +293,19 @@ CHECKS: dict[str, Check] = {
     "resume": ("resume, bit by bit", ("resume",), resume),
     "unsloth": ("unsloth", ("lora", "unsloth"), unsloth),
 }
+
+# The checks of each leg, those that never ran on CUDA first, and the seconds that each may take. With those for its inputs, a leg
+# ends within LEG_SECONDS.
+LEGS: tuple[dict[str, int], ...] = (
+    {"fsdp": 230, "resume": 100, "packing": 60, "unsloth": 70},
+    {"nf4": 170, "adamw8bit": 120, "deepspeed": 170},
+    {"plan": 200, "kernels": 60, "trl": 200},
+    {"precision": 130, "compile": 150, "nccl": 70, "two-ranks": 110},
+    {"pipeline": 290, "restarts": 160},
+)
+LEG_SECONDS = 530  # the processes that are ended then have 10 more
+INPUT_SECONDS = 70
+LIMITS = {name: seconds for leg in LEGS for name, seconds in leg.items()}
 
 
 def evaluate(bench: Bench, names: Sequence[str]) -> list[Result]:

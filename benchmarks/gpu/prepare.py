@@ -1,6 +1,6 @@
 """Create the inputs of the checks, and plan their runs: the first program that the driver starts; prints JSON.
 
-    python -m benchmarks.gpu.prepare FOLDER DEVICE
+    python -m benchmarks.gpu.prepare FOLDER DEVICE RUN...
 
 FOLDER receives dataset.jsonl (the sections of this project's documents), and one folder per model with random weights.
 """
@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,21 @@ def about(device: str) -> dict[str, Any]:
     return found | {"device": found.get("device", "CPU")}
 
 
-def main(folder: Path, device: str) -> None:
-    """Create all inputs, then print the description and the predictions."""
+def main(folder: Path, device: str, runs: Sequence[str]) -> None:
+    """Create the inputs of these runs, then print the description and the predictions."""
     began = time.perf_counter()
     machine = about(device)
     scale = scale_for(device, machine["memory_mib"])
     dataset, tokenizer = folder / "dataset.jsonl", folder / "tokenizer"
     write_dataset(dataset)
     make_tiny(read_samples(dataset), tokenizer, 1)
-    for name, size in scale.sizes.items():
-        write_model(tokenizer, folder / name, size, device)
+    cases = {name: CASES[name] for name in runs if name in CASES}
+    for name in {"small", *(case.size for case in cases.values())}:
+        write_model(tokenizer, folder / name, scale.sizes[name], device)
     if device == "cuda":
         torch.cuda.empty_cache()
     planned: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         try:
             planned[name] = predict(name, case, scale, folder, device)
         except Exception as error:
@@ -114,4 +116,4 @@ def main(folder: Path, device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

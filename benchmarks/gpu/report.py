@@ -1,6 +1,6 @@
 """The results of the checks as JSON, as Markdown, and as a section of docs/benchmarks.md. Standard library only.
 
-python -m benchmarks.gpu.report results.json     put the tables into docs/benchmarks.md (tools/gpu-docs)
+python -m benchmarks.gpu.report results.json...     join results, and put the tables into docs/benchmarks.md (tools/gpu-docs)
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.bench import TOP, Bench
-from benchmarks.gpu.checks import Result
+from benchmarks.gpu.checks import CHECKS, Result
 
 BEGIN, END = "<!-- results of make test-gpu: begin -->", "<!-- results of make test-gpu: end -->"
 PAGE = TOP / "docs" / "benchmarks.md"
 _LOG_TAIL = 6000  # characters of each log in logs.txt
 
 
-def heading(bench: Bench) -> str:
+def about(machine: dict[str, Any]) -> str:
     """Return one line about the machine and the versions."""
-    return _about(bench.machine)
-
-
-def _about(machine: dict[str, Any]) -> str:
     cuda = f", CUDA {machine['cuda']}" if machine.get("cuda") else ""
     return (
         f"{machine['device']}, {machine['memory_mib'] / 1024:.0f} GiB, torch {machine['torch']}{cuda}, "
@@ -55,7 +51,7 @@ def write(bench: Bench, results: Sequence[Result], out: Path, seconds: float) ->
 
 def markdown(found: dict[str, Any]) -> list[str]:
     """Return the tables: one row per check, then one row per figure."""
-    lines = [f"{_about(found['machine'])}; {found['date']}; {found['seconds']} s.", ""]
+    lines = [f"{about(found['machine'])}; {found['date']}; {found['seconds']} s.", ""]
     if found["scale"] == "cpu":
         lines += ["Stand-in without CUDA: figures of speed and memory have no meaning.", ""]
     lines += ["| check | result | notes |", "| --- | --- | --- |"]
@@ -95,6 +91,23 @@ def copy_logs(bench: Bench, out: Path) -> None:
     (out / "logs.txt").write_text("\n".join(parts))
 
 
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of several legs as one: for each check the last result that was not skipped. Raises ValueError.
+
+    Args:
+        parts: contents of results.json, of one kind of GPU and one version of torch.
+    """
+    kinds = {(part["scale"], part["machine"]["device"], part["machine"]["torch"]) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError(f"results of different machines cannot be joined: {'; '.join(sorted(map(str, kinds)))}")
+    checks: dict[str, Any] = {}
+    for check in (check for part in parts for check in part["checks"]):
+        if check["name"] not in checks or check["status"] != "skipped":
+            checks[check["name"]] = check
+    dates = {"date": max(part["date"] for part in parts), "seconds": sum(part["seconds"] for part in parts)}
+    return parts[-1] | dates | {"checks": [checks[name] for name in CHECKS if name in checks]}
+
+
 def fill(page: str, found: dict[str, Any]) -> str:
     """Return the page with the tables between its two marks. Raises ValueError if the results are of no GPU."""
     if found["scale"] == "cpu":
@@ -106,16 +119,16 @@ def fill(page: str, found: dict[str, Any]) -> str:
     return "\n".join([before + BEGIN, "", *markdown(found), "", END]) + after
 
 
-def main(file: Path) -> int:
-    """Fill the page from a results.json; return 1 with one line if that is impossible."""
+def main(files: Sequence[Path]) -> int:
+    """Fill the page from the results of one run or of several legs; return 1 with one line if that is impossible."""
     try:
-        PAGE.write_text(fill(PAGE.read_text(), json.loads(file.read_text())))
+        PAGE.write_text(fill(PAGE.read_text(), joined([json.loads(file.read_text()) for file in files])))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"error: {file}: {error}", file=sys.stderr)
+        print(f"error: {' '.join(map(str, files))}: {error}", file=sys.stderr)
         return 1
-    print(f"{PAGE.relative_to(TOP)} has the results of {file}")
+    print(f"{PAGE.relative_to(TOP)} has the results of {', '.join(map(str, files))}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main([Path(file) for file in sys.argv[1:]]))

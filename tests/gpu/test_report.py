@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import report
+from benchmarks.gpu.__main__ import listed, run_all
 from benchmarks.gpu.bench import Bench, Outcome, figures
 from benchmarks.gpu.cases import CASES, CPU, CUDA, CUDA_SMALL, scale_for
-from benchmarks.gpu.checks import CHECKS, Figure, evaluate
+from benchmarks.gpu.checks import CHECKS, INPUT_SECONDS, LEG_SECONDS, LEGS, Figure, evaluate
+from benchmarks.gpu.prepare import run_spec
 
 MACHINE = {"device": "Some GPU", "memory_mib": 24576, "torch": "2.13.0", "cuda": "13.0", "python": "3.12.3"}
 
@@ -33,6 +35,44 @@ def test_every_run_of_a_check_exists() -> None:
     assert {run for _, runs, _ in CHECKS.values() for run in runs} == set(CASES) | others
 
 
+def test_legs_have_every_check_once_and_end_within_nine_minutes() -> None:
+    assert sorted(name for leg in LEGS for name in leg) == sorted(CHECKS)
+    assert all(INPUT_SECONDS + sum(leg.values()) <= LEG_SECONDS <= 9 * 60 - 10 for leg in LEGS)
+    never_run = {"fsdp", "deepspeed", "nf4", "adamw8bit", "packing", "resume", "unsloth"}
+    assert {*LEGS[0], *LEGS[1]} == never_run
+    for number, leg in enumerate(LEGS, 1):
+        assert f"leg {number}: " in listed() and all(f"\n  {name} " in listed() for name in leg)
+
+
+def test_every_case_is_a_run_spec(tmp_path: Path) -> None:
+    for scale in (CPU, CUDA, CUDA_SMALL):
+        for name, case in CASES.items():
+            assert run_spec(name, case, scale, tmp_path).run == name
+
+
+@pytest.mark.slow
+def test_a_check_past_its_limit_is_cut_and_the_others_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.__main__.LIMITS", {"nf4": 5.5, "resume": 30, "packing": 30})
+    monkeypatch.setattr(
+        Bench,
+        "train",
+        lambda self, name, case, **fields: self.start(name, ["sleep", "60" if name == "nf4" else "0"], 40)[0],
+    )
+    done: list[str] = []
+    began = time.monotonic()
+    run_all(bench, ["nf4", "resume"], 2, done.append)
+    assert time.monotonic() - began < 20
+    assert (
+        done[0] == "lora"
+        and done[-1] == "resume"
+        and {*done} == {"lora", "nf4", "fsdp-nf4", "fsdp-nf4-offload", "resume"}
+    )
+    assert bench.outcomes["nf4"].status == "failed" and "no result within 5 s" in bench.outcomes["nf4"].reason
+    (result,) = evaluate(bench, ["nf4"])
+    assert (result.status, result.reason) == ("failed", bench.outcomes["nf4"].reason.replace("no", "nf4: no", 1))
+    assert bench.outcomes["lora"].status == "ok"
+
+
 def test_scales() -> None:
     assert [scale_for("cpu", 1e6), scale_for("cuda", 8192), scale_for("cuda", 143771)] == [CPU, CUDA_SMALL, CUDA]
 
@@ -46,7 +86,8 @@ def test_bounds(value: float, holds: bool) -> None:
 
 def test_checks_pass_and_fail(bench: Bench) -> None:
     falling = [8.0, 7.0, 6.0, 5.0]
-    bench.outcomes = {name: outcome(falling) for name in ("lora", "full", "large", "checkpointing", "nf4")}
+    sharded = ("fsdp-nf4", "fsdp-nf4-offload")
+    bench.outcomes = {name: outcome(falling) for name in ("lora", "full", "large", "checkpointing", "nf4", *sharded)}
     plan, nf4 = evaluate(bench, ["plan", "nf4"])
     assert (plan.status, nf4.status) == ("passed", "passed")
     bench.outcomes["nf4"] = outcome([8.0, 7.0, 6.0, 9.0])
@@ -124,3 +165,31 @@ def test_the_page_takes_results(bench: Bench, tmp_path: Path) -> None:
         report.fill(page, found | {"scale": "cpu"})
     with pytest.raises(ValueError, match="no place for results"):
         report.fill("text", found)
+
+
+def test_results_of_legs_are_joined(bench: Bench, tmp_path: Path) -> None:
+    parts = []
+    for names, cut in ((["plan", "nf4"], "nf4"), (["nf4", "fsdp"], "none"), (["fsdp", "plan"], "full")):
+        bench.outcomes = {name: outcome([8.0, 7.0, 6.0, 5.0]) for name in CASES if name != cut}
+        report.write(bench, evaluate(bench, names), tmp_path, 12.0)
+        parts.append(json.loads((tmp_path / "results.json").read_text()))
+    assert [check["status"] for part in parts for check in part["checks"]] == [
+        "passed", "skipped", "passed", "passed", "skipped", "skipped",
+    ]  # fmt: skip
+    whole = report.joined(parts)
+    found = {check["name"]: check["status"] for check in whole["checks"]}
+    assert found == {"plan": "passed", "nf4": "passed", "fsdp": "passed"} and whole["seconds"] == 36
+    parts[2]["checks"][0]["status"] = "failed"
+    assert report.joined(parts)["checks"][2]["status"] == "failed", "the last result counts"
+    pages = tmp_path / "page.md"
+    pages.write_text(f"{report.BEGIN}\n{report.END}\n")
+    files = [tmp_path / f"{number}.json" for number in range(2)]
+    for file, part in zip(files, parts, strict=False):
+        file.write_text(json.dumps(part))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "PAGE", pages)
+        patch.setattr(report, "TOP", tmp_path)
+        assert report.main(files) == 0
+        assert pages.read_text().count("| passed |") == 3 and "24 s." in pages.read_text()
+    with pytest.raises(ValueError, match=r"results of different machines cannot be joined: .*Other"):
+        report.joined([*parts, parts[0] | {"machine": MACHINE | {"device": "Other GPU"}}])

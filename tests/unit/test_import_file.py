@@ -59,6 +59,7 @@ def imported(folder: Path, *files: dict[str, Any], **how: Any) -> tuple[dict[str
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # axolotl
     (BASE, {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8}, {"lora_r": 8, "quantize": "nf4"}),
+    (BASE, {"adapter": "qlora", "load_in_4bit": True, "fsdp_config": {"offload_params": True}}, {"quantize": "nf4", "strategy": "fsdp", "fsdp_offload": True}),
     (BASE, {"adapter": None, "lora_r": 8}, {"lora_r": 0}),
     (BASE, {"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, {"lora_targets": ["all-linear"]}),
     (BASE, {"adapter": "lora", "lora_target_modules": ["q_proj", "v_proj"]}, {"lora_targets": ["q_proj", "v_proj"]}),
@@ -97,6 +98,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (FACTORY, {"ddp_timeout": 180000000, "val_size": 0.1}, {"collective_timeout": 2592000.0, "eval_split": 0.1}),
     (FACTORY, {"disable_gradient_checkpointing": True, "pure_bf16": True}, {"gradient_checkpointing": False, "precision": "bf16-mixed"}),
     (MINIMAL["llama-factory-v1"], {"peft_config": {"name": "lora", "r": 4, "target_modules": "all"}}, {"lora_r": 4, "lora_targets": ["all-linear"]}),
+    (MINIMAL["llama-factory-v1"], {"enable_activation_checkpointing": "AUTO"}, {"gradient_checkpointing": "auto"}),
     (MINIMAL["llama-factory-v1"], {"dist_config": {"name": "fsdp2"}, "global_batch_size": 8}, {"strategy": "fsdp", "lora_r": 0, "total_batch_size": 8}),
     # TRL and transformers
     (TRL, {"lora_r": 4, "lora_target_modules": ["q_proj"]}, {"lora_r": 4, "lora_dropout": 0.05, "precision": "bf16-mixed", "lr": 2e-5, "train_on": "all"}),
@@ -136,7 +138,8 @@ def test_names_become_fields(
         (BASE, {"test_value": 7}, "Unknown names:\n#   test_value: 7"),
         (BASE, {"datasets": [{"path": "b", "typ": "x"}]}, "Unknown names:\n#   datasets[0].typ: x"),
         (BASE, {"num_epochs": 0.5}, "num_epochs: 0.5: epochs: expected an integer"),
-        (BASE, {"adapter": "qlora", "load_in_4bit": True, "fsdp_config": {"offload_params": True}}, "every rank holds them (strategy=ddp)"),
+        (TRL, {"load_in_4bit": True, "lora_r": 8, "deepspeed": {"zero_optimization": {"stage": 3}}}, "every rank holds them (strategy=ddp)"),
+        (BASE, {"adapter": "qlora", "load_in_4bit": True, "fsdp": "full_shard", "torch_compile": True}, "does not compile layers in 4 bits"),
         (BASE, {"optimizer": "adamw_8bit", "fsdp": "full_shard"}, "optimizer: adamw_8bit: strategy=fsdp does not have it"),
         (BASE, {"special_tokens": {"pad_token": "<p>", "eos_token": "<e>"}}, "special_tokens.eos_token: <e>: the tokenizer of the"),
         (BASE, {"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json: the file is not here"),

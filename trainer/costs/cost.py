@@ -136,17 +136,21 @@ def full_state(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> State:
 
 
 def _base_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
-    rest = shape.parameters - shape.layers * shape.layer_parameters
-    return shape.layers * layer_bytes(spec, shape, bytes_per_weight) + rest * edge_bytes(spec, bytes_per_weight)
+    return shape.layers * layer_bytes(spec, shape, bytes_per_weight) + root_bytes(spec, shape, bytes_per_weight)
 
 
 def layer_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
     """Return the bytes of the weights of one layer, without adapters."""
     if spec.quantize == "nf4":
-        # Half a byte per weight, 8-bit scales of blocks of 64, and float32 scales of 256 of those. The rest is float32.
         packed = sum(matrix.into * matrix.out for matrix in shape.linear)
-        return round(packed * (0.5 + 1 / 64 + 4 / 64 / 256)) + 4 * (shape.layer_parameters - packed)
+        return packed // 2 + scale_bytes(spec, shape) + 4 * (shape.layer_parameters - packed)  # the rest is float32
     return shape.layer_parameters * bytes_per_weight
+
+
+def scale_bytes(spec: RunSpec, shape: Shape) -> int:
+    """Return the bytes of the scales of one layer in 4 bits: 8 bits for a block of 64 weights, and 32 for 256 of those; else 0."""
+    packed = sum(matrix.into * matrix.out for matrix in shape.linear)
+    return round(packed * (1 / 64 + 4 / 64 / 256)) if spec.quantize == "nf4" else 0
 
 
 def edge_bytes(spec: RunSpec, bytes_per_weight: int) -> int:
@@ -197,7 +201,7 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     product = next(matrix.into for matrix in shape.linear if matrix.reads == "gated")
     # A trained matrix needs its input in the backward pass; a frozen one does not.
     readers = shape.targets(spec) if spec.lora_r else shape.linear
-    if (spec.lora_r and spec.lora_dropout) or number == 2:
+    if (spec.lora_r and spec.lora_dropout) or (number == 2 and not half_hidden(spec)):
         read = [matrix.into for matrix in readers]  # peft applies dropout, or autocast casts, once per matrix
     else:
         read = list({matrix.reads: matrix.into for matrix in readers}.values())
@@ -212,9 +216,9 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     return floats * number + dropped + norms + wider, shape.hidden * (2 if half_hidden(spec) else 4)
 
 
-def root_bytes(shape: Shape, bytes_per_weight: int) -> int:
+def root_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
     """Return the bytes of the parameters outside of the layers: embedding, head, final norm."""
-    return (shape.parameters - shape.layers * shape.layer_parameters) * bytes_per_weight
+    return (shape.parameters - shape.layers * shape.layer_parameters) * edge_bytes(spec, bytes_per_weight)
 
 
 def micro_batches(spec: RunSpec, ranks: int) -> int:

@@ -64,12 +64,12 @@ class Tail:
             self._wanted = self._hidden = None
 
     def _take_hidden(self, _: nn.Module, args: Any, output: Any) -> Any:
-        """Take the output of the decoder, and leave one place of it, whose logits are not used."""
+        """Take the output of the decoder, and leave no place of it: a head would copy its weights for a single one on a CPU."""
         if self._wanted is None or not isinstance(output, ModelOutput):
             return output
         self._hidden = output[0].flatten(0, -2)[self._wanted[0]]
         self._output_type = type(output)
-        return self._output_type(last_hidden_state=self._hidden[None, :1])
+        return self._output_type(last_hidden_state=self._hidden[None, :0])
 
     def _return_loss(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self._wanted is not None and self._hidden is not None:

@@ -18,7 +18,8 @@ from trainer.data.token_ids import set_padding
 from trainer.model_files.base_weights import embedding_rows, load_causal_model
 from trainer.model_files.model_name import check_model_name
 from trainer.model_files.model_shape import target_error, unknown_targets
-from trainer.models.quantized import nf4_config, prepare_quantized
+from trainer.models.fused_lora import fuse_adapters
+from trainer.models.quantized import defer_quantization, nf4_config, prepare_quantized
 
 # Mamba's kernels read the weights of these layers directly: peft rejects adapters of them for these models.
 _MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
@@ -81,18 +82,19 @@ def load_model(
     options: dict[str, Any] = {"dtype": "auto" if own_shard else dtype or base_dtype(spec)}
     if "flash attention" in kernels:
         options["attn_implementation"] = "flash_attention_2"
-    if spec.quantize == "nf4":
+    quantized = spec.quantize == "nf4"
+    if quantized and not own_shard:
         options |= {"quantization_config": nf4_config(spec), "device_map": {"": device}}
     model = read_causal_model(spec, "model", spec.model, **options)
     if "liger" in kernels:
         apply_liger(model)
-    if spec.quantize == "nf4":
-        model = prepare_quantized(model)
+    if quantized:
+        model = defer_quantization(spec, model) if own_shard else prepare_quantized(model)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:
         model = add_lora(spec, model)
-    if spec.quantize == "none" and not sharded:  # the full model of a sharded one need not fit on the device
+    if not quantized and not sharded:  # the full model of a sharded one need not fit on the device
         model.to(device)
     model.train()
     return model
@@ -191,6 +193,7 @@ def add_lora(spec: RunSpec, model: Any, *, partial: bool = False) -> nn.Module:
         raise target_error(first_line(error), layers) from None
     if not partial:
         require_targets(spec, adapted.base_model.targeted_module_names, config.target_modules, layers)
+    fuse_adapters(adapted)
     return adapted
 
 

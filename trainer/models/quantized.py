@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import prepare_model_for_kbit_training
 from torch import nn
 from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 
+from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.models.optim import import_bitsandbytes
 
@@ -26,12 +29,16 @@ def nf4_config(spec: RunSpec) -> BitsAndBytesConfig:
 
 def prepare_quantized(model: Any) -> Any:
     """Freeze a model with a quantized base; what is not quantized becomes float32."""
+    _keep_packing(model)
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def _keep_packing(model: Any) -> None:
     for module in model.modules():
         # On some CPUs the first pass in eval mode would repack the weights and round their scales. The model would then
         # differ from the trained one, and fail where a width is not a multiple of 64.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 class Quantizer:
@@ -61,3 +68,48 @@ class Quantizer:
     def finish(self, model: Any) -> Any:
         """Return the model, once its weights are read, ready for adapters."""
         return prepare_quantized(self._quantizer.postprocess_model(model))
+
+    def defer(self, model: Any, weights: Mapping[str, nn.Parameter]) -> Any:
+        """Return the model ready for adapters, with weights that `quantize_layers` quantizes. `weights`: those before `__init__`."""
+        for name, module in model.named_modules():
+            if not hasattr(module, "quant_storage"):
+                continue
+            module.unquantized = weights[f"{name}.weight"].data
+            # Without numbers, but with the data type of packed ones: adapters are float32 then, as those of strategy=ddp.
+            empty = torch.empty(0, dtype=module.quant_storage)
+            module.weight = type(module.weight)(empty, **module.weight.__dict__)
+            if module.bias is not None:
+                module.bias = weights[f"{name}.bias"]
+        _keep_packing(model)
+        return self._quantizer.postprocess_model(model)
+
+
+def defer_quantization(spec: RunSpec, model: Any) -> Any:
+    """Return a loaded model with linear layers of bitsandbytes, whose weights stay as they are until `quantize_layers`.
+
+    Weights that are mapped into memory are then read and quantized layer by layer, by a strategy that shards them.
+
+    Raises:
+        UserError: the weights are quantized already, or bitsandbytes is unavailable.
+    """
+    if getattr(model.config, "quantization_config", None):
+        raise UserError(f"model: {spec.model} is quantized already, which strategy=fsdp cannot load: set strategy=ddp")
+    weights = dict(model.named_parameters())
+    return Quantizer(spec, model).defer(model, weights)
+
+
+def quantize_layers(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Quantize the layers in `module` that `defer_quantization` left, on `device`, as if their weights were loaded in `dtype`.
+
+    The packed weights, uint8 [in * out / 2, 1], are plain parameters: FSDP cannot shard those of bitsandbytes, whose layers take both.
+    """
+    for layer in module.modules():
+        if not hasattr(layer, "unquantized"):
+            continue
+        value: Any = layer.unquantized
+        value = (value.T if issubclass(layer.source_cls, Conv1D) else value).to(device, dtype)
+        packed = type(layer.weight)(value, **layer.weight.__dict__).to(
+            device
+        )  # also sets the scales, `layer.quant_state`
+        layer.weight = nn.Parameter(packed.data.as_subclass(torch.Tensor), requires_grad=False)
+        del layer.unquantized

@@ -147,7 +147,7 @@ class DiLoCoPlan(StrategyPlan):
             self._validate_fragments(spec)
         if not self.sharded_weights(spec):
             return
-        reject_unshardable(spec, "replica_strategy", possible=("quantize",) if self._staged(spec) else ())
+        reject_unshardable(spec, "replica_strategy", possible=("quantize",))
         if self._staged(spec) and not spec.lora_r:
             raise ValueError(
                 "replica_strategy: pipeline requires LoRA, got lora_r 0: the outer optimizer of every host holds all trained "

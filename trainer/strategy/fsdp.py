@@ -9,22 +9,26 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import DiskError, UserError, disk_failure
 from trainer.common.lazy import LazyModule
-from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives, switch
+from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives, quantize_alternatives, switch
 from trainer.costs.cost import (
     PCI_EXPRESS,
     Layout,
     State,
     exported_bytes,
+    full_state,
     gradient_bytes_per_number,
+    layer_bytes,
     micro_batches,
     offloaded_step,
     ring_fraction,
     root_bytes,
+    scale_bytes,
 )
 from trainer.distributed.listeners import restrict_listeners
 from trainer.model_files.model_shape import layer_class, shape_of
@@ -55,12 +59,13 @@ METADATA = ".metadata"  # PyTorch's index of the tensors in a checkpoint's files
 
 def sharded_state(spec: RunSpec, state: State, shape: Shape, shards: int, bytes_per_weight: int) -> State:
     """Return the state of one of `shards` shards, with the weights that FSDP gathers at a time."""
-    root = root_bytes(shape, bytes_per_weight)  # freed at the end of the backward pass
+    root = root_bytes(spec, shape, bytes_per_weight)  # freed at the end of the backward pass
+    scales = shape.layers * scale_bytes(spec, shape)  # complete on every rank
     # The current layer and the prefetched one: as received, and assembled.
-    gathered = 3 * (state.base - root) // shape.layers
+    gathered = 3 * (state.base - scales - root) // shape.layers
     if keeps_gathered(spec):
-        gathered += shape.layers * shape.layer_parameters * _gathered_bytes(spec)
-    return state.sharded(shards, root + gathered)
+        gathered += shape.layers * _gathered_layer(spec, shape)
+    return replace(state, base=state.base - scales).sharded(shards, scales + root + gathered)
 
 
 def keeps_gathered(spec: RunSpec) -> bool:
@@ -83,8 +88,13 @@ def tool_options(spec: RunSpec, offload: str) -> dict[str, Any]:
 
 
 def _gathered_bytes(spec: RunSpec) -> int:
-    """Return the bytes of one gathered weight of a layer."""
-    return 4 if spec.precision == "32-true" else 2
+    """Return the bytes of one gathered weight of a layer that is not in 4 bits."""
+    return 4 if spec.precision == "32-true" or spec.quantize == "nf4" else 2
+
+
+def _gathered_layer(spec: RunSpec, shape: Shape) -> int:
+    """Return the bytes of the gathered weights of one layer, without adapters."""
+    return layer_bytes(spec, shape, _gathered_bytes(spec)) - scale_bytes(spec, shape)
 
 
 class FSDPPlan(StrategyPlan):
@@ -97,8 +107,12 @@ class FSDPPlan(StrategyPlan):
         return FSDP
 
     def validate(self, spec: RunSpec) -> None:
-        reject_unshardable(spec, "strategy", possible=("precision", "torch_compile"))
+        reject_unshardable(spec, "strategy", possible=("precision", "quantize", "torch_compile"))
         reject_generation(spec, "strategy")
+        if spec.quantize == "nf4" and spec.torch_compile:
+            raise ValueError(
+                "torch_compile: under strategy fsdp no layer in 4 bits can be compiled: set torch_compile=false, or quantize=none"
+            )
 
     def needs_own_gpus(self, spec: RunSpec) -> bool:
         return True
@@ -118,7 +132,7 @@ class FSDPPlan(StrategyPlan):
         ]
         cost = "AdamW runs on the CPU, and every pass copies the weights to the GPU"
         offload = switch(spec, "fsdp_offload", True, cost)
-        return [*super().alternatives(spec), shards, offload, *gradient_alternatives(spec)]
+        return [*super().alternatives(spec), quantize_alternatives(spec), shards, offload, *gradient_alternatives(spec)]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         return spec.fsdp_shard != "host" or (len(set(layout.processes)) == 1 and layout.processes[0] > 1)
@@ -143,7 +157,7 @@ class FSDPPlan(StrategyPlan):
             return 0.0
         shards = min(layout.processes) if spec.fsdp_shard == "host" else layout.world
         passes = 1 if keeps_gathered(spec) else 2
-        weights = passes * shape.parameters * self.bytes_per_weight(spec) / shards
+        weights = passes * full_state(spec, shape, self.bytes_per_weight(spec)).base / shards
         return weights * micro_batches(spec, layout.world) / PCI_EXPRESS + offloaded_step(shape.trained(spec) / shards)
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
@@ -178,11 +192,11 @@ class FSDPPlan(StrategyPlan):
             hosts = len(layout.processes)
             return 2 * (hosts - 1) / hosts * trained * number
         weight = _gathered_bytes(spec)
-        layers = shape.layers * shape.layer_parameters * weight
+        layers = shape.layers * _gathered_layer(spec, shape)
         layers += trained * weight if spec.lora_r else 0
         # The forward and the backward pass gather the layers, unless they stay gathered in between, as the root does.
         passes = 1 if keeps_gathered(spec) else 2
-        gathered = ring * (passes * layers + root_bytes(shape, self.bytes_per_weight(spec))) * micro
+        gathered = ring * (passes * layers + root_bytes(spec, shape, self.bytes_per_weight(spec))) * micro
         # gloo implements reduce-scatter as an all-reduce. trainer.strategy.fsdp_exchange replaces it if every rank has a
         # separate host.
         scattered = (2 if gloo and max(layout.processes) > 1 else 1) * ring * trained * number
@@ -297,30 +311,37 @@ class FSDP(Strategy):
     def _shard(self, spec: RunSpec, world: World, mesh: device_mesh.DeviceMesh) -> None:
         """Replace the parameters of the model by shards on the ranks of `mesh`."""
         from trainer.models.model import base_dtype
+        from trainer.models.quantized import quantize_layers
         from trainer.strategy import fsdp_exchange as exchange
 
         comm_dtype = torch.bfloat16 if spec.gradient_comm_dtype == "bf16" else torch.float32
+        quantized = spec.quantize == "nf4"
         half = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(spec.precision)
         # autocast would cast the weights of a layer to 16 bits anyway; gathered in 16 bits they are half the bytes.
-        # Parameters outside of the layers (embeddings, the final norm) stay float32, as under ddp.
+        # Parameters outside of the layers (embeddings, the final norm) stay float32, as under ddp. So do norms and adapters
+        # beside packed weights.
+        half = None if quantized else half
         inside = fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=comm_dtype, cast_forward_inputs=False)
         outside = fsdp.MixedPrecisionPolicy(reduce_dtype=comm_dtype, cast_forward_inputs=False)
-        frozen = base_dtype(spec)
+        loaded = base_dtype(spec)
+        frozen = torch.float32 if quantized else loaded
         cuda = world.device.type == "cuda"
         offload = fsdp.CPUOffloadPolicy(pin_memory=cuda) if spec.fsdp_offload else fsdp.OffloadPolicy()
 
         def cast(value: torch.Tensor) -> torch.Tensor:
-            if not isinstance(value, tensor.DTensor):  # a buffer
+            if not isinstance(value, tensor.DTensor) or not value.is_floating_point():  # a buffer, or packed
                 return value
-            return value.to(torch.float32 if value.requires_grad else frozen)
+            return value.to(torch.float32) if value.requires_grad else value.to(loaded).to(frozen)
 
         # Layer by layer, so that no more than one layer is in memory in full or in two data types.
         self._blocks = blocks(self.model)  # sharding changes their types
         for block in self._blocks:
+            quantize_layers(block, loaded, world.device)
             reshard = not keeps_gathered(spec)
             fsdp.fully_shard(
                 block, mesh=mesh, mp_policy=inside, reshard_after_forward=reshard, offload_policy=offload
             )._apply(cast)
+        quantize_layers(self.model, loaded, world.device)
         fsdp.fully_shard(self.model, mesh=mesh, mp_policy=outside, offload_policy=offload)._apply(cast)
         for block in self._blocks if spec.torch_compile else ():
             # Without the hooks that gather and free its weights, which are not part of `forward`.
@@ -376,9 +397,12 @@ class FSDP(Strategy):
         with torch.no_grad(), self.autocast():
             loss: torch.Tensor = self.plain(*batch)
         if keeps_gathered(self.spec):  # no backward pass frees the layers
-            for block in self._blocks:
-                block.reshard()  # type: ignore[operator]
+            self._free_layers()
         return loss
+
+    def _free_layers(self) -> None:
+        for block in self._blocks:
+            block.reshard()  # type: ignore[operator]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._full(self.trained)
@@ -391,6 +415,7 @@ class FSDP(Strategy):
     def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
         """Set the trained weights to those of the first rank of every host. `host`: the ranks of this host."""
         self.model.reshard()
+        self._free_layers()
         for name, parameter in self.trained.items():
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.world.device)
             value = values[name].detach().to(self.world.device) if values else empty
@@ -417,8 +442,10 @@ class FSDP(Strategy):
         return None
 
     def load(self, folder: Path) -> None:
-        # A forward pass without a backward pass leaves the root gathered, with its weights before this call.
+        # A forward pass without a backward pass leaves the root gathered, and with fsdp_shard=gradients the layers, with their
+        # weights before this call.
         self.model.reshard()
+        self._free_layers()
         self.scale.load(folder)
         create_moments(self.optimizer, self.trained.values(), folder)
         state = self._state()

@@ -159,24 +159,19 @@ _IMPOSSIBLE = {"fsdp": ("optimizer",), "deepspeed": ("optimizer", "torch_compile
 
 
 def settle_strategy(found: Translation) -> None:
-    """Take back what cannot be combined: 4-bit weights are not divided, and full weights are not in 4 bits."""
+    """Take back what cannot be combined: DeepSpeed does not divide 4-bit weights, and full weights are not in 4 bits."""
     values = found.values
     if values.get("quantize") == "nf4" and values.get("lora_r") == 0:
         found.drop("quantize", "weights in 4 bits cannot be trained: set lora_r")
     if values.get("strategy") not in _IMPOSSIBLE:
         return
-    if values.get("quantize") == "nf4":
-        reason = "weights in 4 bits are not divided: every rank holds them (strategy=ddp)"
-        for name in (
-            "strategy",
-            "fsdp_shard",
-            "fsdp_offload",
-            "deepspeed_config",
-            "deepspeed_stage",
-            "deepspeed_offload",
-        ):
-            found.drop(name, reason)
+    quantized = values.get("quantize") == "nf4"
+    if quantized and values["strategy"] == "deepspeed":
+        for name in ("strategy", "deepspeed_config", "deepspeed_stage", "deepspeed_offload"):
+            found.drop(name, "deepspeed does not divide weights in 4 bits: every rank holds them (strategy=ddp)")
         return
+    if quantized and values.get("torch_compile"):
+        found.drop("torch_compile", "strategy=fsdp does not compile layers in 4 bits")
     for name in _IMPOSSIBLE[values["strategy"]]:
         if values.get(name) == UNSHARDABLE[name]:
             found.drop(name, f"strategy={values['strategy']} does not have it")

@@ -250,7 +250,7 @@ def checked(name: str, value: Any) -> tuple[Any, str]:
         spec = RunSpec.model_validate({name: value})
     except ValidationError:
         return None, mismatch(FIELDS[name], value)
-    return spec.model_dump(mode="json", exclude_unset=True)[name], ""
+    return "auto" if name in spec.automatic else spec.model_dump(mode="json", exclude_unset=True)[name], ""
 
 
 def whole_number(value: Any) -> int:

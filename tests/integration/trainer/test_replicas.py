@@ -319,11 +319,13 @@ def test_averaging_to_a_lower_rank(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("lora_r", [8, 0])
-def test_replicas_of_several_ranks(lora_r: int, cluster: Cluster) -> None:
+@pytest.mark.parametrize(("lora_r", "quantize"), [(8, "none"), (0, "none"), (8, "nf4")])
+def test_replicas_of_several_ranks(lora_r: int, quantize: str, cluster: Cluster) -> None:
     """Two hosts of two ranks each: the outer step is across hosts; inside a host, FSDP gives the same result as DDP."""
+    if quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
     fields = LONG | {"max_steps": 10, "local_steps": 5, "total_batch_size": 8, "strategy": "diloco", "lora_r": lora_r}
-    fields |= {"checkpoint_interval": 5}
+    fields |= {"checkpoint_interval": 5, "quantize": quantize}
 
     def digests(run: str) -> list[str]:
         return [result(cluster, run, host)["adapter_sha256" if lora_r else "model_sha256"] for host in (0, 1)]

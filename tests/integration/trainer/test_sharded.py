@@ -138,7 +138,28 @@ def test_sharded_ranks_train_as_ddp(fields: dict[str, Any], lora: int, cluster: 
     """Two ranks, a checkpoint and a resume. fp16 skips the same first steps on both, until its factor of the loss fits."""
     if fields["strategy"] == "deepspeed":
         pytest.importorskip("deepspeed", reason="the deepspeed extra is not installed")
-    few = UNEVEN | {"checkpoint_interval": 3, "lora_r": lora, "lr": 1e-3, "epochs": 9} | fields
+    train_as_ddp(cluster, here, 2e-3 if "precision" in fields else 1e-4, **fields, lora_r=lora)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        pytest.param({"precision": "bf16-mixed", "fsdp_shard": "gradients"}, marks=pytest.mark.long),
+        pytest.param({"fsdp_offload": True, "gradient_checkpointing": True}, marks=pytest.mark.long),
+    ],
+    ids=["float32", "bfloat16, gathered", "offload"],
+)
+def test_fsdp_shards_weights_in_4_bits(fields: dict[str, Any], cluster: Cluster, here: Here) -> None:
+    """Norms and adapters beside them are gathered in float32, so that the losses are those of ddp in each precision."""
+    pytest.importorskip("bitsandbytes")
+    train_as_ddp(cluster, here, 1e-6, strategy="fsdp", quantize="nf4", **fields)
+
+
+def train_as_ddp(cluster: Cluster, here: Here, close: float, **fields: Any) -> None:
+    """Compare two ranks, which resume from a checkpoint, with ddp on one. `close`: relative difference of the losses."""
+    few = UNEVEN | {"checkpoint_interval": 3, "lr": 1e-3, "epochs": 9} | fields
     ddp = {name: value for name, value in few.items() if not name.startswith(("strategy", "fsdp", "deepspeed"))}
     assert here("ddp", **ddp, max_steps=6) == 0, here.err
     cluster.run(2, **few, max_steps=6)
@@ -148,7 +169,7 @@ def test_sharded_ranks_train_as_ddp(fields: dict[str, Any], lora: int, cluster: 
         (cluster.run_dir(host) / "result.json").unlink()
     found = cluster.run(2, **few, max_steps=6)
     assert "resuming from step 3 of 6" in cluster.logs()
-    assert found == pytest.approx(here.losses("ddp"), rel=2e-3 if "precision" in fields else 1e-4)
+    assert found == pytest.approx(here.losses("ddp"), rel=close)
     result = json.loads((cluster.run_dir() / "result.json").read_text())
     assert result["eval_loss"] == pytest.approx(here.result("ddp")["eval_loss"], rel=2e-3)
 
@@ -275,7 +296,9 @@ def test_a_rank_of_zero_3_reads_only_its_shard(lora: int, cluster: Cluster, here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"lora_r": 0}], ids=["adapter", "sharded"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"lora_r": 0}, {"fsdp_shard": "gradients"}], ids=["adapter", "sharded", "gathered"]
+)
 def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
     fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields
     assert here("straight", **fields) == here(**fields) == 0, here.err

@@ -217,6 +217,10 @@ def test_aliases_are_unambiguous_and_not_fields() -> None:
         ({"gradient_accumulation": 3, "batch_size": 4, "total_batch_size": 16}, "3 x batch_size 4 = 12 rows, but"),
         ({"loggers": "none,wandb"}, "'none' excludes other loggers"),
         ({"backend": "unsloth", "lora_r": 0}, "set backend=peft"),
+        (
+            {"strategy": "fsdp", "quantize": "nf4", "torch_compile": True},
+            "torch_compile: under strategy fsdp no layer in 4 bits can be compiled",
+        ),
         ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 requires strategy ddp, got strategy deepspeed"),
         ({"strategy": "deepspeed", "torch_compile": True}, "torch_compile: true requires strategy ddp"),
         (

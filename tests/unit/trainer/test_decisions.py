@@ -28,6 +28,8 @@ EIGHT = {
     "head_dim": 128,
 }
 EIGHT |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False}
+SEVEN = EIGHT | {"model_type": "llama", "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
+SEVEN |= {"num_key_value_heads": 32}
 ONE = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 ONE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
 SMALL = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
@@ -55,12 +57,19 @@ CLUSTERS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], 
         [card(24, 8.9), card(12, 8.6)], ONE, {"seq_length": 4096}, ("bf16-mixed", 1, False, "none", "ddp"),
     ),
     "one card of 12 GB, 8B": ([card(12, 8.9)], EIGHT, {"seq_length": 512}, ("bf16-mixed", 2, True, "nf4", "ddp")),
+    "two cards of 8 GB, 7B, fsdp": (
+        [card(8, 8.6)] * 2, SEVEN, {"strategy": "fsdp"}, ("bf16-mixed", 4, True, "nf4", "fsdp"),
+    ),
+    "two cards of 12 GB, 7B, fsdp": (
+        [card(12, 8.6)] * 2, SEVEN, {"strategy": "fsdp"}, ("bf16-mixed", 4, True, "none", "fsdp"),
+    ),
+    "two cards of 6 GB in one host, 7B": ([card(6, 8.6, 2)], SEVEN, {}, ("bf16-mixed", 2, True, "nf4", "fsdp")),
     "four V100": ([card(16, 7.0, 4)], ONE, {}, ("fp16-mixed", 2, False, "none", "ddp")),
     "a V100 beside a 4090": ([card(16, 7.0), card(24, 8.9)], ONE, {}, ("fp16-mixed", 2, False, "none", "ddp")),
     "two P100": ([card(16, 6.0)] * 2, ONE, {}, ("32-true", 2, False, "none", "ddp")),
     "two laptops": ([cpu(8), cpu(16)], SMALL, {}, ("32-true", 4, False, "none", "ddp")),
     "two laptops, 1B": ([cpu(8), cpu(16)], ONE, {}, ("32-true", 4, True, "none", "ddp")),
-    "one H100, 8B": ([card(80, 9.0)], EIGHT, {}, ("bf16-mixed", 4, False, "none", "ddp")),
+    "one H100, 8B": ([card(80, 9.0)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
     "one H100, full weights": ([card(80, 9.0)], ONE, {"lora_r": 0}, ("bf16-mixed", 16, False, "none", "ddp")),
     "unified memory of 119 GB": ([card(119, 12.1)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
     "eight A100, full weights, fsdp": (

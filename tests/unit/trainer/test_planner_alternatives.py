@@ -82,14 +82,14 @@ def test_7b_lora_on_three_16_gb_gpus_at_1_gbit() -> None:
     """A pipeline of small micro-batches.
 
     12.6 GiB of weights leave ddp 2 of 14.7 GiB, so that it must compute every activation twice: 1.5 times the operations of
-    LoRA. FSDP sends 2 x 13.5 GB x 2/3 for every micro-batch, 144 s each. A pipeline holds 4.2 GiB of weights on a host, needs no
+    LoRA. FSDP sends 2 x 13.5 GB x 2/3 for every micro-batch, 144 s each, and in 4 bits still 40 s. A pipeline holds 4.2 GiB of weights on a host, needs no
     recomputation, and loses 2 of 34 slots while it fills and drains.
     """
     advice, found = best("7B", gpus(16, 16, 16), 1000, HALF)
     assert (advice.strategy, advice.fields) == ("pipeline", {"batch_size": 1})
     assert found["ddp"].fits and found["ddp"].fields["gradient_checkpointing"]
     assert 1.2 < found["pipeline"].tokens_per_second / found["ddp"].tokens_per_second < 1.6
-    assert found["fsdp"].share > 0.95
+    assert found["fsdp"].share > 0.75
     # 32 micro-batches of 1024 tokens x 4096 numbers of 2 bytes, in both directions.
     assert found["pipeline"].comm_bytes == 2 * 32 * 1024 * 4096 * 2
     assert any("fills and drains" in cost for cost in advice.costs)
@@ -127,7 +127,8 @@ def test_70b_lora_on_four_24_gb_gpus(fields: dict[str, Any]) -> None:
     advice, found = best("70B", gpus(24, 24, 24, 24), 1000, fields)
     assert advice.strategy == "pipeline" and found["pipeline"].fits
     assert (fields | advice.fields)["quantize"] == "nf4" and "pipeline_hosts" not in advice.fields
-    assert not any(found[name].fits for name in found if name not in ("pipeline", "diloco"))
+    assert not any(found[name].fits for name in found if name not in ("pipeline", "diloco", "fsdp"))
+    assert (fields | found["fsdp"].fields)["quantize"] == "nf4" and found["fsdp"].fits and found["fsdp"].share > 0.8
     assert found["diloco"].fields["replica_strategy"] == "pipeline"
     assert found["pipeline"].share < 0.1
     spec = make_spec({"model": "x", "strategy": "pipeline"} | fields | advice.fields, "here")
@@ -360,9 +361,9 @@ def test_every_variant_is_a_valid_spec(strategy: str, lora: int) -> None:
 def test_alternatives_that_the_spec_refuses_are_not_tried() -> None:
     _, found = best("7B", gpus(16, 16, 16), 1000, HALF | {"quantize": "nf4"})
     whole = ("alone", "ddp", "diloco", "averaging")
-    assert {*whole, "pipeline"} <= set(found) and not {"fsdp", "deepspeed"} & set(found)
+    assert {*whole, "fsdp", "pipeline"} <= set(found) and "deepspeed" not in found
     for option in best("7B", gpus(16, 16, 16), 1000, HALF)[1].values():
-        assert "quantize" not in option.fields or option.strategy in (*whole, "pipeline")
+        assert "quantize" not in option.fields or option.strategy in (*whole, "fsdp", "pipeline")
 
 
 def test_all_alternatives_on_16_hosts_take_less_than_a_second() -> None:
@@ -381,7 +382,7 @@ def test_the_plan_prints_the_recommendation_and_its_line(tmp_path: Path, capsys:
     flags = [f"--model={tmp_path}", "--precision=bf16-mixed", f"--hosts={hosts}", "--link-mbit=1000", "--no-measure"]
     assert main(["plan", *flags]) == 0
     out = capsys.readouterr().out
-    assert "recommended: strategy=pipeline batch_size=1: 1.4 times as fast as ddp; it fits, " in out
+    assert "recommended: strategy=pipeline batch_size=1: 1.5 times as fast as ddp; it fits, " in out
     assert "\ncosts: ranks wait while the pipeline fills and drains" in out
     line = out.rpartition("apply it with: ")[2].splitlines()[0]
     # With ddp, a start decides otherwise.
