@@ -26,9 +26,7 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from benchmarks.plain_loop import (
+from plain_loop import (
     Work,
     initial_model,
     loss_difference,
@@ -37,6 +35,8 @@ from benchmarks.plain_loop import (
     weight_difference,
     write_chats,
 )
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
 from trainer.__main__ import main as trainer
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_loop import Work, loss_difference, recorded_steps, train_plain, weight_difference, write_chats
 from safetensors.torch import save_file
 from trainer_runs import Here
-
-from benchmarks.plain_loop import Work, loss_difference, recorded_steps, train_plain, weight_difference, write_chats
 
 BOUND = 1e-5
 

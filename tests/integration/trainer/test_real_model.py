@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from plain_loop import weight_difference
 from torch.testing import assert_close
 from trainer_runs import TOP, Cluster, Here, lines, losses
 from transformers import AutoModelForCausalLM
 
-from benchmarks.plain_loop import weight_difference
 from trainer.common.errors import UserError
 from trainer.offline.merge import merge, read_request
 from trainyard.run.prepare.smollm2 import smollm2_folder
