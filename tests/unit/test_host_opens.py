@@ -30,6 +30,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainer/supervise/run_files.py": {"open_regular": "a path that a user names: its links are followed"},
     "trainer/supervise/link_free.py": {"": "the helper"},
     "trainer/supervise/interface.py": {"": KERNEL},
+    "trainer/supervise/cpu.py": {"": KERNEL},
     "trainer/supervise/process_environment.py": {"": KERNEL},
     "trainer/supervise/processes.py": {"": KERNEL},
     "trainer/supervise/sandbox.py": {
@@ -47,7 +48,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainyard/remote/digests.py": {"keep": ROOT},
     "trainyard/remote/exchange.py": {"exchange": ROOT},
     "trainyard/remote/folder_marker.py": {"": "names of its own in the folder of runs, which no rank can write"},
-    "trainyard/remote/hardware.py": {"": KERNEL},
     "trainyard/remote/health.py": dict.fromkeys(("read", "processes", "torchruns", "gpu_state"), KERNEL),
     "trainyard/remote/host_facts.py": dict.fromkeys(("gather", "firewall", "first_line"), KERNEL),
     "trainyard/remote/host_use.py": {"": KERNEL},

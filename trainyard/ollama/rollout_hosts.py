@@ -46,8 +46,8 @@ def with_rollout_servers(
     if not urls:
         why = f": {servers[0].candidate.name}: {servers[0].problem}" if servers else ""
         raise UserError(
-            f"rollout_servers: the inventory has no Ollama server that can write completions{why}: start Ollama there (ollama=true in "
-            "site.yml), or omit rollout_servers"
+            f"rollout_servers: the inventory has no Ollama server that can write completions{why}: start Ollama there, or omit "
+            "rollout_servers"
         )
     report(f"completions are written by {shown_names(s.candidate.name for s in servers if not s.problem)}, too")
     return spec.model_copy(update={"rollout_servers": tuple(urls)})

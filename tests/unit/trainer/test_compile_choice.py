@@ -160,6 +160,7 @@ def test_a_resumed_run_keeps_the_choice(compiled: bool, here: Here, monkeypatch:
     monkeypatch.setattr(agreement, "_saves_time", saves_time)
     asked: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda model: asked.append(model) or model)
+    monkeypatch.setattr("trainer.loop.training_inputs.require_compiler", lambda device: None)
     fields = {"precision": "32-true", "gradient_checkpointing": False, "quantize": "none", "checkpoint_interval": 2}
     assert here(**fields) == 0, here.err
     assert f"auto: torch_compile={str(compiled).lower()}: a reason" in here.out and bool(asked) is compiled
