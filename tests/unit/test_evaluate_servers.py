@@ -13,8 +13,8 @@ import pytest
 from threaded_server import running
 
 from trainer.common.errors import UserError
-from trainer.generation import pool
 from trainer.generation.ollama_client import Cancel, OllamaError
+from trainyard.evaluate import subjects
 from trainyard.evaluate.kept_evaluations import kept_evaluations
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.side_by_side import EvaluateOptions, evaluate
@@ -88,7 +88,7 @@ def test_hostile_replies(server: Server) -> None:
 
 
 def test_a_server_without_any_answer_is_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MAX_DELAY", 0.01)
+    monkeypatch.setattr(subjects, "PATIENCE", 0.5)
     server.reply = {}
     with pytest.raises(UserError, match="the reply of /chat/completions has no answer"):
         ask_servers(*nodes(server), QUESTIONS[:1], SETTINGS, print)

@@ -21,6 +21,7 @@ from trainyard.wire.connection import Host
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ANSWER_LIMIT = 1800.0  # s for one answer of a server
+PATIENCE = 60.0  # s without any answer of the servers
 _EXPECTED = (
     "expected the name of a run, base:RUN, ollama:MODEL[@http://ADDRESS:PORT] or openai:MODEL@http://ADDRESS:PORT/v1"
 )
@@ -111,7 +112,7 @@ def ask_servers(
         for prompt, _, answer in new:
             answers[prompt.sample] = Answered(answer.text, answer.tokens, answer.finished == "length")
 
-    result = ServerPool(nodes, deliver, report, patience=60.0).run(Listed(prompts))
+    result = ServerPool(nodes, deliver, report, patience=PATIENCE).run(Listed(prompts))
     if not answers:
         raise UserError(f"evaluate: {printable(subject.name)}: no answer: {result.failed[0][1]}")
     for prompt, reason in result.failed[:3]:
