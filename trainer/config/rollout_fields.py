@@ -42,9 +42,13 @@ def rollout_error(spec: RunSpec) -> str:
     """Return why the servers of a run cannot write completions, or an empty string."""
     servers = spec.rollout_servers
     if not servers:
-        return (
-            "" if spec.rollout_ranks else "rollout_ranks: without rollout_servers, only ranks write: omit rollout_ranks"
-        )
+        given = {
+            "rollout_ranks": not spec.rollout_ranks,
+            "rollout_model": spec.rollout_model,
+            "rollout_folder": spec.rollout_folder,
+        }
+        name = next((name for name, value in given.items() if value), "")
+        return f"{name}: without rollout_servers, only ranks write: omit {name}" if name else ""
     for each in servers:
         found = _ADDRESS.fullmatch(each)
         if each not in FOUND and not (found and 0 < int((found[2] or ":1")[1:]) < 65536):
@@ -60,6 +64,10 @@ def rollout_error(spec: RunSpec) -> str:
         return "rollout_servers: replicas of diloco have different adapters: set strategy=ddp, or omit rollout_servers"
     if not spec.lora_r:
         return "rollout_servers: servers get adapters, but lora_r is 0: set lora_r, or omit rollout_servers"
+    if spec.rollout_model and all(map(is_vllm, servers)):
+        return "rollout_model: a vLLM server has the model that it was started with: omit rollout_model"
+    if spec.rollout_folder and not any(map(is_vllm, servers)):
+        return "rollout_folder: Ollama gets adapters over the network: omit rollout_folder"
     if not spec.rollout_folder and any(map(is_vllm, servers)):
         return "rollout_folder: vLLM reads adapters from a folder that it shares with the first host: set rollout_folder to it"
     if spec.rollout_folder and not spec.rollout_folder.startswith("/"):
