@@ -38,6 +38,7 @@ class LiveHost:
         since: when `connected` changed last, in seconds since the epoch.
         why: why it does not answer.
         sample: see `reply_types.HostSample`; empty before the first one.
+        clock_offset: seconds by which its clock is ahead of that of the dashboard; includes the time of the transfer.
         version: changes with every line about the host itself.
     """
 
@@ -46,6 +47,7 @@ class LiveHost:
     since: float = field(default_factory=time.time)
     why: str = "connecting"
     sample: dict[str, Any] = field(default_factory=dict)
+    clock_offset: float = 0.0
     version: int = 0
 
 
@@ -203,6 +205,7 @@ class ClusterView:
             return
         if kind == "host":
             state.sample, state.version = {**state.sample, **line}, next(_versions)
+            state.clock_offset = line["now"] - time.time()
             self._measure(host, line)
         elif kind == "run":
             self._take_run(host, line)
