@@ -24,7 +24,7 @@ from trainer.distributed.world import World
 from trainer.loop.final_export import finalize
 from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
-from trainer.loop.training_inputs import Settle, TrainingInputs, load_inputs, with_packing
+from trainer.loop.training_inputs import Settle, TrainingInputs, as_it_is, load_inputs, with_packing
 from trainer.method import AheadContext, Method, Rows, RunContext, Work, method_of
 from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
@@ -393,17 +393,9 @@ def utilisation_of(spec: RunSpec, device: torch.device) -> Utilisation | None:
 
 
 def train(
-    spec: RunSpec,
-    run_dir: Path,
-    data_dir: Path,
-    world: World,
-    heartbeat: Heartbeat,
-    settle: Settle = lambda spec, steps: spec,
+    spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat: Heartbeat, settle: Settle = as_it_is
 ) -> dict[str, Any]:
     """Run the spec in `run_dir` to its end, from its newest checkpoint if there is one. Every rank calls it.
-
-    Args:
-        settle: decides what is still automatic, before the model is loaded.
 
     Returns:
         The result as in result.json; its `status` is finished, or stopped after a request to stop.
@@ -476,15 +468,20 @@ def train(
     result = finalize(
         inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, metrics, utilisation, finished=finished
     )
+    recorder.close()
+    clean_up(run_dir, world, all_ranks, stop_request, finished)
+    release(inputs)
+    return result
+
+
+def clean_up(run_dir: Path, world: World, all_ranks: World, stop_request: StopRequest, finished: bool) -> None:
+    """Remove what no start needs any more, when all ranks have written their files. Every rank calls it."""
     if not finished and world.is_host_leader:
         stop_request.clear()
-    recorder.close()
     # No rank exits before all have written their files: a launcher that exits early would end the store of its peers.
     all_ranks.barrier()
     if finished and world.is_host_leader:
-        shutil.rmtree(run_dir / LAYERS, ignore_errors=True)  # no start needs them any more
-    release(inputs)
-    return result
+        shutil.rmtree(run_dir / LAYERS, ignore_errors=True)
 
 
 def release(inputs: TrainingInputs) -> None:

@@ -36,6 +36,11 @@ from trainer.strategy import Strategy, plan_of
 Settle = Callable[[RunSpec, int], RunSpec]  # decides what is still automatic, from the number of steps, about
 
 
+def as_it_is(spec: RunSpec, steps: int) -> RunSpec:
+    """Return the spec with what is automatic in it: a run whose fields are all decided needs no more."""
+    return spec
+
+
 @dataclass(frozen=True)
 class TrainingInputs:
     """What a run trains and on which data, loaded on this rank.

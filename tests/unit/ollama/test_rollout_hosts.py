@@ -12,7 +12,7 @@ from trainer.spec import make_spec
 from trainyard.ollama.rollout_hosts import with_rollout_servers
 from trainyard.ollama.teachers import Candidate
 from trainyard.run.launch.start_ranks import start_request
-from trainyard.run.plan.rollouts import plan_servers
+from trainyard.run.plan.rollout_plan import plan_servers
 from trainyard.run.types import PlanEntry
 
 

@@ -29,7 +29,7 @@ from trainyard.run.plan.gather_facts import (
 )
 from trainyard.run.plan.isolation import choose_isolation, isolation_lines, unit_lines
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
-from trainyard.run.plan.rollouts import plan_servers
+from trainyard.run.plan.rollout_plan import plan_servers
 from trainyard.run.prepare.teacher_host import split_teacher, teacher_line
 from trainyard.run.types import Phase, PlanEntry, PreparedRun, PreviousStart, RunPlan
 from trainyard.wire.connection import Host
