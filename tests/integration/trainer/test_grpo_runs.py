@@ -137,25 +137,24 @@ def rewards_of(here: Here, run: str, name: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_mean_reward_at_least_doubles_and_stays_with_shuffled_rewards(
-    seed: int, here: Here, prompts: Path, reward: Path, tmp_path: Path
+    here: Here, prompts: Path, reward: Path, tmp_path: Path
 ) -> None:
-    """The reward is the part of a letter in the completion of a model with random weights."""
+    """The reward is the part of a letter in the completion of a model with random weights.
+
+    With shuffled rewards each seed is a random walk, so that their mean stays, and not the value of each.
+    """
     (tmp_path / "shuffled.py").write_text(SHUFFLED, encoding="utf-8")
-    fields = FIELDS | {
-        "dataset": prompts,
-        "seed": seed,
-        "epochs": 9,
-        "max_steps": 60,
-        "total_batch_size": 48,
-        "grpo_group_size": 8,
-    }
+    fields = FIELDS | {"dataset": prompts, "epochs": 9, "max_steps": 60, "total_batch_size": 48, "grpo_group_size": 8}
     fields |= {"batch_size": 48, "lr": 2e-2, "schedule": "constant", "eval_split": 0, "checkpoint_interval": 0}
-    assert here("real", reward=reward, **fields) == 0, here.err
-    assert here("shuffled", reward=f"{tmp_path / 'shuffled.py'},{reward}:0", **fields) == 0, here.err
-    before, after = rewards_of(here, "real", "reward_letter")
-    flat_before, flat_after = rewards_of(here, "shuffled", "reward_letter")
-    print(f"seed {seed}: reward {before:.4f} -> {after:.4f}; shuffled: {flat_before:.4f} -> {flat_after:.4f}")
-    assert after >= 2 * before and after >= 2 * flat_after
-    assert flat_after < 1.5 * flat_before
+    walks = []
+    for seed in (1, 2, 3):
+        assert here(f"real{seed}", reward=reward, seed=seed, **fields) == 0, here.err
+        shuffled = f"{tmp_path / 'shuffled.py'},{reward}:0"
+        assert here(f"shuffled{seed}", reward=shuffled, seed=seed, **fields) == 0, here.err
+        before, after = rewards_of(here, f"real{seed}", "reward_letter")
+        walks.append(rewards_of(here, f"shuffled{seed}", "reward_letter"))
+        print(f"seed {seed}: reward {before:.4f} -> {after:.4f}; shuffled: {walks[-1][0]:.4f} -> {walks[-1][1]:.4f}")
+        assert after >= 2 * before and after >= 2 * walks[-1][1]
+    flat_before, flat_after = map(statistics.mean, zip(*walks, strict=True))
+    assert 0.67 * flat_before < flat_after < 1.5 * flat_before
