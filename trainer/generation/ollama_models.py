@@ -24,6 +24,12 @@ def takes_adapters(version: tuple[int, int, int]) -> bool:
     return version < ADAPTERS_END or version >= ADAPTERS_AGAIN
 
 
+def adapter_misfit(version: tuple[int, int, int]) -> str:
+    """Return why this version writes no completions with adapters; empty if it does."""
+    shown = ".".join(map(str, version))
+    return "" if takes_adapters(version) else f"Ollama {shown} runs no adapters: update it to 0.30 or later"
+
+
 def create_body(
     version: tuple[int, int, int],
     name: str,

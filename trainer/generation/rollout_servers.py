@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from trainer.common.formats import printable
 from trainer.generation.ollama_client import MAX_ANSWER, Answer, Cancel, OllamaClient, OllamaError
-from trainer.generation.ollama_models import create_body, small_model_options, takes_adapters
+from trainer.generation.ollama_models import adapter_misfit, create_body, small_model_options
 from trainer.generation.pool import Task
 
 _KEPT = 2  # adapters on a server: requests with the one before the newest may be under way
@@ -178,9 +178,8 @@ class OllamaServer(RolloutServer):
         Raises OllamaError: the server runs no adapters, lacks the base model, or has another vocabulary.
         """
         self._version = self._client.version()
-        if not takes_adapters(self._version):
-            shown = ".".join(map(str, self._version))
-            raise OllamaError(f"Ollama {shown} runs no adapters: update it to 0.30 or later")
+        if why := adapter_misfit(self._version):
+            raise OllamaError(why)
         for name in self._client.tags():  # of an earlier start that was killed
             if name.startswith(self._sampling.prefix):
                 self._client.delete(name)
