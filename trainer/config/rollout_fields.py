@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
+from trainer.config.strategies import AUTO
 
 if TYPE_CHECKING:
     from trainer.config import RunSpec
 
-FOUND = (
-    "cluster",
-    "all",
-)  # instead of addresses: the controller finds the Ollama servers of the cluster, or of the inventory
+# Instead of addresses: the controller finds the Ollama servers of the cluster, or of the inventory.
+FOUND = ("cluster", "all")
+ONE_ADAPTER = ("ddp", AUTO)  # strategies whose ranks all have the same adapter before each step
 _ADDRESS = re.compile(r"http://(\[[0-9a-zA-Z:.%]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
 
 
@@ -60,7 +60,7 @@ def rollout_error(spec: RunSpec) -> str:
         return "rollout_servers: cluster and all find servers: give one of them alone, or addresses"
     if len(set(map(server_name, servers))) < len(servers):
         return "rollout_servers: an address is given twice: remove one"
-    if spec.strategy == "diloco":
+    if spec.strategy not in ONE_ADAPTER:
         return "rollout_servers: replicas of diloco have different adapters: set strategy=ddp, or omit rollout_servers"
     if not spec.lora_r:
         return "rollout_servers: servers get adapters, but lora_r is 0: set lora_r, or omit rollout_servers"

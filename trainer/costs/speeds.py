@@ -76,9 +76,11 @@ class DeviceSpeed:
 
     def distance(self, other: DeviceSpeed) -> float:
         """Return how far the sizes of model and micro-batch are from those of another figure; infinite if it says nothing."""
-        alike = replace(self, flops=0.0, parameters=1, tokens=1) == replace(other, flops=0.0, parameters=1, tokens=1)
+        same_kind = replace(self, flops=0.0, parameters=1, tokens=1) == replace(
+            other, flops=0.0, parameters=1, tokens=1
+        )
         apart = [abs(math.log2(getattr(self, name) / getattr(other, name))) for name in ("parameters", "tokens")]
-        return sum(apart) if alike and max(apart) <= _FAR else math.inf
+        return sum(apart) if same_kind and max(apart) <= _FAR else math.inf
 
 
 _ONE = TypeAdapter(DeviceSpeed)

@@ -1,7 +1,7 @@
 """The servers of a run that learns from rewards, as its first rank uses them: prompts go out, and completions come back.
 
-A server takes the next prompt when it is free, as in a teacher pool. The prompts of up to `ahead` steps after the newest adapter
-are open, so that servers write while the ranks train, and no completion is older than `ahead` steps. Ranks claim prompts from the same counters.
+A server takes the next prompt when it is free, as in a teacher pool. The prompts of up to `max_staleness` steps after the newest adapter
+are open, so that servers write while the ranks train, and no completion is older than that. Ranks claim prompts from the same counters.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Rollouts:
         self._tokens_of, self._text_of, self._seed_of, self._log = tokens_of, text_of, seed_of, log
         self._steps: dict[int, OpenStep] = {}
         self._changed = threading.Condition()
-        self._ended, self.error, self._ranks = False, "", ranks
+        self.error, self._ranks = "", ranks
         self.undecodable = 0  # completions whose text is not one that the tokens of the run give
         self._pool: ServerPool[RolloutServer, Request] = ServerPool(
             servers, self._deliver, patience=patience, give_up=self._give_up
@@ -108,8 +108,8 @@ class Rollouts:
             return sum(self._left(number, step) for number, step in self._steps.items())
 
     def ended(self) -> bool:
-        """Return whether the run needs no more completions."""
-        return self._ended
+        """Return whether there will be no more prompts: a run opens steps until `close` stops the pool."""
+        return False
 
     def _left(self, number: int, step: OpenStep) -> int:
         return max(0, len(step.places) - self._claim(number, 0)) + (0 if self._ranks else len(step.returned))
@@ -251,7 +251,6 @@ class Rollouts:
 
     def close(self) -> None:
         """End the requests, and remove from the servers what they got."""
-        self._ended = True
         self._pool.stop()
         self._thread.join(_CLOSING)
         for server in self._servers:
