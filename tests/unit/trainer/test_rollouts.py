@@ -238,6 +238,17 @@ def test_a_run_whose_servers_write_only_texts_without_tokens_fails(tmp_path: Pat
     assert lines[:2] == [f"rollouts: {count} texts that no tokens of the run give, now of s" for count in (1, 10)]
 
 
+def test_the_first_completion_of_a_place_counts(tmp_path: Path) -> None:
+    """A rank and a server may both write a place. It is trained on, and kept on the disk, once."""
+    with handing_out(tmp_path, [], Counters()) as hub:
+        hub.open(0, [[1]] * 2)
+        rank, server = completion(0, 0, worker=""), completion(0, 0)
+        for _ in range(2):
+            hub.add([rank, server, completion(0, 1)])
+        assert sorted(hub.written(0), key=lambda each: each.place) == [rank, completion(0, 1)]
+    assert Journal(tmp_path / "j.jsonl", lambda each: True, 0).found == [rank, completion(0, 1)]
+
+
 def test_completions_of_a_stopped_run_are_not_written_again(tmp_path: Path) -> None:
     Journal(tmp_path / "j.jsonl", lambda each: True, 0).add([completion(0, 1), completion(0, 2), completion(1, 0)])
     server = Simulated("s")
