@@ -143,7 +143,7 @@ def layer_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
     """Return the bytes of the weights of one layer, without adapters."""
     if spec.quantize == "nf4":
         packed = sum(matrix.into * matrix.out for matrix in shape.linear)
-        return packed // 2 + scale_bytes(spec, shape) + 4 * (shape.layer_parameters - packed)  # the rest is float32
+        return packed // 2 + scale_bytes(spec, shape) + bytes_per_weight * (shape.layer_parameters - packed)
     return shape.layer_parameters * bytes_per_weight
 
 
@@ -153,19 +153,14 @@ def scale_bytes(spec: RunSpec, shape: Shape) -> int:
     return round(packed * (1 / 64 + 4 / 64 / 256)) if spec.quantize == "nf4" else 0
 
 
-def edge_bytes(spec: RunSpec, bytes_per_weight: int) -> int:
-    """Return the bytes of one weight outside of the layers."""
-    return 4 if spec.quantize == "nf4" else bytes_per_weight
-
-
 def half_hidden(spec: RunSpec) -> bool:
     """Return whether hidden states between layers have 16 bits: those of a frozen model in bfloat16."""
-    return spec.lora_r > 0 and spec.precision == "bf16-mixed" and spec.quantize == "none"
+    return spec.lora_r > 0 and spec.precision == "bf16-mixed"
 
 
 def autocast_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
     """Return the bytes of the 16-bit copies of float32 weights that autocast keeps for the duration of a forward pass."""
-    if spec.precision == "32-true" or edge_bytes(spec, bytes_per_weight) == 2:
+    if spec.precision == "32-true" or bytes_per_weight == 2:
         return 0
     # Matrices in 4 bits are unpacked where they are used.
     matrices = 0 if spec.quantize == "nf4" else sum(matrix.into * matrix.out for matrix in shape.linear)
@@ -211,14 +206,14 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     # Norms store their input (float32), attention its queries, keys, values and output, the MLP both factors.
     floats = query * 2 + 2 * (query if spec.packing else value) + gate + product + sum(read) + adapters
     norms = shape.hidden * 4 * (2 if spec.lora_r else 4)  # a trained weight also needs the normalized input
-    # The output of a quantized matrix has the data type of its input, float32.
-    wider = (gate + product) * (4 - number) if spec.quantize == "nf4" else 0
+    # The output of a quantized matrix has the data type of its input.
+    wider = (gate + product) * (4 - number) if spec.quantize == "nf4" and not half_hidden(spec) else 0
     return floats * number + dropped + norms + wider, shape.hidden * (2 if half_hidden(spec) else 4)
 
 
 def root_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
     """Return the bytes of the parameters outside of the layers: embedding, head, final norm."""
-    return (shape.parameters - shape.layers * shape.layer_parameters) * edge_bytes(spec, bytes_per_weight)
+    return (shape.parameters - shape.layers * shape.layer_parameters) * bytes_per_weight
 
 
 def micro_batches(spec: RunSpec, ranks: int) -> int:

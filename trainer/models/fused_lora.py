@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, LoraLayer
 from torch import nn
 
 
-class FusedLinear(Linear):
-    """A linear layer with an adapter. The sum is rounded once; peft rounds the product, the scaled product, and the sum."""
+def fuse_adapters(model: nn.Module) -> None:
+    """Let the linear layers of a model with adapters compute so: plain ones, and those that bitsandbytes has in 4 bits.
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    The sum is rounded once; peft rounds the product, the scaled product, and the sum.
+    """
+    for module in model.modules():
+        base = module.get_base_layer() if isinstance(module, LoraLayer) else None
+        kind: Any = type(module)
+        if (kind is Linear and type(base) is nn.Linear) or hasattr(base, "quant_state"):
+            module.__class__ = _fused(kind)
+
+
+@functools.cache
+def _fused(kind: Any) -> Any:
+    """Return a class of layers like a class of peft."""
+
+    def forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what the layer of peft returns, [..., out] for [..., in]."""
-        name = self._single_adapter(x)
+        name = _single_adapter(layer, x)
         if name is None or args or kwargs:
-            return super().forward(x, *args, **kwargs)
+            found: torch.Tensor = kind.forward(layer, x, *args, **kwargs)
+            return found
         rows = x.flatten(0, -2)
-        result: torch.Tensor = self.base_layer(rows)
-        low = self.lora_A[name](rows)
-        result.addmm_(low, self.lora_B[name].weight.to(result.dtype).t(), alpha=self.scaling[name])
+        result: torch.Tensor = layer.base_layer(rows)
+        low = layer.lora_A[name](rows).to(result.dtype)
+        result.addmm_(low, layer.lora_B[name].weight.to(result.dtype).t(), alpha=layer.scaling[name])
         return result.unflatten(0, x.shape[:-1])
 
-    def _single_adapter(self, x: torch.Tensor) -> str | None:
-        """Return the name of the adapter, if it is the only one and like those that the trainer makes; else None."""
-        names = self.active_adapters
-        if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
-            return None
-        name = names[0]
-        factor = self.lora_B[name]
-        if factor.bias is not None or factor.weight.dim() != 2:  # ZeRO 3 gathers a weight when its module runs
-            return None
-        if self.lora_variant or not isinstance(self.lora_dropout[name], nn.Identity):
-            return None
-        same = x.dtype == factor.weight.dtype == self.lora_A[name].weight.dtype
-        return name if same or torch.is_autocast_enabled(x.device.type) else None
+    return type(f"Fused{kind.__name__}", (kind,), {"forward": forward})
 
 
-def fuse_adapters(model: nn.Module) -> None:
-    """Let the plain linear layers of a model with adapters compute as `FusedLinear`. Those in 4 bits stay as they are."""
-    for module in model.modules():
-        if type(module) is Linear and type(module.get_base_layer()) is nn.Linear:
-            module.__class__ = FusedLinear
+def _single_adapter(layer: Any, x: torch.Tensor) -> str | None:
+    """Return the name of a layer's adapter, if it is the only one and like those that the trainer makes; else None."""
+    names = layer.active_adapters
+    if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
+        return None
+    name: str = names[0]
+    factor = layer.lora_B[name]
+    if factor.bias is not None or factor.weight.dim() != 2:  # ZeRO 3 gathers a weight when its module runs
+        return None
+    if layer.lora_variant or not isinstance(layer.lora_dropout[name], nn.Identity):
+        return None
+    same = x.dtype == factor.weight.dtype == layer.lora_A[name].weight.dtype
+    return name if same or torch.is_autocast_enabled(x.device.type) else None

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from peft import prepare_model_for_kbit_training
 from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
@@ -28,9 +27,9 @@ def nf4_config(spec: RunSpec) -> BitsAndBytesConfig:
 
 
 def prepare_quantized(model: Any) -> Any:
-    """Freeze a model with a quantized base; what is not quantized becomes float32."""
+    """Freeze a model with a quantized base. What is not quantized keeps its data type: float32 would double the embedding."""
     _keep_packing(model)
-    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model.requires_grad_(False)
 
 
 def _keep_packing(model: Any) -> None:

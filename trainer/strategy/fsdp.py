@@ -23,6 +23,7 @@ from trainer.costs.cost import (
     exported_bytes,
     full_state,
     gradient_bytes_per_number,
+    half_hidden,
     layer_bytes,
     micro_batches,
     offloaded_step,
@@ -89,7 +90,9 @@ def tool_options(spec: RunSpec, offload: str) -> dict[str, Any]:
 
 def _gathered_bytes(spec: RunSpec) -> int:
     """Return the bytes of one gathered weight of a layer that is not in 4 bits."""
-    return 4 if spec.precision == "32-true" or spec.quantize == "nf4" else 2
+    if spec.quantize == "nf4":
+        return 2 if half_hidden(spec) else 4
+    return 4 if spec.precision == "32-true" else 2
 
 
 def _gathered_layer(spec: RunSpec, shape: Shape) -> int:
@@ -315,23 +318,21 @@ class FSDP(Strategy):
         from trainer.strategy import fsdp_exchange as exchange
 
         comm_dtype = torch.bfloat16 if spec.gradient_comm_dtype == "bf16" else torch.float32
-        quantized = spec.quantize == "nf4"
         half = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(spec.precision)
         # autocast would cast the weights of a layer to 16 bits anyway; gathered in 16 bits they are half the bytes.
-        # Parameters outside of the layers (embeddings, the final norm) stay float32, as under ddp. So do norms and adapters
-        # beside packed weights.
-        half = None if quantized else half
+        # Parameters outside of the layers (embeddings, the final norm) keep their data type, as under ddp. So do norms and
+        # adapters beside packed weights, which have no other one.
+        half = None if spec.quantize == "nf4" else half
         inside = fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=comm_dtype, cast_forward_inputs=False)
         outside = fsdp.MixedPrecisionPolicy(reduce_dtype=comm_dtype, cast_forward_inputs=False)
         loaded = base_dtype(spec)
-        frozen = torch.float32 if quantized else loaded
         cuda = world.device.type == "cuda"
         offload = fsdp.CPUOffloadPolicy(pin_memory=cuda) if spec.fsdp_offload else fsdp.OffloadPolicy()
 
         def cast(value: torch.Tensor) -> torch.Tensor:
             if not isinstance(value, tensor.DTensor) or not value.is_floating_point():  # a buffer, or packed
                 return value
-            return value.to(torch.float32) if value.requires_grad else value.to(loaded).to(frozen)
+            return value.to(torch.float32 if value.requires_grad else loaded)
 
         # Layer by layer, so that no more than one layer is in memory in full or in two data types.
         self._blocks = blocks(self.model)  # sharding changes their types

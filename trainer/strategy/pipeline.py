@@ -20,7 +20,6 @@ from trainer.costs.cost import (
     State,
     activation_bytes,
     autocast_bytes,
-    edge_bytes,
     exported_bytes,
     forward_products,
     full_state,
@@ -101,7 +100,7 @@ def stage_state(spec: RunSpec, shape: Shape, bytes_per_weight: int, layers: int,
         trained = layers * shape.layer_parameters + ends
     state, whole = full_state(spec, shape, bytes_per_weight), max(1, shape.trained(spec))
     return State(
-        base=layers * layer_bytes(spec, shape, bytes_per_weight) + ends * edge_bytes(spec, bytes_per_weight),
+        base=layers * layer_bytes(spec, shape, bytes_per_weight) + ends * bytes_per_weight,
         adapters=state.adapters * trained // whole,
         gradients=state.gradients * trained // whole,
         optimizer=state.optimizer * trained // whole,
@@ -344,14 +343,14 @@ class Pipeline(Strategy):
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks of this pipeline, if it is a replica whose gradients are its own."""
+        from trainer.models.model import base_dtype
         from trainer.models.optim import make_optimizer
         from trainer.strategy.pipeline_copies import StageCopies
         from trainer.strategy.pipeline_schedule import Neighbours
-        from trainer.strategy.pipeline_stage import hidden_dtype
 
         super().__init__(spec, world, module)
         self.stage: StageLoss = module  # type: ignore[assignment]
-        native = hidden_dtype(spec)
+        native = base_dtype(spec)
         half = spec.pipeline_comm_dtype == "bf16"
         limit = spec.collective_timeout
         assert self.stage.pipelines

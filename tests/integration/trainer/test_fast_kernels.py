@@ -106,12 +106,16 @@ def test_a_quantized_run_resumes(here: Here) -> None:
     assert here.losses("straight") == pytest.approx(losses, rel=1e-6)
 
 
-def test_the_base_is_in_four_bits(model_folder: Path) -> None:
+@pytest.mark.parametrize(("precision", "rest"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
+def test_the_base_is_in_four_bits(model_folder: Path, precision: str, rest: torch.dtype) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    model = load_model(make_spec({"model": str(model_folder), "quantize": "nf4", "seq_length": 64}, "here"), CPU)
+    fields = {"model": str(model_folder), "quantize": "nf4", "seq_length": 64, "precision": precision}
+    model = load_model(make_spec(fields, "here"), CPU)
     packed = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
     assert packed and all(m.weight.dtype == torch.uint8 for m in packed)
     assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+    assert frozen == {torch.uint8, rest}, "the embedding and the norms"
 
 
 # In a separate network namespace, the counters include only this run.

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch import nn
 
-from trainer.models.fused_lora import FusedLinear, fuse_adapters
+from trainer.models.fused_lora import fuse_adapters
 
 
 class Pair(nn.Module):
@@ -51,12 +51,42 @@ def test_the_results_are_those_of_peft() -> None:
     plain = adapted()
     fused = copy.deepcopy(plain)
     fuse_adapters(fused)
-    kinds = [type(module) for module in fused.modules() if isinstance(module, Linear)]
-    assert kinds == [FusedLinear, FusedLinear]
+    kinds = [type(module).__name__ for module in fused.modules() if isinstance(module, Linear)]
+    assert kinds == ["FusedLinear", "FusedLinear"]
     expected = run(plain)
     assert len(expected) == 2 + 4
     for one, other in zip(run(fused), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_results_on_weights_in_4_bits_are_those_of_peft(half: bool) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(2)
+    dtype = torch.bfloat16 if half else torch.float32
+    layer = bnb.nn.Linear4bit(128, 64, bias=True, compute_dtype=dtype, quant_type="nf4")
+    layer.load_state_dict({"weight": torch.randn(64, 128) * 0.1, "bias": torch.randn(64)})
+    config = LoraConfig(r=4, lora_alpha=10, target_modules=["0"])
+    model: Any = nn.Sequential(layer.to("cpu").to(dtype))
+    model.is_loaded_in_4bit = True  # as transformers says of a model
+    plain: Any = get_peft_model(model, config)
+    plain.base_model.model[0].lora_B["default"].weight.data.normal_(0, 0.3)
+    fused = copy.deepcopy(plain)
+    fuse_adapters(fused)
+    assert type(fused.base_model.model[0]).__name__ == "FusedLinear4bit"
+    found = []
+    for each in (fused, plain):
+        torch.manual_seed(3)
+        x = torch.randn(2, 5, 128, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            out = each(x)
+        assert out.dtype == dtype
+        out.float().square().sum().backward()
+        trained = [parameter.grad for parameter in each.parameters() if parameter.requires_grad]
+        found.append([out.detach(), x.grad, *trained])
+    assert len(found[0]) == 4
+    for one, other in zip(*found, strict=True):
+        assert (one - other).float().norm() < (1e-2 if half else 1e-6) * other.float().norm()
 
 
 def test_in_bfloat16_fewer_roundings_are_closer_to_float32() -> None:

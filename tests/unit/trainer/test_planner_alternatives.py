@@ -82,14 +82,14 @@ def test_7b_lora_on_three_16_gb_gpus_at_1_gbit() -> None:
     """A pipeline of small micro-batches.
 
     12.6 GiB of weights leave ddp 2 of 14.7 GiB, so that it must compute every activation twice: 1.5 times the operations of
-    LoRA. FSDP sends 2 x 13.5 GB x 2/3 for every micro-batch, 144 s each, and in 4 bits still 40 s. A pipeline holds 4.2 GiB of weights on a host, needs no
+    LoRA. FSDP sends 2 x 13.5 GB x 2/3 for every micro-batch, 144 s each, and in 4 bits still 36 s. A pipeline holds 4.2 GiB of weights on a host, needs no
     recomputation, and loses 2 of 34 slots while it fills and drains.
     """
     advice, found = best("7B", gpus(16, 16, 16), 1000, HALF)
     assert (advice.strategy, advice.fields) == ("pipeline", {"batch_size": 1})
     assert found["ddp"].fits and found["ddp"].fields["gradient_checkpointing"]
     assert 1.2 < found["pipeline"].tokens_per_second / found["ddp"].tokens_per_second < 1.6
-    assert found["fsdp"].share > 0.75
+    assert found["fsdp"].share > 0.7
     # 32 micro-batches of 1024 tokens x 4096 numbers of 2 bytes, in both directions.
     assert found["pipeline"].comm_bytes == 2 * 32 * 1024 * 4096 * 2
     assert any("fills and drains" in cost for cost in advice.costs)
@@ -119,12 +119,12 @@ def test_13b_lora_on_unlike_gpus() -> None:
 
 
 @pytest.mark.parametrize("fields", [HALF, NF4])
-def test_70b_lora_on_four_24_gb_gpus(fields: dict[str, Any]) -> None:
+def test_70b_lora_on_four_22_gb_gpus(fields: dict[str, Any]) -> None:
     """A pipeline with nf4: 20 layers of 0.41 GiB on every host, where 131 GiB in bfloat16 exceed all GPUs together.
 
-    Two pipelines of two hosts do not fit. On GPUs of 27 GB they would be 2 % faster, but leave 4 % of the memory free instead of 36 %.
+    Two pipelines of two hosts do not fit. On GPUs of 23.5 GB they would be 2 % faster, but leave 4 % of the memory free.
     """
-    advice, found = best("70B", gpus(24, 24, 24, 24), 1000, fields)
+    advice, found = best("70B", gpus(22, 22, 22, 22), 1000, fields)
     assert advice.strategy == "pipeline" and found["pipeline"].fits
     assert (fields | advice.fields)["quantize"] == "nf4" and "pipeline_hosts" not in advice.fields
     assert not any(found[name].fits for name in found if name not in ("pipeline", "diloco", "fsdp"))
@@ -133,24 +133,25 @@ def test_70b_lora_on_four_24_gb_gpus(fields: dict[str, Any]) -> None:
     assert found["pipeline"].share < 0.1
     spec = make_spec({"model": "x", "strategy": "pipeline"} | fields | advice.fields, "here")
     plan, shape = PipelinePlan(), MODELS["70B"]
-    setting = setting_of(spec, shape, gpus(24, 24, 24, 24), 1000)
+    setting = setting_of(spec, shape, gpus(22, 22, 22, 22), 1000)
     assert plan.layers(spec, shape, setting.layout, setting.rows, cuda=True) == [20, 20, 20, 20]
     two = spec.model_copy(update={"pipeline_hosts": 2})
     assert not option_of(two, setting).fits
-    advice, found = best("70B", gpus(27, 27, 27, 27), 1000, fields)
+    cards = gpus(*[23.5] * 4)
+    advice, found = best("70B", cards, 1000, fields)
     assert advice.strategy == "pipeline" and "pipeline_hosts" not in advice.fields
-    larger = setting_of(spec, shape, gpus(27, 27, 27, 27), 1000)
+    larger = setting_of(spec, shape, cards, 1000)
     halves = option_of(two, larger)
     assert halves.fits and halves.tight and not found["pipeline"].tight
     assert 1.01 < halves.tokens_per_second / found["pipeline"].tokens_per_second < ERROR
 
 
 def test_a_plan_that_fills_the_memory_must_be_faster_by_the_error_of_predictions() -> None:
-    """Eight hosts at 10 Mbit/s: two-host replicas leave 5 % of the memory, but the next best plan has 0.4 times the speed."""
-    advice, found = best("70B", gpus(*[27] * 8), 10, NF4)
+    """Eight hosts at 10 Mbit/s: two-host replicas leave 4 % of the memory, but the next best plan has 0.4 times the speed."""
+    advice, found = best("70B", gpus(*[23.5] * 8), 10, NF4)
     assert advice.extra_vars.startswith("-e strategy=diloco ")
     assert " -e replica_strategy=pipeline -e replica_hosts=2" in advice.extra_vars
-    assert found["diloco"].tight and "it leaves 5% of the memory of a process free" in advice.costs
+    assert found["diloco"].tight and "it leaves 4% of the memory of a process free" in advice.costs
     assert any("its pipeline fills and drains" in cost for cost in advice.costs)
     assert "local_steps=" not in advice.why, "most traffic is within the replicas"
 
@@ -176,7 +177,7 @@ def test_7b_lora_on_two_24_gb_gpus_with_a_thin_link(link: float, line: str, cost
 def test_unlike_hosts_get_unlike_shares() -> None:
     """Two hosts, the second of half the speed: twice the layers on the first make a step 1.4 times as fast as halves."""
     spec, shape, plan = make_spec({"model": "x", "strategy": "pipeline"} | NF4, "here"), MODELS["7B"], PipelinePlan()
-    hosts = gpus(24, 24)
+    hosts = gpus(80, 80)
     hosts[1]["speed"] = 0.5
     setting = setting_of(spec, shape, hosts, 1000)
     assert setting.layout.speeds == (1.0, 0.5)
