@@ -182,7 +182,7 @@ def _loss_bytes(spec: RunSpec, shape: Shape, places: float) -> float:
     """Return the bytes of logits, log-probabilities and gradient, all in float32, for a number of places with loss."""
     chunk = max(LOSS_CHUNK, shape.vocabulary)
     whole = places * shape.vocabulary
-    if whole <= chunk or spec.torch_compile or spec.distill_alpha:
+    if whole <= chunk or spec.distill_alpha:
         return whole * 4 * 3
     # The gradient of a trained head is summed over chunks, beside that of the newest one.
     return chunk * 4 * 3 + (0 if spec.lora_r else shape.head_parameters * 4 * 2)

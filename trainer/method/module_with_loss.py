@@ -19,15 +19,16 @@ class ModelWithLoss(nn.Module):
         """`method`: computes the loss; None: supervised fine-tuning."""
         super().__init__()
         self.model, self.method = model, method or SFT()
-        self._run = torch.compile(model) if compiled else model
         self._loss_positions: torch.Tensor | None = None
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Flash attention separates packed samples by their positions only within a single row.
         self._single_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
         head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-        if head is not None and not compiled:
+        self._tail = Tail.of(base, compiled=compiled)
+        whole = compiled and self._tail is None  # what is compiled has no hooks
+        self._run = torch.compile(model) if whole else model
+        if head is not None and not whole:
             head.register_forward_pre_hook(self._select_loss_positions)
-        self._tail = None if compiled else Tail.of(base)
 
     def _select_loss_positions(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Pass only positions with a loss to the output head: the logits are the largest tensor of a step."""
@@ -61,7 +62,7 @@ class ModelWithLoss(nn.Module):
     ) -> torch.Tensor:
         """Return the cross entropy of the tokens after the selected places, a float32 scalar.
 
-        The logits of all places exist only if the model is compiled, or transformers does not know its decoder.
+        The logits of all places exist only if transformers does not know the model's decoder.
 
         Args:
             ids, positions, selected: see `logits`.

@@ -41,13 +41,17 @@ class Tail:
         model.register_forward_hook(self._return_loss)
 
     @classmethod
-    def of(cls, model: Any) -> Tail | None:
-        """Return the tail of a model, or None if transformers does not know where it starts."""
+    def of(cls, model: Any, *, compiled: bool = False) -> Tail | None:
+        """Return the tail of a model, or None if transformers does not know where it starts. `compiled`: compile what is before it."""
         if not isinstance(model, PreTrainedModel):
             return None
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         # Ranks of a pipeline without the head have a module without weights in its place.
-        return cls(model, decoder) if decoder is not model and hasattr(head, "weight") else None
+        if decoder is model or not hasattr(head, "weight"):
+            return None
+        if compiled:
+            decoder.forward = torch.compile(decoder.forward)
+        return cls(model, decoder)
 
     @contextlib.contextmanager
     def loss_wanted(self, selected: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
@@ -96,12 +100,15 @@ class Tail:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the model with a decoder that returns `hidden`, [n, H] to [n, V]."""
+        compiled = vars(self._decoder).get("forward")
         self._decoder.forward = lambda *_, **__: self._output_type(last_hidden_state=hidden[None])
         try:
             ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
             found: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False).logits
         finally:
             del self._decoder.forward
+            if compiled:
+                self._decoder.forward = compiled
         return found[0]
 
 

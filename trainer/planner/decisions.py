@@ -69,7 +69,7 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
             first = first or error
             continue
         if why is not None:
-            found, compiling = _with_compile(_measured(found, *MEASURED), hosts, shape)
+            found, compiling = _with_compile(_measured(found, *MEASURED), hosts)
             return found, [*filter(None, [why]), *lines, *_lines(spec, found), *compiling]
     if first:
         raise first
@@ -175,20 +175,20 @@ def _measured(spec: RunSpec, *names: str) -> RunSpec:
     return spec.model_copy(update={"automatic": tuple(name for name in spec.automatic if name in names)})
 
 
-def _with_compile(spec: RunSpec, hosts: Hosts, shape: Shape) -> tuple[RunSpec, list[str]]:
+def _with_compile(spec: RunSpec, hosts: Hosts) -> tuple[RunSpec, list[str]]:
     """Return a spec, of which everything else is decided, with torch_compile automatic only if ranks have to measure it, and a line."""
     if "torch_compile" not in spec.automatic:
         return spec, []
     if not have_gpus(hosts):
         return _measured(spec, "precision"), []
-    if why := _no_compile(spec, hosts, shape):
+    if why := _no_compile(spec, hosts):
         return _measured(spec, "precision"), [f"auto: torch_compile=false: {why}"]
     return spec, [
         "auto: torch_compile: true if the ranks measure that compiling saves more time than it takes; torch_compile=false skips this"
     ]
 
 
-def _no_compile(spec: RunSpec, hosts: Hosts, shape: Shape) -> str:
+def _no_compile(spec: RunSpec, hosts: Hosts) -> str:
     """Return why a run is not compiled whatever ranks measure, or an empty text."""
     compiled = spec.model_copy(update={"torch_compile": True})
     try:
@@ -202,8 +202,6 @@ def _no_compile(spec: RunSpec, hosts: Hosts, shape: Shape) -> str:
         "4-bit weights are unpacked outside of compiled code": spec.quantize != "none",
         "rows that are not packed would be padded to seq_length": not may_pack(spec),
         "a host has no C++ compiler: install g++": not all(host.get("compiler", True) for host in hosts),
-        "the logits of a whole micro-batch, which it keeps, do not fit in memory": fits(compiled, hosts, shape)
-        is False,
     }
     return next((why for why, applies in reasons.items() if applies), "")
 

@@ -47,7 +47,6 @@ def test_ranks_on_gpus_measure_whether_compiling_pays() -> None:
         ({"teacher": "x", "distill_alpha": 0.5, "gkd_lambda": 0.5}, {}, "answers that the student writes"),
         ({"strategy": "diloco", "diloco_membership": "torchft"}, {}, "replicas with a torchrun each"),
         ({}, {"compiler": False}, "a host has no C++ compiler: install g++"),
-        ({}, {"gpu_mib": 24 << 10}, "the logits of a whole micro-batch"),
     ],
     ids=str,
 )
@@ -156,7 +155,7 @@ def test_a_resumed_run_keeps_the_choice(compiled: bool, here: Here, monkeypatch:
         calls.append(passes)
         return compiled, "a reason"
 
-    monkeypatch.setattr("trainer.planner.decisions._with_compile", lambda spec, hosts, shape: (spec, []))
+    monkeypatch.setattr("trainer.planner.decisions._with_compile", lambda spec, hosts: (spec, []))
     monkeypatch.setattr(agreement, "_saves_time", saves_time)
     asked: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda model: asked.append(model) or model)

@@ -94,6 +94,44 @@ def test_the_loss_in_chunks_is_that_of_transformers(
         assert float((mine - other).norm()) <= 0.03 * float(other.norm())
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_compiled_model_computes_its_loss_in_chunks(
+    lora: bool, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decoder is compiled, and what follows sees seven places at a time."""
+    model: Any = small_model("llama").train()
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    one = batch(corpus, [[3]])
+    wanted = (one.labels != -100).sum() * model(input_ids=one.ids, labels=one.labels).loss
+    wanted.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    compiled, entropy = torch.compile, torch.nn.functional.cross_entropy
+    sizes: list[int] = []
+    graphs: list[Any] = []
+
+    def counted(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        sizes.append(len(logits))
+        return entropy(logits, *args, **options)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("trainer.models.chunked_loss.LOSS_CHUNK", 7 * 256)
+    monkeypatch.setattr("torch.nn.functional.cross_entropy", counted)
+    monkeypatch.setattr("torch.compile", lambda function: compiled(function, backend=backend))
+    module = ModelWithLoss(model, compiled=True)
+    for _ in range(2):
+        model.zero_grad()
+        loss = module(*one)
+        loss.backward()
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close([p.grad for p in model.parameters() if p.grad is not None], gradients)
+    assert len(graphs) == 1, "the second pass uses the graph again"
+    assert len(sizes) > 2 and max(sizes) <= 7
+
+
 @pytest.mark.parametrize("kind", list(MODELS))
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 def test_models_that_isolate_packed_samples_pass_the_check(kind: str, spread: float) -> None:
