@@ -131,8 +131,9 @@ def load_inputs(
     chosen = training_samples(spec, len(corpus), out)
     train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
     teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
-    if "torch_compile" in spec.automatic:
-        heartbeat("starting", note="measuring torch.compile")
+    if spec.automatic:
+        if "torch_compile" in spec.automatic:
+            heartbeat("starting", note="measuring torch.compile")
         spec = settle(spec, _steps_about(spec, train_set))
     module = plan_of(spec).load_module(spec, world, run_dir, lambda: heartbeat("starting", note="loading the model"))
     shown_date = date.isoformat() if prints_date(tokenizer) else ""

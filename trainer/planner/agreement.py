@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from trainer.common.errors import UserError, first_line
 from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC
 from trainer.distributed.world import World
-from trainer.planner.decisions import GAIN, common
+from trainer.model_files.model_shape import shape_of
+from trainer.planner.decisions import GAIN, common, own_size, this_host, with_rows
 from trainer.planner.measure import bfloat16_gain, layers_seconds
 from trainer.spec import check_spec
 
@@ -59,6 +61,21 @@ def agree_compile(spec: RunSpec, steps: int, world: World) -> RunSpec:
         print(f"auto: torch_compile={str(compiled).lower()}: {why}")
     rest = tuple(name for name in spec.automatic if name != "torch_compile")
     return spec.model_copy(update={"torch_compile": compiled, "automatic": rest})
+
+
+def with_own_rows(spec: RunSpec, world: World) -> RunSpec:
+    """Return the spec with the largest micro-batch that the memory of this rank has room for, if each rank may choose its own.
+
+    On the same host it is the same in every start of a run, because it depends on the size of the memory, not on what is free.
+    """
+    if "batch_size" not in spec.automatic:
+        return spec
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    hosts = [this_host() | {"processes": processes}] * (world.size // processes)
+    rows = own_size(spec, hosts, shape_of(spec))
+    if rows > spec.batch_size and world.is_host_leader:
+        print(f"auto: batch_size={rows} on this host, which has more memory than others")
+    return with_rows(spec, rows)
 
 
 def _saves_time(spec: RunSpec, passes: int, world: World) -> tuple[bool, str]:

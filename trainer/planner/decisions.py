@@ -69,13 +69,16 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
             first = first or error
             continue
         if why is not None:
+            own = _own_sizes(found, hosts, shape)
             found, compiling = _with_compile(_measured(found, *MEASURED), hosts)
-            return found, [*filter(None, [why]), *lines, *_lines(spec, found), *compiling]
+            if own:
+                found = found.model_copy(update={"automatic": (*found.automatic, "batch_size")})
+            return found, [*filter(None, [why]), *lines, *_lines(spec, found, own), *compiling]
     if first:
         raise first
     smallest = variants[-1]
     warning = f"warning: the plan does not fit in the memory of every host, even with {_settings(spec, smallest)}: add hosts, or set strategy=auto"
-    return _measured(smallest, "precision"), [*lines, *_lines(spec, smallest), warning]
+    return _measured(smallest, "precision"), [*lines, *_lines(spec, smallest, []), warning]
 
 
 def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tuple[RunSpec, list[str], bool]:
@@ -242,7 +245,7 @@ def _variants(spec: RunSpec, hosts: Hosts) -> Iterator[RunSpec]:
     cuda = have_gpus(hosts)
     ranks = sum(host["processes"] for host in hosts)
     four_bits = "quantize" in spec.automatic and spec.lora_r > 0 and all(host.get("four_bits") for host in hosts)
-    sizes = _sizes(spec, ranks, cuda=cuda)
+    sizes = _sizes(spec, ranks, cuda=cuda) if "batch_size" in spec.automatic else [spec.batch_size]
     least = min(LEAST, sizes[0] * spec.seq_length)
     recomputes = "gradient_checkpointing" in spec.automatic
     strategies = (spec.strategy, AUTO) if "strategy" in spec.automatic and ranks > 1 else (spec.strategy,)
@@ -271,12 +274,32 @@ def _variants(spec: RunSpec, hosts: Hosts) -> Iterator[RunSpec]:
 
 def _sizes(spec: RunSpec, ranks: int, *, cuda: bool) -> list[int]:
     """Return the rows of a micro-batch that are possible, in descending order: powers of two."""
-    if "batch_size" not in spec.automatic:
-        return [spec.batch_size]
     most = max(1, FULL // spec.seq_length) if cuda else CPU_ROWS
     most = min(most, -(-spec.rows_per_step // ranks))
     largest = 1 << (most.bit_length() - 1)
     return [largest >> shift for shift in range(largest.bit_length())]
+
+
+def _own_sizes(spec: RunSpec, hosts: Hosts, shape: Shape) -> list[int]:
+    """Return the rows of a micro-batch that the ranks of each host choose; nothing if all ranks need the same."""
+    if "batch_size" not in spec.automatic or len(hosts) == 1 or not have_gpus(hosts):
+        return []
+    if not plan_of(spec).shares_rows_by_speed:
+        return []
+    return [own_size(spec, [host] * len(hosts), shape) for host in hosts]
+
+
+def own_size(spec: RunSpec, hosts: Hosts, shape: Shape) -> int:
+    """Return the rows of the largest micro-batch that fits hosts like the one of a rank, at least `batch_size`."""
+    sizes = _sizes(spec, sum(host["processes"] for host in hosts), cuda=have_gpus(hosts))
+    larger = (rows for rows in sizes if rows > spec.batch_size)
+    return next((rows for rows in larger if fits(with_rows(spec, rows), hosts, shape)), spec.batch_size)
+
+
+def with_rows(spec: RunSpec, rows: int) -> RunSpec:
+    """Return the spec with micro-batches of `rows` rows, which are decided."""
+    rest = tuple(name for name in spec.automatic if name != "batch_size")
+    return spec.model_copy(update={"batch_size": rows, "automatic": rest})
 
 
 def _settings(spec: RunSpec, chosen: RunSpec) -> str:
@@ -284,13 +307,15 @@ def _settings(spec: RunSpec, chosen: RunSpec) -> str:
     return ", ".join(f"{name}={shown(getattr(chosen, name))}" for name in names)
 
 
-def _lines(spec: RunSpec, chosen: RunSpec) -> list[str]:
-    """Return one line for each field that was decided."""
+def _lines(spec: RunSpec, chosen: RunSpec, own: Sequence[int]) -> list[str]:
+    """Return one line for each field that was decided. `own`: see `_own_sizes`."""
     lines = []
     if "batch_size" in spec.automatic:
         tokens = chosen.batch_size * chosen.seq_length
+        most = max(own, default=0)
+        more = f", up to {counted(most, 'row')} on hosts with more memory" if most > chosen.batch_size else ""
         lines.append(
-            f"auto: batch_size={chosen.batch_size}: micro-batches of {counted(tokens, 'token')}; the result of a step does not depend on it"
+            f"auto: batch_size={chosen.batch_size}: micro-batches of {counted(tokens, 'token')}{more}; the result of a step does not depend on it"
         )
     if "gradient_checkpointing" in spec.automatic and chosen.gradient_checkpointing:
         lines.append(

@@ -16,8 +16,9 @@ from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC
 from trainer.model_files.model_shape import read_shape
 from trainer.planner.agreement import agree
-from trainer.planner.decisions import as_before, common, decide
+from trainer.planner.decisions import as_before, common, decide, own_size, with_rows
 from trainer.planner.measure import bfloat16_gain
+from trainer.planner.recommend import fits
 from trainer.spec import make_spec, read_spec
 
 EIGHT = {
@@ -99,8 +100,9 @@ def test_decisions_for_a_cluster(cluster: str) -> None:
     spec, lines = decide(make_spec({"model": "x"} | fields, "here"), hosts, read_shape(model))
     assert decided(spec) == expected
     gpus = all(host["gpu_mib"] for host in hosts)
-    assert spec.automatic in ((), ("torch_compile",)) if gpus else spec.automatic == ("precision",), (
-        "ranks measure these"
+    own = ("batch_size",) if gpus and len(hosts) > 1 and spec.strategy == "ddp" else ()
+    assert spec.automatic in (own, ("torch_compile", *own)) if gpus else spec.automatic == ("precision",), (
+        "ranks measure or choose these"
     )
     assert not any(line.startswith("warning") for line in lines)
     for value in (
@@ -219,6 +221,22 @@ def test_ranks_decide_together(monkeypatch: Any) -> None:
     fixed, _ = decide(make_spec(given, "here"), [cpu(64)] * 2, read_shape(ONE))
     alone: Any = Ranks([answer(fixed, False)], [3.0])
     assert agree(fixed, False, alone).precision == "32-true"
+
+
+def test_each_rank_chooses_the_rows_that_its_memory_has_room_for() -> None:
+    hosts, shape = [card(24, 8.9), card(10, 8.6)], read_shape(EIGHT)
+    given = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096}, "here")
+    spec, lines = decide(given, hosts, shape)
+    assert spec.batch_size == 1 and "batch_size" in spec.automatic
+    [line] = [line for line in lines if "batch_size" in line]
+    assert line.startswith("auto: batch_size=1: micro-batches of 4096 tokens, up to 4 rows on hosts with more memory; ")
+    sizes = [own_size(spec, [host] * 2, shape) for host in hosts]
+    assert sizes == [4, 1]
+    assert [fits(with_rows(spec, 2), [host] * 2, shape) for host in hosts] == [True, False]
+    for fields in ({"batch_size": 1}, {"strategy": "fsdp"}):
+        other = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096} | fields, "here")
+        assert "batch_size" not in decide(other, hosts, shape)[0].automatic
+    assert "batch_size" not in decide(given, hosts[:1], shape)[0].automatic
 
 
 def test_a_started_run_keeps_its_decisions() -> None:

@@ -166,6 +166,7 @@ def test_models_that_mix_samples_fail_the_check(kind: str, spread: float, dtype:
 def test_any_share_of_the_rows_gives_the_same_gradient(
     shares: list[int], micro: int, corpus: Corpus, model_folder: Any
 ) -> None:
+    """Also with micro-batches of another size on each rank."""
     spec = make_spec({"seq_length": 64, "model": str(model_folder), "lora_r": 4}, "")
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
     tokens = int(corpus.trained_counts().sum())
@@ -178,7 +179,7 @@ def test_any_share_of_the_rows_gives_the_same_gradient(
     total, gradients = torch.zeros(()), None
     for rank in range(len(shares)):
         strategy = make_strategy(spec, ALONE, ModelWithLoss(copy.deepcopy(model)))
-        parts = micro_batches(rows[share(len(rows), shares, rank)], micro)
+        parts = micro_batches(rows[share(len(rows), shares, rank)], micro + rank)
         for place, part in enumerate(parts):
             total += strategy.backward(batch(corpus, part), tokens, last=place == len(parts) - 1)
         mine = [p.grad * tokens for p in strategy.plain.parameters() if p.requires_grad]
