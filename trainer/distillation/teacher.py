@@ -13,7 +13,7 @@ from trainer.config import RunSpec
 from trainer.distillation.teacher_client import RemoteTeacher
 from trainer.distillation.teacher_protocol import vocabulary_digest
 from trainer.distributed.world import World
-from trainer.method.method_base import loss_positions
+from trainer.method.method_base import places_of
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.models.loss import Teacher, TeacherLogits, at_places, top_tokens
@@ -67,7 +67,7 @@ class TeacherModel:
     @torch.no_grad()
     def judge(self, batch: Batch, weights: torch.Tensor | None = None) -> Teacher:
         """Return the teacher's probabilities at the positions with loss of a micro-batch. `weights`: see TeacherLogits."""
-        places = loss_positions(batch.labels)
+        places = places_of(batch)
         logits = self.logits(batch.ids, batch.positions, places)
         if not self._spec.teacher_top_k:
             return TeacherLogits(logits, weights)

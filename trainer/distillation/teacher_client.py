@@ -28,7 +28,7 @@ from trainer.distillation.teacher_protocol import (
     text_of,
 )
 from trainer.distributed import TEACHER_ADDRESS, TEACHER_TOKEN
-from trainer.method.method_base import loss_positions
+from trainer.method.method_base import places_of
 from trainer.models.loss import Teacher, TopProbabilities, at_places
 from trainer.strategy import Batch
 
@@ -80,7 +80,7 @@ class RemoteTeacher:
 
     def judge(self, batch: Batch, weights: torch.Tensor | None = None) -> Teacher:
         """Ask for the most probable tokens at the places with loss of a micro-batch. `weights`: see TeacherLogits."""
-        places = loss_positions(batch.labels)
+        places = places_of(batch)
         if not bool((batch.labels[:, 1:] != IGNORED).any()):  # nothing to ask
             none = torch.full((1, self._spec.teacher_top_k), -torch.inf, device=self._device)
             return at_places(batch.ids.shape, places, torch.zeros_like(none, dtype=torch.int32), none, weights)

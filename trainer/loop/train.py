@@ -122,7 +122,11 @@ class Batches:
         return self._method.take_metrics(self._method.measures(method_of(self._inputs.spec)).sums)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._world.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        if self._world.device.type == "cuda":
+            # The device would wait for a copy from memory that can be paged out.
+            tensor = tensor.pin_memory()
+        return tensor.to(self._world.device, non_blocking=True)
 
 
 class Evaluation:
@@ -213,7 +217,7 @@ def train_step(
     started = time.perf_counter()
     rows = strategy.local_rows(inputs.order.step(step))
     lr = learning_rate(spec, step, inputs.steps)
-    loss, position, norm = torch.zeros((), dtype=torch.float64), 0, math.nan
+    loss, position, norm = torch.zeros((), dtype=torch.float64, device=strategy.world.device), 0, math.nan
     local: list[list[int]] = []
     weight = 0.0
     written: Counter[str] = Counter()
@@ -226,7 +230,7 @@ def train_step(
                 # run draws the same numbers as an uninterrupted one.
                 torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
                 position, remaining = position + 1, remaining - 1
-                loss += strategy.backward(batch, work.total, last=not remaining).double().cpu()
+                loss += strategy.backward(batch, work.total, last=not remaining).double()  # read at the end of the step
             try:
                 norm = strategy.step(lr)
             except FloatingPointError:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.common.lazy import LazyModule
-from trainer.method.method_base import Batch, Rank, Rows, Work
+from trainer.method.method_base import Batch, Rank, Rows, Work, arranged
 from trainer.method.preferences_base import (
     PreferenceMethod,
     PreferencePlan,
@@ -107,7 +107,7 @@ class KTO(PreferenceMethod):
         if corpus.references is not None:
             reference = on_device(of_rows(corpus.references[:, int(mismatched)], rows).astype(np.float32))
         extra = Labels(on_device(of_rows(corpus.desirable, rows)), reference, work.shared)
-        return Batch(*map(on_device, arrays))._replace(extra=extra)
+        return arranged(arrays, on_device)._replace(extra=extra)
 
     def reference_values(self, work: Work, rows: Rows, rank: Rank) -> np.ndarray:
         own, mismatched = (collect(rank, rank.batch(replace(work, shared=shared), rows)) for shared in (0.0, None))

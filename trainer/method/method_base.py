@@ -35,13 +35,14 @@ class Batch(NamedTuple):
     """One micro-batch on this rank's device: int64 [rows, T] each (see `trainer.data.packing.collate`).
 
     `extra`: what the loss of the method needs beside the tokens, in a type of the method; for sft the probabilities of a
-    teacher, or None.
+    teacher, or None. `places`: those whose next token has a label, int64 [n], as `loss_positions` returns them; None: unknown.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
     extra: Any = None
+    places: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Method(ABC):
             length: tokens per row; None for the length of the longest row.
             on_device: moves an array to the device of this rank.
         """
-        return Batch(*map(on_device, packing.collate(work.corpus, rows, pad=pad, length=length)))
+        return arranged(packing.collate(work.corpus, rows, pad=pad, length=length), on_device)
 
     @abstractmethod
     def loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:
@@ -206,15 +207,24 @@ def next_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=packing.IGNORED).flatten()
 
 
-def with_label(targets: torch.Tensor) -> torch.Tensor:
-    """Return the places that have a label, int64 [n]; the first place if there is none."""
-    selected = (targets != packing.IGNORED).nonzero().squeeze(1)
-    return selected if len(selected) else selected.new_zeros(1)
+def arranged(
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray], on_device: Callable[[np.ndarray], torch.Tensor]
+) -> Batch:
+    """Return a micro-batch of arrays as `packing.lay_out` returns them. Its places are found here: a device would have to wait for them."""
+    places = loss_positions(torch.from_numpy(arrays[2])).numpy()
+    ids, positions, labels = map(on_device, arrays)
+    return Batch(ids, positions, labels, places=on_device(places))
 
 
 def loss_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return the places of a flattened micro-batch whose next token has a label, int64 [n]; the first place if there is none."""
-    return with_label(next_labels(labels))
+    selected = (next_labels(labels) != packing.IGNORED).nonzero().squeeze(1)
+    return selected if len(selected) else selected.new_zeros(1)
+
+
+def places_of(batch: Batch) -> torch.Tensor:
+    """Return the places of a micro-batch whose next token has a label, see `loss_positions`."""
+    return loss_positions(batch.labels) if batch.places is None else batch.places
 
 
 def label_logps(module: ModelWithLoss, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
@@ -223,7 +233,7 @@ def label_logps(module: ModelWithLoss, batch: Batch, temperature: float = 1.0) -
     `temperature`: that of the probabilities. The value at place t belongs to the token at t + 1. It has a gradient also if the micro-batch has no label.
     """
     targets = next_labels(batch.labels)
-    places = with_label(targets)
+    places = places_of(batch)
     logits = module.selected_logits(batch.ids, batch.positions, places)
     logits = logits.float() if temperature == 1 else logits.float() / temperature  # a copy is as large as the logits
     each = -F.cross_entropy(logits, targets[places], ignore_index=packing.IGNORED, reduction="none")
@@ -238,7 +248,7 @@ def label_statistics(
     As `label_logps`, but without gradients.
     """
     targets = next_labels(batch.labels)
-    places = with_label(targets)
+    places = places_of(batch)
     logits = module.selected_logits(batch.ids, batch.positions, places)
     found = torch.zeros(2, len(targets), device=logits.device)
     for start in range(0, len(places), _PLACES):

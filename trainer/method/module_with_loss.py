@@ -37,16 +37,21 @@ class ModelWithLoss(nn.Module):
         return (hidden[0].flatten(0, -2)[self._loss_positions][None],)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, extra: Any = None
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+        extra: Any = None,
+        places: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the summed loss of a micro-batch, a float32 scalar.
 
         Args:
             ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
                 every packed sample, by which transformers separates them (this requires ``use_cache=False``).
-            extra: see `Batch`.
+            extra, places: see `Batch`.
         """
-        return self.method.loss(self, Batch(ids, positions, labels, extra))
+        return self.method.loss(self, Batch(ids, positions, labels, extra, places))
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.

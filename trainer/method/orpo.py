@@ -67,7 +67,7 @@ class ORPO(PreferenceMethod):
     def batch(
         self, work: Work, rows: Rows, pad: int, length: int | None, on_device: Callable[[np.ndarray], torch.Tensor]
     ) -> Batch:
-        ids, positions, labels, _ = pair_batch(work, rows, pad, length, on_device)
+        ids, positions, labels, *_ = pair_batch(work, rows, pad, length, on_device)
         lengths = [len(range(*work.corpus.sequences(sample)[0].indices(2**62))) for row in rows for sample in row]
         whole: np.ndarray = np.zeros(labels.shape, np.bool_)
         for row, size in enumerate(lengths):

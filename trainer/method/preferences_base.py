@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.common.lazy import LazyModule
 from trainer.config.methods import METHODS
 from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY
-from trainer.method.method_base import Batch, Method, Rank, Rows, Work, label_logps
+from trainer.method.method_base import Batch, Method, Rank, Rows, Work, arranged, label_logps
 from trainer.method.method_plan import MethodPlan
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def pair_batch(
     corpus, pairs = work.corpus, [work.corpus.sequences(sample) for row in rows for sample in row]
     spans = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
     sequences = [[(corpus.tokens[span], corpus.trained[span])] for span in spans]
-    return Batch(*map(on_device, packing.lay_out(sequences or [[], []], pad, length)))
+    return arranged(packing.lay_out(sequences or [[], []], pad, length), on_device)
 
 
 def of_rows(array: np.ndarray, rows: Rows) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.method.method_base import Batch, Method, next_labels, with_label
+from trainer.method.method_base import Batch, Method, next_labels, places_of
 from trainer.method.method_plan import MethodPlan
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SFT(Method):
         from trainer.models.loss import distillation_loss
 
         targets = next_labels(batch.labels)
-        selected = with_label(targets)
+        selected = places_of(batch)
         if batch.extra is not None:
             taught = module.selected_logits(batch.ids, batch.positions, selected)
             return distillation_loss(taught, targets[selected], selected + 1, batch.extra, self.divergence)

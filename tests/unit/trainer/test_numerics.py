@@ -10,12 +10,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from small_models import MODELS, SMALL, assert_equal_work, batch, loss_and_gradient, small_model
 from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.data.corpus import Corpus
-from trainer.data.packing import best_fit
+from trainer.data.packing import best_fit, collate
 from trainer.data.shares import micro_batches, share
 from trainer.distributed.world import World
+from trainer.method.method_base import Batch, arranged
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.models.model import isolates_packed_samples, load_model
 from trainer.models.optim import make_optimizer
@@ -130,6 +132,19 @@ def test_a_compiled_model_computes_its_loss_in_chunks(
         torch.testing.assert_close([p.grad for p in model.parameters() if p.grad is not None], gradients)
     assert len(graphs) == 1, "the second pass uses the graph again"
     assert len(sizes) > 2 and max(sizes) <= 7
+
+
+def test_a_pass_reads_nothing_from_the_device(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without numbers refuse what would wait for a device: a size or a branch that depends on its numbers."""
+    monkeypatch.setattr("trainer.models.chunked_loss.LOSS_CHUNK", 7 * 256)
+    given = arranged(collate(corpus, [[3, 4], [5]], pad=0, length=None), torch.from_numpy)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **MODELS["llama"])).train()
+        module = ModelWithLoss(model)
+        given = Batch(*(value if value is None else mode.from_tensor(value) for value in given))
+        module(*given).backward()
+        with pytest.raises(DynamicOutputShapeException):
+            module(*given._replace(places=None))
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
