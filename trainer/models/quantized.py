@@ -14,6 +14,8 @@ from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.models.optim import import_bitsandbytes
 
+_COMPUTED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
 
 def nf4_config(spec: RunSpec) -> BitsAndBytesConfig:
     """Return the configuration of an NF4 base. Raises UserError if bitsandbytes is unavailable."""
@@ -22,7 +24,7 @@ def nf4_config(spec: RunSpec) -> BitsAndBytesConfig:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if spec.precision == "bf16-mixed" else torch.float32,
+        bnb_4bit_compute_dtype=_COMPUTED.get(spec.precision, torch.float32),
     )
 
 
