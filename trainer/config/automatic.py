@@ -16,6 +16,8 @@ CHOSEN = (
 )  # their value `auto` is the default
 # strategy=auto chooses the fastest strategy; by default, another one than ddp is chosen only if the model does not fit.
 AUTOMATIC = (*CHOSEN, "strategy")
+VALUES = (*AUTOMATIC, "ddp_larger_batches")  # what a decision sets
+DECIDED = (*VALUES, "automatic")
 
 
 def with_automatic(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def with_automatic(given: Mapping[str, Any]) -> dict[str, Any]:
 
     These have a default value until then, so that a spec always has a value of each field.
     """
-    asked = [name for name in CHOSEN if str(given.get(name)).strip().lower() == "auto"]
+    asked = [name for name in CHOSEN if isinstance(value := given.get(name), str) and value.strip().lower() == "auto"]
     values = {name: value for name, value in given.items() if name not in asked}
     names = split_words(values.get("automatic", [name for name in AUTOMATIC if name not in values]))
     if not isinstance(names, tuple | list):

@@ -35,7 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults that depend on the values `given` for a spec."""
-    preset = dict(PRESETS.get(str(given.get("model", TINY)), {}))
+    model = given.get("model", TINY)
+    preset = dict(PRESETS.get(model, {})) if isinstance(model, str) else {}
     if given.get("gradient_accumulation") is not None:
         preset.pop("total_batch_size", None)
     if given.get("teacher_host"):
