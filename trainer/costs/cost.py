@@ -191,12 +191,14 @@ def _loss_bytes(spec: RunSpec, shape: Shape, places: float) -> float:
 def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, float]:
     """Return the bytes per token that a layer stores for the backward pass: without, and with gradient checkpointing."""
     number = 4 if spec.precision == "32-true" else 2
+    # Layers in 4 bits return the data type of their input, which GPT-2's norms make float32 on a GPU.
+    half = half_hidden(spec) and not (spec.quantize == "nf4" and shape.kind == "gpt2")
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gate = sum(matrix.out for matrix in shape.linear if matrix.reads == "mlp")
     product = next(matrix.into for matrix in shape.linear if matrix.reads == "gated")
     # A trained matrix needs its input in the backward pass; a frozen one does not.
     readers = shape.targets(spec) if spec.lora_r else shape.linear
-    if (spec.lora_r and spec.lora_dropout) or (number == 2 and not half_hidden(spec)):
+    if (spec.lora_r and spec.lora_dropout) or (number == 2 and not half):
         read = [matrix.into for matrix in readers]  # peft applies dropout, or autocast casts, once per matrix
     else:
         read = list({matrix.reads: matrix.into for matrix in readers}.values())
@@ -206,9 +208,8 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     # Norms store their input (float32), attention its queries, keys, values and output, the MLP both factors.
     floats = query * 2 + 2 * (query if spec.packing else value) + gate + product + sum(read) + adapters
     norms = shape.hidden * 4 * (2 if spec.lora_r else 4)  # a trained weight also needs the normalized input
-    # The output of a quantized matrix has the data type of its input.
-    wider = (gate + product) * (4 - number) if spec.quantize == "nf4" and not half_hidden(spec) else 0
-    return floats * number + dropped + norms + wider, shape.hidden * (2 if half_hidden(spec) else 4)
+    wider = (gate + product) * (4 - number) if spec.quantize == "nf4" and not half else 0
+    return floats * number + dropped + norms + wider, shape.hidden * (2 if half else 4)
 
 
 def root_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:

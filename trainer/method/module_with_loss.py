@@ -1,5 +1,6 @@
 """The model as the strategies call it: a micro-batch in, the loss of the method out."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ class ModelWithLoss(nn.Module):
             ids, positions = ids.view(1, -1), positions.view(1, -1)
         self._loss_positions = selected
         try:
-            found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
+            with self._tail.running() if self._tail else nullcontext():
+                found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
         finally:
             self._loss_positions = None
         return found

@@ -29,10 +29,11 @@ class Tail:
     It is computed by hooks while the model runs, because a strategy gathers the weights of the head for that time only.
     """
 
-    def __init__(self, model: Any, decoder: Any) -> None:
+    def __init__(self, model: Any, decoder: Any, compiled: Callable[..., Any] | None = None) -> None:
+        """`compiled`: the compiled forward pass of the decoder, for the passes of `running`."""
         inside = {id(part) for part in decoder.modules()}
         self._parts = [part for part in model.modules() if id(part) not in inside]
-        self._model, self._decoder = model, decoder
+        self._model, self._decoder, self._compiled = model, decoder, compiled
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._wanted: tuple[torch.Tensor, torch.Tensor] | None = None
         self._hidden: torch.Tensor | None = None
@@ -49,9 +50,18 @@ class Tail:
         # Ranks of a pipeline without the head have a module without weights in its place.
         if decoder is model or not hasattr(head, "weight"):
             return None
-        if compiled:
-            decoder.forward = torch.compile(decoder.forward)
-        return cls(model, decoder)
+        return cls(model, decoder, torch.compile(decoder.forward) if compiled else None)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the passes of the model within the block be those that are compiled: others have other shapes, such as generation."""
+        if self._compiled:
+            self._decoder.forward = self._compiled
+        try:
+            yield
+        finally:
+            if self._compiled:
+                del self._decoder.forward
 
     @contextlib.contextmanager
     def loss_wanted(self, selected: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
@@ -100,15 +110,15 @@ class Tail:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the model with a decoder that returns `hidden`, [n, H] to [n, V]."""
-        compiled = vars(self._decoder).get("forward")
+        replaced = vars(self._decoder).get("forward")
         self._decoder.forward = lambda *_, **__: self._output_type(last_hidden_state=hidden[None])
         try:
             ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
             found: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False).logits
         finally:
             del self._decoder.forward
-            if compiled:
-                self._decoder.forward = compiled
+            if replaced:
+                self._decoder.forward = replaced
         return found[0]
 
 

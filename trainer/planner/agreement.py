@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.common.errors import UserError, first_line
 from trainer.config import RunSpec
-from trainer.config.automatic import AUTOMATIC
+from trainer.config.automatic import DECIDED
 from trainer.distributed.world import World
 from trainer.model_files.model_shape import shape_of
 from trainer.planner.decisions import GAIN, common, own_size, this_host, with_rows
@@ -17,8 +16,7 @@ from trainer.spec import check_spec
 
 SHORTEST = 300.0  # s in the layers of the model, below which compiling is not measured: it takes about a minute itself
 COMPILES = 3  # times that a model is compiled: for training, for a smaller last micro-batch, and for evaluations
-COMPILE_GAIN = 1.1  # how many times faster layers must be: a compiled model computes the logits of all places
-_FIELDS = (*AUTOMATIC, "automatic")
+COMPILE_GAIN = 1.1  # how many times faster layers must be
 
 
 def agree(spec: RunSpec, started: bool, world: World) -> RunSpec:
@@ -33,12 +31,11 @@ def agree(spec: RunSpec, started: bool, world: World) -> RunSpec:
     Raises:
         UserError: `strategy=auto`, and ranks chose different ones.
     """
-    found = world.gather({name: getattr(spec, name) for name in _FIELDS} | {"started": started})
+    found = world.gather({name: getattr(spec, name) for name in DECIDED} | {"started": started})
     kept = next((values for values in found if values["started"]), None)
     values = kept or _decided(found)
-    spec = spec.model_copy(
-        update={name: values[name] for name in AUTOMATIC} | {"automatic": tuple(values["automatic"])}
-    )
+    decided = {name: values[name] for name in DECIDED}
+    spec = spec.model_copy(update=decided | {"automatic": tuple(values["automatic"])})
     if "precision" in spec.automatic:
         gains = world.gather(gain_here(spec))  # as every rank does: `values` are the same on all
         spec, line = with_precision(spec, min(gains))
@@ -64,14 +61,13 @@ def agree_compile(spec: RunSpec, steps: int, world: World) -> RunSpec:
 
 
 def with_own_rows(spec: RunSpec, world: World) -> RunSpec:
-    """Return the spec with the largest micro-batch that the memory of this rank has room for, if each rank may choose its own.
+    """Return the spec with the largest micro-batch that the memory of this rank has room for, with ddp_larger_batches. Every rank calls it.
 
     On the same host it is the same in every start of a run, because it depends on the size of the memory, not on what is free.
     """
-    if "batch_size" not in spec.automatic:
+    if not spec.ddp_larger_batches or spec.teacher_host:  # which answers micro-batches of batch_size rows
         return spec
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    hosts = [this_host() | {"processes": processes}] * (world.size // processes)
+    hosts = [this_host() | {"processes": world.local_size}] * sum(world.gather(world.is_host_leader))
     rows = own_size(spec, hosts, shape_of(spec))
     if rows > spec.batch_size and world.is_host_leader:
         print(f"auto: batch_size={rows} on this host, which has more memory than others")

@@ -16,7 +16,7 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.formats import counted
 from trainer.config import RunSpec
-from trainer.config.automatic import AUTOMATIC
+from trainer.config.automatic import VALUES
 from trainer.costs.alternatives import shown
 from trainer.costs.host_memory import have_gpus, own_memory_mib
 from trainer.costs.packing_forecast import may_pack
@@ -71,8 +71,7 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
         if why is not None:
             own = _own_sizes(found, hosts, shape)
             found, compiling = _with_compile(_measured(found, *MEASURED), hosts)
-            if own:
-                found = found.model_copy(update={"automatic": (*found.automatic, "batch_size")})
+            found = found.model_copy(update={"ddp_larger_batches": bool(own)})
             return found, [*filter(None, [why]), *lines, *_lines(spec, found, own), *compiling]
     if first:
         raise first
@@ -135,18 +134,19 @@ def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
     """Return the spec with the strategy and the automatic fields of an earlier start of the run."""
     names = [*(["strategy"] if spec.strategy == AUTO else []), *spec.automatic]
     kept = {name: getattr(before, name) for name in names}
+    larger = {"ddp_larger_batches": before.ddp_larger_batches} if "batch_size" in kept else {}
     line = f"auto: this run started with {', '.join(f'{name}={shown(value)}' for name, value in kept.items())}"
     undecided = tuple(name for name in spec.automatic if name in before.automatic)
-    return spec.model_copy(update=kept | {"automatic": undecided}), [line]
+    return spec.model_copy(update=kept | larger | {"automatic": undecided}), [line]
 
 
 def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of automatic fields that suit all ranks, if they decided differently: those that need the least.
 
     Args:
-        specs: for each rank its values of AUTOMATIC.
+        specs: for each rank its VALUES.
     """
-    found = {name: [each[name] for each in specs] for name in AUTOMATIC}
+    found = {name: [each[name] for each in specs] for name in VALUES}
     precisions = set(found["precision"])
     return {
         "precision": precisions.pop() if len(precisions) == 1 else "32-true",
@@ -154,6 +154,7 @@ def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "gradient_checkpointing": any(found["gradient_checkpointing"]),
         "quantize": "nf4" if "nf4" in found["quantize"] else "none",
         "torch_compile": all(found["torch_compile"]),
+        "ddp_larger_batches": all(found["ddp_larger_batches"]),
         "strategy": found["strategy"][0],  # the same on all, which run_rank checks
     }
 
@@ -284,7 +285,7 @@ def _own_sizes(spec: RunSpec, hosts: Hosts, shape: Shape) -> list[int]:
     """Return the rows of a micro-batch that the ranks of each host choose; nothing if all ranks need the same."""
     if "batch_size" not in spec.automatic or len(hosts) == 1 or not have_gpus(hosts):
         return []
-    if not plan_of(spec).shares_rows_by_speed:
+    if spec.teacher_host or not plan_of(spec).shares_rows_by_speed:
         return []
     return [own_size(spec, [host] * len(hosts), shape) for host in hosts]
 
@@ -297,9 +298,8 @@ def own_size(spec: RunSpec, hosts: Hosts, shape: Shape) -> int:
 
 
 def with_rows(spec: RunSpec, rows: int) -> RunSpec:
-    """Return the spec with micro-batches of `rows` rows, which are decided."""
-    rest = tuple(name for name in spec.automatic if name != "batch_size")
-    return spec.model_copy(update={"batch_size": rows, "automatic": rest})
+    """Return the spec with micro-batches of `rows` rows."""
+    return spec.model_copy(update={"batch_size": rows})
 
 
 def _settings(spec: RunSpec, chosen: RunSpec) -> str:

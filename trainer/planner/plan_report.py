@@ -279,8 +279,7 @@ def _decided(spec: RunSpec, hosts: Sequence[dict[str, Any]], fast: bool, data_di
 
 def _pinned(advice: Advice, base: RunSpec, decided: RunSpec, given: RunSpec) -> Advice:
     """Return the advice with all automatic fields, unless a start decides the same values. `base`: the spec that its fields change."""
-    undecided = {*decided.automatic, "strategy"} - {"batch_size"}  # it is decided for the ranks with the least memory
-    values = {name: getattr(base, name) for name in given.automatic if name not in undecided}
+    values = {name: getattr(base, name) for name in given.automatic if name not in (*decided.automatic, "strategy")}
     chosen = values | {"strategy": advice.strategy} | advice.fields
     if all(getattr(decided, name) == value for name, value in chosen.items()):
         return advice

@@ -109,7 +109,7 @@ def stage_state(spec: RunSpec, shape: Shape, bytes_per_weight: int, layers: int,
 
 def boundary_bytes(spec: RunSpec, shape: Shape, rows: RowStats) -> float:
     """Return the bytes of the hidden states of one micro-batch in transit between two ranks."""
-    half = spec.pipeline_comm_dtype == "bf16" or half_hidden(spec)
+    half = spec.pipeline_comm_dtype == "bf16" or (half_hidden(spec) and spec.quantize == "none")
     return spec.batch_size * rows.places * shape.hidden * (2 if half else 4)
 
 
@@ -343,14 +343,14 @@ class Pipeline(Strategy):
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks of this pipeline, if it is a replica whose gradients are its own."""
-        from trainer.models.model import base_dtype
         from trainer.models.optim import make_optimizer
         from trainer.strategy.pipeline_copies import StageCopies
         from trainer.strategy.pipeline_schedule import Neighbours
+        from trainer.strategy.pipeline_stage import hidden_dtype
 
         super().__init__(spec, world, module)
         self.stage: StageLoss = module  # type: ignore[assignment]
-        native = base_dtype(spec)
+        native = hidden_dtype(spec)
         half = spec.pipeline_comm_dtype == "bf16"
         limit = spec.collective_timeout
         assert self.stage.pipelines

@@ -235,9 +235,17 @@ def load_stage(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     whole = add_lora(spec, model) if spec.lora_r else model
     trained, held = _trained_weights(whole, model, parts, division)
-    _drop_others(model, parts, division, base_dtype(spec))
+    _drop_others(model, parts, division, hidden_dtype(spec))
     whole.to(world.device).train()
     return StageLoss(whole, division, parts, trained, held, method_of(spec).create(spec))
+
+
+def hidden_dtype(spec: RunSpec) -> torch.dtype:
+    """Return the data type of the hidden states between two layers.
+
+    Layers in 4 bits return that of their input, which is float32 behind some norms, such as those of GPT-2 on a GPU.
+    """
+    return torch.float32 if spec.quantize == "nf4" else base_dtype(spec)
 
 
 def whole_model(spec: RunSpec) -> nn.Module:

@@ -152,9 +152,9 @@ def test_sharded_ranks_train_as_ddp(fields: dict[str, Any], lora: int, cluster: 
     ids=["float32", "bfloat16, gathered", "offload"],
 )
 def test_fsdp_shards_weights_in_4_bits(fields: dict[str, Any], cluster: Cluster, here: Here) -> None:
-    """Norms and adapters beside them are gathered in float32, so that the losses are those of ddp in each precision."""
+    """Adapters beside them are gathered in float32. In bfloat16, the losses depend on the number of ranks with ddp too."""
     pytest.importorskip("bitsandbytes")
-    train_as_ddp(cluster, here, 1e-6, strategy="fsdp", quantize="nf4", **fields)
+    train_as_ddp(cluster, here, 1e-3 if "precision" in fields else 1e-6, strategy="fsdp", quantize="nf4", **fields)
 
 
 def train_as_ddp(cluster: Cluster, here: Here, close: float, **fields: Any) -> None:

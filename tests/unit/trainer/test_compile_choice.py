@@ -133,7 +133,7 @@ def test_what_is_decided_is_not_measured(undecided: RunSpec, monkeypatch: Any, c
 
 def test_ranks_that_decide_together_leave_it_to_the_measurement(undecided: RunSpec) -> None:
     def answer(spec: RunSpec, started: bool) -> dict[str, Any]:
-        return {name: getattr(spec, name) for name in agreement._FIELDS} | {"started": started}
+        return {name: getattr(spec, name) for name in agreement.DECIDED} | {"started": started}
 
     def agreed(other: RunSpec, started: bool) -> RunSpec:
         world: Any = SimpleNamespace(rank=0, gather=lambda value: [value, answer(other, started)])

@@ -13,7 +13,7 @@ from trainer_runs import Here
 from trainer.__main__ import main
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.config.automatic import AUTOMATIC
+from trainer.config.automatic import AUTOMATIC, DECIDED
 from trainer.model_files.model_shape import read_shape
 from trainer.planner.agreement import agree
 from trainer.planner.decisions import as_before, common, decide, own_size, with_rows
@@ -100,10 +100,10 @@ def test_decisions_for_a_cluster(cluster: str) -> None:
     spec, lines = decide(make_spec({"model": "x"} | fields, "here"), hosts, read_shape(model))
     assert decided(spec) == expected
     gpus = all(host["gpu_mib"] for host in hosts)
-    own = ("batch_size",) if gpus and len(hosts) > 1 and spec.strategy == "ddp" else ()
-    assert spec.automatic in (own, ("torch_compile", *own)) if gpus else spec.automatic == ("precision",), (
-        "ranks measure or choose these"
+    assert spec.automatic in ((), ("torch_compile",)) if gpus else spec.automatic == ("precision",), (
+        "ranks measure these"
     )
+    assert spec.ddp_larger_batches is (gpus and len(hosts) > 1 and spec.strategy == "ddp")
     assert not any(line.startswith("warning") for line in lines)
     for value in (
         f"batch_size={spec.batch_size}",
@@ -167,11 +167,13 @@ def test_ranks_with_different_decisions_take_what_needs_least() -> None:
         "quantize": "none",
         "torch_compile": True,
         "strategy": "ddp",
+        "ddp_larger_batches": True,
     }
     other = mine | {"batch_size": 2, "gradient_checkpointing": True}
     assert common([mine, mine]) == mine
     assert common([mine, other]) == other
-    assert common([mine, mine | {"torch_compile": False}]) == mine | {"torch_compile": False}
+    fewer = mine | {"torch_compile": False, "ddp_larger_batches": False}
+    assert common([mine, fewer]) == fewer
     assert common([mine, other | {"precision": "fp16-mixed", "quantize": "nf4"}]) == other | {
         "precision": "32-true", "quantize": "nf4"
     }  # fmt: skip
@@ -188,7 +190,7 @@ class Ranks:
 
 
 def answer(spec: RunSpec, started: bool) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in (*AUTOMATIC, "automatic")} | {"started": started}
+    return {name: getattr(spec, name) for name in DECIDED} | {"started": started}
 
 
 def test_a_rank_that_joins_takes_what_the_run_has(monkeypatch: Any) -> None:
@@ -227,7 +229,7 @@ def test_each_rank_chooses_the_rows_that_its_memory_has_room_for() -> None:
     hosts, shape = [card(24, 8.9), card(10, 8.6)], read_shape(EIGHT)
     given = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096}, "here")
     spec, lines = decide(given, hosts, shape)
-    assert spec.batch_size == 1 and "batch_size" in spec.automatic
+    assert spec.batch_size == 1 and spec.ddp_larger_batches
     [line] = [line for line in lines if "batch_size" in line]
     assert line.startswith("auto: batch_size=1: micro-batches of 4096 tokens, up to 4 rows on hosts with more memory; ")
     sizes = [own_size(spec, [host] * 2, shape) for host in hosts]
@@ -235,8 +237,10 @@ def test_each_rank_chooses_the_rows_that_its_memory_has_room_for() -> None:
     assert [fits(with_rows(spec, 2), [host] * 2, shape) for host in hosts] == [True, False]
     for fields in ({"batch_size": 1}, {"strategy": "fsdp"}):
         other = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096} | fields, "here")
-        assert "batch_size" not in decide(other, hosts, shape)[0].automatic
-    assert "batch_size" not in decide(given, hosts[:1], shape)[0].automatic
+        assert not decide(other, hosts, shape)[0].ddp_larger_batches
+    assert not decide(given, hosts[:1], shape)[0].ddp_larger_batches
+    kept, _ = as_before(make_spec({}, "here"), spec)
+    assert kept.ddp_larger_batches and kept.batch_size == 1
 
 
 def test_a_started_run_keeps_its_decisions() -> None:

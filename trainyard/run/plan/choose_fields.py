@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.common.errors import UserError
 from trainer.config import TINY, RunSpec, parse_mapping
-from trainer.config.automatic import AUTOMATIC
+from trainer.config.automatic import DECIDED
 from trainer.costs.speeds import read_speeds
 from trainer.planner.decisions import as_before, decide
 from trainer.spec import make_spec
@@ -65,7 +65,7 @@ def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[
     if spec.strategy == AUTO and slowest in [host.link_to_head.get("mbit") for host in hosts]:
         lines[0] += " (link measured)"
     # `here` has the folders of the models on the controller.
-    return spec.model_copy(update={name: getattr(found, name) for name in ("automatic", *AUTOMATIC)}), [*lines, *notes]
+    return spec.model_copy(update={name: getattr(found, name) for name in DECIDED}), [*lines, *notes]
 
 
 @contextlib.contextmanager
