@@ -18,6 +18,7 @@ from trainer.data.shapes import Sample
 from trainer.data.tiny import make_tiny
 from trainer.gguf.llama import UnsupportedModelError, write_llama
 from trainyard.deploy import converter
+from trainyard.run.prepare.smollm2 import smollm2_folder
 
 TOP = Path(__file__).resolve().parents[2]
 # In one process: the imports of torch and transformers take most of the time.
@@ -67,8 +68,8 @@ def read(path: Path) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
     reader = gguf.GGUFReader(path)
     tensors = {t.name: (t.tensor_type, tuple(t.shape), t.data.tobytes()) for t in reader.tensors}
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    for name in ("general.name", "general.size_label", "general.tags"):
-        fields.pop(name, None)
+    for name in ("name", "size_label", "tags", "version", "basename"):
+        fields.pop(f"general.{name}", None)
     return tensors, fields
 
 
@@ -121,6 +122,22 @@ def test_equals_llama_cpps_converter(tmp_path: Path) -> None:
             assert np.abs(one - two).max() < 2e-3 * np.abs(two).max()
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_file_of_smollm2_equals_that_of_the_converter(tmp_path: Path) -> None:
+    try:
+        model, folder = smollm2_folder(TOP / ".trainyard", print), converter.converter_folder()
+    except UserError as error:
+        pytest.skip(str(error))
+    write_llama(model, model, None, tmp_path / "mine.gguf", "f16")
+    words = {"adapter": None, "models": [(str(model), str(tmp_path / "converted.gguf"), "f16")]}
+    command = [sys.executable, "-P", "-c", CONVERT, str(folder), json.dumps(words)]
+    subprocess.run(command, check=True, capture_output=True, env={"PYTHONPATH": str(TOP), "HF_HUB_OFFLINE": "1"})
+    mine, converted = read(tmp_path / "mine.gguf"), read(tmp_path / "converted.gguf")
+    assert mine == converted
+    assert mine[1]["tokenizer.ggml.pre"] == "smollm" and mine[1]["tokenizer.ggml.add_bos_token"] is False
+
+
 def edit(name: str, **values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / name
@@ -150,6 +167,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (edit("config.json", vocab_size=10), "its tensors are not those of config.json"),
         (edit("tokenizer.json", normalizer={"type": "NFC"}), "not a plain byte-level one"),
         (edit("tokenizer.json", pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "not a plain byte-level one"),
+        (edit("tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}), "not a plain byte-level one"),
         (edit("tokenizer.json", added_tokens=[{"id": 0, "content": "<|begin|>", "special": False}]), "are not special"),
         (edit("tokenizer.json", added_tokens=[{"id": 9999, "content": "x", "special": True}]), "more tokens than the model"),
         (lambda folder: (folder / "tokenizer.json").write_text("["), "tokenizer.json"),

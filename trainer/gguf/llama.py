@@ -110,7 +110,7 @@ def _sizes(config: dict[str, Any]) -> dict[str, int]:
     known["head_dim"] = config.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
     if type(known["head_dim"]) is not int or known["head_dim"] % 2 or known["head_dim"] < 2:
         raise UnsupportedModelError(f"config.json: head_dim is {quoted(known['head_dim'])}")
-    if known["vocab_size"] in (32016, 49152):  # the converter takes them for CodeLlama and Granite
+    if known["vocab_size"] == 32016:  # the converter takes it for CodeLlama
         raise UnsupportedModelError(f"config.json: vocab_size is {known['vocab_size']}")
     return known
 
@@ -189,14 +189,16 @@ def _add_parameters(writer: gguf.GGUFWriter, config: dict[str, Any], sizes: dict
 
 def _add_tokenizer(writer: gguf.GGUFWriter, base: Path, folder: Path, size: int) -> dict[str, Any]:
     """Add the tokenizer; return its fields that say whether a server adds the first token. Raises UnsupportedModelError."""
-    tokens, types = _tokens(_read(folder / "tokenizer.json"), size)
+    parsed = _read(folder / "tokenizer.json")
+    tokens, types = _tokens(parsed, size)
+    split = "smollm" if parsed["pre_tokenizer"]["type"] == "Sequence" else "gpt-2"
     space = _read(folder / "tokenizer_config.json").get("add_prefix_space")
     if (folder / "tokenizer.model").exists() or space not in (None, False):
         raise UnsupportedModelError(f"{folder}: the tokenizer is not a plain byte-level one")
     if space is not None:
         writer.add_add_space_prefix(space)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     with tempfile.TemporaryDirectory() as together:  # the special tokens are also those of config.json
@@ -205,8 +207,11 @@ def _add_tokenizer(writer: gguf.GGUFWriter, base: Path, folder: Path, size: int)
         special = gguf.SpecialVocab(together, load_merges=True)
     complete(special, folder)
     special.add_to_gguf(writer, quiet=True)
-    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": split}
     first = special.add_special_token.get("bos")
+    if size == 49152:  # as the converter, which takes it for Granite
+        first = False
+        writer.add_add_bos_token(first)
     return fields if first is None else fields | {"tokenizer.ggml.add_bos_token": first}
 
 
@@ -214,7 +219,7 @@ def _tokens(parsed: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     """Return the text and the type of every token of a tokenizer.json. Raises UnsupportedModelError."""
     model, decoder = parsed.get("model") or {}, parsed.get("decoder") or {}
     plain = model.get("type") == "BPE" and not any(model.get(name) for name in ("byte_fallback", "ignore_merges"))
-    plain = plain and is_byte_level(parsed) and not parsed["pre_tokenizer"].get("add_prefix_space")
+    plain = plain and _splits_plainly(parsed.get("pre_tokenizer"))
     if not plain or decoder.get("type") != "ByteLevel" or parsed.get("normalizer"):
         raise UnsupportedModelError("the tokenizer is not a plain byte-level one")
     added = parsed.get("added_tokens") or []
@@ -232,6 +237,15 @@ def _tokens(parsed: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     }
     types = [int(kinds.get(number, gguf.TokenType.UNUSED)) for number in range(size)]
     return tokens, types
+
+
+def _splits_plainly(step: Any) -> bool:
+    """Return whether the text is split as GPT-2's tokenizer does, or as that of SmolLM, which first makes a part of every digit."""
+    parts = step.get("pretokenizers") if isinstance(step, dict) and step.get("type") == "Sequence" else [{}, step]
+    if not isinstance(parts, list) or len(parts) != 2 or not is_byte_level({"pre_tokenizer": parts[1]}):
+        return False
+    digits = not parts[0] or parts[0] == {"type": "Digits", "individual_digits": True}
+    return digits and not parts[1].get("add_prefix_space")
 
 
 def rotary_pairs(values: np.ndarray, heads: int) -> np.ndarray:
