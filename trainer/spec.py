@@ -15,6 +15,7 @@ from trainer.config.automatic import override_automatic
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import mismatch
+from trainer.config.reward_source import RewardSource
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import read_yaml
@@ -68,9 +69,8 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
             name = str(problem["loc"][0])
             if name in strange:
                 key = str(strange[name][-1])
-                lines.append(
-                    f"{name}: unknown name {quoted(key)} in an entry{nearest(key, DatasetSource.model_fields)}"
-                )
+                known = RewardSource.model_fields if name == "reward" else DatasetSource.model_fields
+                lines.append(f"{name}: unknown name {quoted(key)} in an entry{nearest(key, known)}")
                 continue
             value, option = derived.get(name, (values.get(name), ""))
             where = f"deepspeed_config: {option}" if option else name
@@ -167,11 +167,14 @@ def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
 
 
 def _change(old: Any, new: Any) -> str:
-    """Return ``was X, now Y``; for a list of as many datasets as before, only the first change."""
+    """Return ``was X, now Y``; for a list of as many datasets or rewards as before, only the first change."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for one, other in zip(old, new, strict=True):
             if one != other and isinstance(one, dict) and isinstance(other, dict):
-                key = next(key for key in one if one[key] != other.get(key))
-                what = f"{key} of {printable(one['path'])}: " if key != "path" else ""
+                key, first = (
+                    next(key for key in one if one[key] != other.get(key)),
+                    next(iter(one)),
+                )  # a path, or a name
+                what = f"{key} of {printable(one[first])}: " if key != first else ""
                 return f"{what}was {quoted(one[key], 200)}, now {quoted(other.get(key), 200)}"
     return f"was {quoted(old)}, now {quoted(new)}"

@@ -24,6 +24,11 @@ def check_model_name(name: str, setting: str = "model") -> None:
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if path_kind(user_path(name, setting)) == "folder" or (not is_path and (is_hub_id(name) or in_hub_cache(name))):
         return
+    if name == SMOLLM2:
+        raise UserError(
+            f"{setting}: only trainyard train, trainyard data and ansible-playbook train.yml provide {name}: set {setting} to a folder, "
+            "such as the one that trainyard data has written below .trainyard/models"
+        )
     known = ([TINY] if setting == "model" else []) + [SMOLLM2]
     near = "".join(f" (did you mean {match!r}?)" for match in get_close_matches(name, known, n=1))
     what = "folder" if is_path else "model"

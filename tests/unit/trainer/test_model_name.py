@@ -27,6 +27,10 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("NAME", "model: no such model: NAME: set 'tiny', 'smollm2', a local model folder, or a hub id (org/name)"),
         ("gpt2", "model: no such model: gpt2: "),
         ("tinny", "model: no such model: tinny (did you mean 'tiny'?): "),
+        (
+            "smollm2",
+            "model: only trainyard train, trainyard data and ansible-playbook train.yml provide smollm2: set model to a",
+        ),
         ("./none", "model: no such folder: ./none: "),
         ("a/b/c", "model: no such folder: a/b/c: "),
     ],
