@@ -20,6 +20,7 @@ from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, t
 from trainer.config.alias_table import ACCUMULATION
 from trainer.config.aliases import field_of
 from trainer.config.fields import default_of, expected_value
+from trainer.config.reward_source import NOTHING_LEARNED
 from trainer.distributed.lighthouse import serve_here
 from trainer.distributed.replica import Replica
 from trainer.loop import unsloth_backend
@@ -398,6 +399,8 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
             f"loss {result['loss_first']:.4f} -> {result['loss_last']:.4f}, eval {result['eval_loss']}, "
             f"{result['tokens_per_second']:.0f} tokens/s{used}, in {run_dir}"
         )
+        if result.get("learning_steps") == 0:
+            print(f"warning: {NOTHING_LEARNED}")
     return result
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trainer.config.reward_source import NOTHING_LEARNED
 from trainer.spec import make_spec
 from trainyard.run.follow.artifacts import summary, tensorboard_command
 from trainyard.run.types import PlanEntry
@@ -61,6 +62,22 @@ def test_the_summary_says_which_share_of_its_devices_the_run_used(found: dict[st
     result = checked_reply("result.json", RESULT | {"adapter": "/a"} | found)
     lines = summary("r", result, HEAD, 2, None, None)  # type: ignore[arg-type]
     assert [each for each in lines if "MFU" in each] == line
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"learning_steps": 3, "reward_first": 0.25, "reward_last": 1}, ["  reward       0.2500 -> 1.0000"]),
+        ({"learning_steps": 0, "reward_first": 0.0, "reward_last": 0.0}, ["  reward       0.0000 -> 0.0000", f"  warning      {NOTHING_LEARNED}"]),
+        ({"learning_steps": 0}, ["  reward       none", f"  warning      {NOTHING_LEARNED}"]),
+        ({}, []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_summary_has_the_reward_and_says_if_it_taught_nothing(found: dict[str, Any], expected: list[str]) -> None:
+    result = checked_reply("result.json", RESULT | {"adapter": "/a"} | found)
+    lines = summary("r", result, HEAD, 2, None, None)  # type: ignore[arg-type]
+    assert [each for each in lines if "reward" in each] == expected
 
 
 def test_the_summary_has_the_totals_of_the_dataset() -> None:

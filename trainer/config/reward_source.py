@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.config.json_schema import schema_error
 from trainer.config.yaml_text import parse_yaml
@@ -25,6 +26,11 @@ MAX_WEIGHT = 1000.0
 EXPECTED = (
     "Python files (NAME.py) and built-in rewards (exact, regex, length, format, json), such as my_reward.py,format:0.5 "
     "or [exact, {use: regex, pattern: '^[A-Z]', weight: 0.1}]"
+)
+
+NOTHING_LEARNED = (
+    "in no step did two completions of a prompt have different rewards, so the run learned nothing from them: "
+    "look at completions.jsonl in the run folder, and give a reward for a part of the answer, or begin with easier prompts"
 )
 
 
@@ -116,3 +122,27 @@ def with_reward_paths(rewards: Sequence[RewardSource], paths: Sequence[str]) -> 
     """Return the rewards with other paths of their files, one for each file in order."""
     left = iter(paths)
     return tuple(each.model_copy(update={"use": next(left)}) if each.is_file else each for each in rewards)
+
+
+def check_columns(rewards: Sequence[RewardSource], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Check that a dataset has the columns of the built-in rewards; return a line for each that only some of its records have.
+
+    Args:
+        records: the columns of each prompt.
+
+    Raises:
+        UserError: no record has a column.
+    """
+    lines = []
+    for reward in rewards:
+        column = reward.column or "answer"
+        missing = sum(record.get(column) is None for record in records) if reward.use == "exact" else 0
+        if missing and missing == len(records):
+            raise UserError(
+                f"reward: exact: the dataset has no column {column!r}: name the one with the answers as its column"
+            )
+        if missing:
+            lines.append(
+                f"reward: exact: {missing} of {len(records)} prompts have no column {column!r}, and get no reward from it"
+            )
+    return lines

@@ -46,6 +46,7 @@ def rollout_error(spec: RunSpec) -> str:
             "rollout_ranks": not spec.rollout_ranks,
             "rollout_model": spec.rollout_model,
             "rollout_folder": spec.rollout_folder,
+            "max_staleness": spec.max_staleness != type(spec).model_fields["max_staleness"].default,
         }
         name = next((name for name, value in given.items() if value), "")
         return f"{name}: without rollout_servers, only ranks write: omit {name}" if name else ""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
@@ -68,21 +69,34 @@ class Rollouts:
         seed_of: Callable[[int, int, int], int],
         ranks: bool,
         patience: float,
+        prefix: str = "",
         log: Callable[[str], None] = print,
     ) -> None:
         self._servers, self._journal, self._claim = servers, journal, claim
         self._tokens_of, self._text_of, self._seed_of, self._log = tokens_of, text_of, seed_of, log
         self._steps: dict[int, OpenStep] = {}
         self._changed = threading.Condition()
-        self.error, self._ranks = "", ranks
+        self.error, self._ranks, self._prefix = "", ranks, prefix
         self.undecodable = 0  # completions whose text is not one that the tokens of the run give
         self._pool: ServerPool[RolloutServer, Request] = ServerPool(
-            servers, self._deliver, patience=patience, give_up=self._give_up
+            servers, self._deliver, patience=patience, give_up=self._give_up, watch=self._watch
         )
+        self._down: dict[str, str] = {}
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
+    def _watch(self, numbers: Mapping[str, Any]) -> None:
+        """Log which servers have failed since the last call, and which are back. `numbers`: see `ServerPool.numbers`."""
+        for node in numbers["nodes"]:
+            name, why, before = node["name"], node["down"], self._down.get(node["name"], "")
+            if bool(why) != bool(before):
+                self._log(f"rollouts: {name} {f'does not write: {why}' if why else 'writes again'}")
+            self._down[name] = why
+
     def _run(self) -> None:
+        if not self._servers:
+            self._fail("no server is ready")
+            return
         try:
             self._pool.run(self)
         except Exception as error:
@@ -257,4 +271,4 @@ class Rollouts:
             try:
                 server.close()
             except OllamaError as error:
-                self._log(f"rollouts: {server.name}: cannot remove the models of this run: {error}")
+                self._log(f"rollouts: {server.name}: cannot remove the models of this run, {self._prefix}*: {error}")

@@ -291,6 +291,7 @@ def report(
         tokens_per_second=newest["tokens_per_second"],
         eta=eta,
         note="",
+        **({"reward": reward} if (reward := newest.get("metrics", {}).get("reward")) is not None else {}),
         step_seconds=[round(value, 4) for value in reduced.step_seconds],
         **comm,
         gpu=usage,

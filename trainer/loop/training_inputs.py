@@ -11,6 +11,7 @@ import numpy as np
 from trainer.common.errors import UserError
 from trainer.common.inputs import user_path
 from trainer.config import RunSpec
+from trainer.config.reward_source import check_columns
 from trainer.data.corpus import Corpus, select
 from trainer.data.encode import encoded_dataset
 from trainer.data.mixture import describe_mixture
@@ -125,6 +126,10 @@ def load_inputs(
     if spec.fake_data:
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     corpus.report.loss.check(spec.allow_dropped)
+    if corpus.records:
+        notes = check_columns(spec.reward, [record["columns"] for record in corpus.records])
+        for note in notes if world.rank == 0 else ():
+            print(note)
     data = common_digest(corpus, world)
     check_teacher_tokens(spec.model, tokenizer, corpus, rows)
     out = held_out(spec, len(corpus), corpus.sources)

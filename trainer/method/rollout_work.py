@@ -217,6 +217,8 @@ class RolloutWork:
         path = self._folder / "id"
         if not path.exists():
             write_atomic(path, secrets.token_hex(4))
+        for lost in self._folder.glob(".*"):  # what a killed start was writing
+            shutil.rmtree(lost, ignore_errors=True) if lost.is_dir() else lost.unlink(missing_ok=True)
         return model_prefix(self._spec.run, path.read_text(encoding="utf-8"))
 
     def _version_folder(self, version: int) -> Path:
@@ -257,15 +259,15 @@ class RolloutWork:
         base = self._model.get_base_model()
         return base.config.to_dict() | {"architectures": [type(base).__name__]}
 
-    def _prune(self) -> None:
-        """Delete what no resume needs."""
+    def _prune(self, *, served: bool = True) -> None:
+        """Delete what no resume needs, and no server if they are `served`."""
         assert self._hub and self._newest
         resumes, newest, age = self._ahead.checkpoints(), self._newest.version, self._spec.max_staleness
         self._hub.prune(min(resumes, default=0))
         needed = {step - back for step in (*resumes, newest + 1) for back in range(1, age + 1)}  # see _restore
         for path in self._folder.glob(f"{self._prefix}*"):
             version = path.name.removeprefix(self._prefix).removesuffix(".gguf")
-            if not version.isdecimal() or int(version) >= newest - 2:  # servers may still read it
+            if not version.isdecimal() or (served and int(version) >= newest - 2):  # servers may still read it
                 continue
             if path.suffix == ".gguf":
                 path.unlink(missing_ok=True)
@@ -307,6 +309,7 @@ class RolloutWork:
             seed_of=self._seed,
             ranks=spec.rollout_ranks,
             patience=math.inf if spec.rollout_ranks else spec.collective_timeout / 2,
+            prefix=self._prefix,
         )
 
     def _tokens_of_first(self, step: int) -> list[int]:
@@ -337,10 +340,10 @@ class RolloutWork:
         for name, why in problems.items():
             print(f"rollouts: {name} {f'does not write: {why}' if why else 'writes completions'}")
         ready = [server for server in servers if not problems[server.name]]
-        if not ready and not self._spec.rollout_ranks:
+        if not ready and (prompt.step == 0 or not self._spec.rollout_ranks):
             name, why = next(iter(problems.items()))
             raise UserError(
-                f"rollout_servers: no server can write completions ({name}: {why}): fix one, or set rollout_ranks=true"
+                f"rollout_servers: no server can write completions ({name}: {why}): fix one, or omit rollout_servers"
             )
         return ready
 
@@ -403,6 +406,7 @@ class RolloutWork:
         """Release the servers."""
         if self._hub:
             self._hub.close()
+            self._prune(served=False)
             self._hub = None
 
 

@@ -1,7 +1,7 @@
 """The progress of a run, and its state in a checkpoint in addition to the weights. No torch here."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -148,6 +148,18 @@ class RunState:
         self.history = RunHistory([*self.history.starts, {**start, "step": self.step}])
         self.started = True
 
+    def _add_rewards(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step with completions to the totals: `learning_steps` counts those with unlike rewards of a prompt."""
+        if "completion_length" not in metrics:
+            return
+        learning = self.totals.get("learning_steps", 0) + (metrics.get("flat_groups", 1) < 1)
+        self.totals["learning_steps"] = learning
+        if "reward" in metrics:
+            self.totals |= {
+                "reward_last": metrics["reward"],
+                "reward_first": self.totals.get("reward_first", metrics["reward"]),
+            }
+
     def add(self, record: dict[str, Any], seconds: float) -> float:
         """Add the metrics of one step to the totals, and complete the record with the mean loss and the speed.
 
@@ -169,5 +181,6 @@ class RunState:
             self.totals["mfu_measured"] += seconds
         if weight:
             self.totals |= {"loss_last": mean_loss, "loss_first": self.totals["loss_first"] or mean_loss}
+        self._add_rewards(record.get("metrics", {}))
         record |= {"loss": mean_loss, "tokens_per_second": record["tokens"] / seconds}
         return float(self.totals["seconds"] / record["step"] * (self.steps - record["step"]))

@@ -14,11 +14,11 @@ from pydantic import TypeAdapter
 
 from trainer.common.errors import UserError
 from trainer.config.json_schema import matches, schema_error
-from trainer.config.reward_source import Rewards, RewardSource, rewards_error, with_reward_paths
+from trainer.config.reward_source import Rewards, RewardSource, check_columns, rewards_error, with_reward_paths
 from trainer.rewards.built_in import answer_of, built_in, text_of
 from trainer.rewards.reward_file import check_reward_file
 from trainer.rewards.reward_process import RewardProcess, Rollouts, total
-from trainer.spec import make_spec
+from trainer.spec import changed_fields, make_spec
 
 ENTRIES: TypeAdapter[tuple[RewardSource, ...]] = TypeAdapter(Rewards)
 
@@ -282,6 +282,30 @@ def test_a_reward_has_no_keys_and_no_input(make: Callable[..., RewardProcess], m
 def test_a_column_with_the_answers_is_required(make: Callable[..., RewardProcess]) -> None:
     with pytest.raises(UserError, match="exact: the dataset has no column 'answer'"):
         make("def reward(completions): return []", columns=("solution",), more=",exact")
+
+
+def test_columns_are_checked_before_a_run() -> None:
+    (exact, own) = RewardSource(use="exact"), RewardSource(use="mine.py")
+    assert check_columns([exact, own], [{"answer": 0}, {"answer": ""}]) == []
+    assert check_columns([own], [{}]) == check_columns([exact], []) == []
+    with pytest.raises(
+        UserError, match=r"^reward: exact: the dataset has no column 'answer': name the one with the answers"
+    ):
+        check_columns([own, exact], [{"solution": 1}, {"answer": None}])
+    some = check_columns([RewardSource(use="exact", column="x")], [{"x": 1}, {"x": None}, {}])
+    assert some == ["reward: exact: 2 of 3 prompts have no column 'x', and get no reward from it"]
+
+
+def test_a_changed_reward_is_named() -> None:
+    before, now = (
+        {"method": "grpo", "dataset": "d.jsonl", "reward": value} for value in ("a-1.py,exact:0.5", "a-2.py,exact:0.5")
+    )
+    specs = [make_spec(each | {"model": "x"}, "here") for each in (before, now)]
+    assert changed_fields(*specs) == ["reward: was 'a-1.py', now 'a-2.py'"]
+    other = make_spec(before | {"model": "x", "reward": "a-1.py,exact:0.25"}, "here")
+    assert changed_fields(specs[0], other) == ["reward: weight of exact: was 0.5, now 0.25"]
+    with pytest.raises(UserError, match="reward: unknown name 'patern' in an entry; did you mean 'pattern'"):
+        make_spec({"method": "grpo", "reward": [{"use": "regex", "patern": "x"}]}, "here")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,16 @@ def test_what_a_killed_server_had_goes_to_another(tmp_path: Path) -> None:
         assert {each.worker for each in hub.written(0)} >= {"second"}
 
 
+def test_the_log_says_when_a_server_is_lost_and_is_back(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with handing_out(tmp_path, [], Counters(), log=lines.append) as hub:
+        until(lambda: hub.error)
+        assert hub.error == "no server is ready" and lines == []
+        for down in ("", "down (refused)", "down (reset)", "", ""):
+            hub._watch({"nodes": [{"name": "one", "down": down}]})
+    assert lines == ["rollouts: one does not write: down (refused)", "rollouts: one writes again"]
+
+
 def test_ranks_get_back_what_no_server_can_write(tmp_path: Path) -> None:
     broken, lines = Simulated("broken"), list[str]()
     broken.down = "HTTP status 404"

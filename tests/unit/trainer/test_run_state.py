@@ -53,6 +53,20 @@ def test_totals_and_the_estimated_time() -> None:
     }
 
 
+def test_totals_of_a_run_with_rewards() -> None:
+    state = RunState(4, 1, "digest")
+    metrics = [
+        {"completion_length": 3.0},  # nothing was rated
+        {"completion_length": 3.0, "reward": 0.5, "flat_groups": 1.0},
+        {"completion_length": 3.0, "reward": 0.75, "flat_groups": 0.5},
+        {},
+    ]
+    for step, each in enumerate(metrics, 1):
+        state.add(record(step) | {"metrics": each}, 1.0)
+    found = {name: value for name, value in state.totals.items() if "reward" in name or "learning" in name}
+    assert found == {"reward_first": 0.5, "reward_last": 0.75, "learning_steps": 1}
+
+
 def test_a_checkpoint_restores_the_progress(tmp_path: Path) -> None:
     state = RunState(10, 2, "digest")
     state.begin({"start": "a", "head": "node1:/runs/r"})

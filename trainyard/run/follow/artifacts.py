@@ -14,6 +14,7 @@ from typing import cast
 
 from trainer.common.formats import counted
 from trainer.config import RunSpec
+from trainer.config.reward_source import NOTHING_LEARNED
 from trainer.data.data_report import DataReport
 from trainyard import front_end
 from trainyard.run.plan.gather_facts import Connect
@@ -238,6 +239,16 @@ def _mfu(result: FinalResult) -> list[str]:
     return [f"  MFU          {_percent(mean)} of the {owners} peak{apart if high > _APART * low else ''}"]
 
 
+def _rewards(result: FinalResult) -> list[str]:
+    """Return the mean reward of the first and the last step, if the run has rewards, and whether they taught anything."""
+    if "learning_steps" not in result:
+        return []
+    first, last = result.get("reward_first"), result.get("reward_last")
+    shown = "none" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
+    nothing = [] if result["learning_steps"] else [f"  warning      {NOTHING_LEARNED}"]
+    return [f"  reward       {shown}", *nothing]
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
@@ -260,6 +271,7 @@ def summary(
         f"{counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
         *_early_end(result, spec),
         f"  loss         {losses}{change}",
+        *_rewards(result),
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
         *_mfu(result),

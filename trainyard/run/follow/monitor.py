@@ -278,6 +278,8 @@ def is_halted(state: Heartbeat) -> bool:
 def progress_line(state: Heartbeat, world_size: int) -> str:
     """Return a line such as ``step 12/80  loss 5.31  1.9k tok/s  ETA 0:42  (4 ranks)``."""
     words = [f"step {state['step']}/{state.get('steps') or '?'}", f"loss {state['loss']:.4g}"]
+    if (reward := state.get("reward")) is not None:
+        words.append(f"reward {reward:.4g}")
     if speed := state.get("tokens_per_second"):
         words.append(f"{thousands(speed)} tok/s")
     eta = state.get("eta")

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.common.files import write_atomic
 from trainer.config import RunSpec
+from trainer.config.reward_source import check_columns
 from trainer.data.check import check_samples
 from trainer.data.data_report import DataReport
 from trainer.data.encode import Encoder, no_logprobs
@@ -42,6 +43,9 @@ def check_data(
     known = json.dumps([digest, settings, encoder.fingerprint(), spec.needs_logprobs], sort_keys=True)
     file = work / "checked" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
     totals = _read(file)
+    if spec.learns_from_prompts:
+        samples = samples or list(samples_of(spec))
+        check_columns(spec.reward, [sample.record["columns"] for sample in samples if sample.record])
     if totals is None:
         samples = samples or list(samples_of(spec))
         if spec.needs_logprobs and not any(sample.logprobs for sample in samples):

@@ -83,6 +83,7 @@ class Heartbeat(OpenReply):
     steps: NotRequired[Count | None]
     resumed: NotRequired[Count | None]
     loss: NotRequired[Optional]
+    reward: NotRequired[Optional]
     tokens_per_second: NotRequired[Optional]
     memory_peak_gb: NotRequired[Optional]
     eta: NotRequired[Optional]
@@ -189,6 +190,9 @@ class FinalResult(OpenReply):
     loss_last: Optional
     eval_loss: NotRequired[Optional]
     eval_loss_first: NotRequired[Optional]
+    reward_first: NotRequired[Optional]
+    reward_last: NotRequired[Optional]
+    learning_steps: NotRequired[Count]
     adapter: NotRequired[Line | None]
     adapter_rank: NotRequired[Count]
     averaging_error: NotRequired[Optional]
