@@ -112,6 +112,8 @@ def rewards_error(rewards: Sequence[RewardSource]) -> str:
                 return f"reward: the pattern {quoted(reward.pattern)} is not valid: {error}"
         if reason := schema_error(reward.json_schema):
             return f"reward: json_schema: {reason}"
+    if rewards and not any(reward.weight for reward in rewards):
+        return "reward: every weight is 0, so that nothing would be learned: give one reward another weight"
     names = [reward.use for reward in rewards if reward.is_file]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         return f"reward: {quoted(twice)} is given twice: remove one"

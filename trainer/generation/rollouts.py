@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.common.errors import UserError
-from trainer.common.formats import printable
+from trainer.common.formats import counted, printable
 from trainer.generation.journal import Completion, Journal
 from trainer.generation.ollama_client import Answer, OllamaError
 from trainer.generation.pool import ServerPool
@@ -146,7 +146,7 @@ class Rollouts:
                 self.undecodable += 1
                 if str(self.undecodable).rstrip("0") == "1":  # 1, 10, 100 ...
                     self._log(
-                        f"rollouts: {self.undecodable} texts that no tokens of the run give, now of {server.name}"
+                        f"rollouts: {counted(self.undecodable, 'text')} of servers so far for which the run has no tokens, the last one of {server.name}"
                     )
                 tries = self._return(request)
                 if tries >= _TRIES and not self._ranks:

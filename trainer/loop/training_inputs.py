@@ -32,6 +32,7 @@ from trainer.model_files.base_weights import embedding_rows
 from trainer.models.model import load_tokenizer, require_compiler
 from trainer.models.packing_check import resolve_packing
 from trainer.records.telemetry import Heartbeat
+from trainer.rewards.reward_file import check_reward_file
 from trainer.strategy import Strategy, plan_of
 
 Settle = Callable[[RunSpec, int], RunSpec]  # decides what is still automatic, from the number of steps, about
@@ -127,6 +128,8 @@ def load_inputs(
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     corpus.report.loss.check(spec.allow_dropped)
     if corpus.records:
+        for file in spec.reward_files:
+            check_reward_file(file)
         notes = check_columns(spec.reward, [record["columns"] for record in corpus.records])
         for note in notes if world.rank == 0 else ():
             print(note)

@@ -264,7 +264,7 @@ class RolloutWork:
         assert self._hub and self._newest
         resumes, newest, age = self._ahead.checkpoints(), self._newest.version, self._spec.max_staleness
         self._hub.prune(min(resumes, default=0))
-        needed = {step - back for step in (*resumes, newest + 1) for back in range(1, age + 1)}  # see _restore
+        needed = {step - back for step in (*resumes, newest, newest + 1) for back in range(1, age + 1)}  # see _restore
         for path in self._folder.glob(f"{self._prefix}*"):
             version = path.name.removeprefix(self._prefix).removesuffix(".gguf")
             if not version.isdecimal() or (served and int(version) >= newest - 2):  # servers may still read it

@@ -58,6 +58,7 @@ def test_rewards_as_words_and_as_mappings() -> None:
         ([{"use": "regex", "pattern": "("}], "the pattern '(' is not valid"),
         ([{"use": "exact", "pattern": "x"}], "'exact' has no option pattern"),
         ("a.py,a.py", "'a.py' is given twice"),
+        ("a.py:0,exact:0", "every weight is 0"),
         ([{"use": "json", "json_schema": {"type": "objekt"}}], "type must be one of"),
         ([{"use": "json", "json_schema": {"oneOf": []}}], "the keyword 'oneOf' is not supported"),
     ],

@@ -245,7 +245,8 @@ def test_a_run_whose_servers_write_only_texts_without_tokens_fails(tmp_path: Pat
         until(lambda: hub.error)
         assert hub.wait(0, 1) == [0, 1]
         assert hub.error == "s has written 20 texts for a prompt, but no tokens of the run give them"
-    assert lines[:2] == [f"rollouts: {count} texts that no tokens of the run give, now of s" for count in (1, 10)]
+    said = "of servers so far for which the run has no tokens, the last one of s"
+    assert lines[:2] == [f"rollouts: {count} {said}" for count in ("1 text", "10 texts")]
 
 
 def test_the_first_completion_of_a_place_counts(tmp_path: Path) -> None:
