@@ -17,7 +17,7 @@ from trainer.costs.cost import Layout, RowStats, autocast_bytes, full_state
 from trainer.model_files.model_shape import Shape, read_shape
 from trainer.spec import make_spec
 from trainer.strategy import pipeline_measure, plan_named
-from trainer.strategy.pipeline import layer_costs, stage_state
+from trainer.strategy.pipeline_costs import layer_costs, stage_state
 from trainer.strategy.pipeline_measure import divide_model
 from trainer.strategy.pipeline_schedule import Operation, operations
 from trainer.strategy.pipeline_split import LayerCosts, RankFacts, divide_layers, given_layers, in_flight

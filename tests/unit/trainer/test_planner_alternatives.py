@@ -24,7 +24,8 @@ from trainer.model_files.model_shape import Shape, read_shape
 from trainer.planner.recommend import ERROR, Advice, Option, Setting, Speed, options, plans, recommend, variants
 from trainer.spec import make_spec
 from trainer.strategy import STRATEGIES, plan_named
-from trainer.strategy.pipeline import PipelinePlan, one_pipeline
+from trainer.strategy.pipeline import PipelinePlan
+from trainer.strategy.pipeline_costs import one_pipeline
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
 
