@@ -206,6 +206,10 @@ def test_status_table() -> None:
         "a", part("a", 0).answer | {"run_dir": "/d/runs/r", "node": {"ranks": [0], "status": "running"}}
     )
     assert row == ["r", "a", "0", "training", "5/80", "5", "-", "-", "1:39 ago"]
+    rewarded = part("a", 0, state={"reward": 0.375})
+    (row,) = status_rows("a", rewarded.answer | {"run_dir": "/d/runs/r", "node": {"ranks": [0], "status": "running"}})
+    assert row[5] == "5, reward 0.375"
+    assert monitor.progress_line(rewarded.state(0), 2).startswith("step 5/80  loss 5  reward 0.375  ")
     assert gpu_cell({"utilisation_percent": 87.2, "memory_peak_gb": 11.24}) == "87% 11.2GB"
     use = {
         "utilisation_percent": 87.2,

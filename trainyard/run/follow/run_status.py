@@ -317,7 +317,8 @@ def status_rows(host: str, answer: RunStatus) -> list[list[str]]:
         state = part.state(rank)
         doing = part.status if part.status != "running" else state.get("status") or "starting"
         step, loss, speed = state.get("step"), state.get("loss"), state.get("tokens_per_second")
-        seen = state.get("time")
+        seen, reward = state.get("time"), state.get("reward")
+        shown = "-" if loss is None else f"{loss:.4g}"
         rows.append(
             [
                 run,
@@ -325,7 +326,7 @@ def status_rows(host: str, answer: RunStatus) -> list[list[str]]:
                 str(rank),
                 doing,
                 "-" if step is None else f"{step}/{state.get('steps') or '?'}",
-                "-" if loss is None else f"{loss:.4g}",
+                shown if reward is None else f"{shown}, reward {reward:.3g}",
                 thousands(speed) if speed else "-",
                 gpu_cell(state.get("gpu")),
                 f"{clock(answer['now'] - seen)} ago" if seen else "-",
