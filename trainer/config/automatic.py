@@ -42,4 +42,6 @@ def override_automatic(values: Mapping[str, Any], overrides: Mapping[str, Any]) 
     if "automatic" in values and "automatic" not in overrides:
         names = split_words(values["automatic"])
         merged["automatic"] = tuple(name for name in names if name not in overrides)
+    if "batch_size" in overrides and "ddp_larger_batches" not in overrides:
+        merged.pop("ddp_larger_batches", None)  # it was decided with the size
     return merged

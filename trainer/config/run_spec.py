@@ -208,9 +208,9 @@ class RunSpec(MethodFields):
         "fields that the hosts decide, because they are auto; the spec of a started run has none",
         mutable=True,
     )
-    ddp_larger_batches: bool = declare(
-        False,
-        "ranks on GPUs with more memory pass more rows at once than batch_size, which all can; not with teacher_host; batch_size=auto sets it",
+    ddp_larger_batches: Literal["auto"] | bool = declare(
+        "auto",
+        "ranks on GPUs with more memory pass more rows at once than batch_size; auto: if batch_size is auto, and nothing excludes it",
         mutable=True,
     )
     seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)

@@ -153,9 +153,11 @@ def scale_bytes(spec: RunSpec, shape: Shape) -> int:
     return round(packed * (1 / 64 + 4 / 64 / 256)) if spec.quantize == "nf4" else 0
 
 
-def half_hidden(spec: RunSpec) -> bool:
+def half_hidden(spec: RunSpec, shape: Shape) -> bool:
     """Return whether hidden states between layers have 16 bits: those of a frozen model in bfloat16."""
-    return spec.lora_r > 0 and spec.precision == "bf16-mixed"
+    # Layers in 4 bits return the data type of their input, which GPT-2's norms make float32 on a GPU.
+    wide = spec.quantize == "nf4" and shape.kind == "gpt2"
+    return spec.lora_r > 0 and spec.precision == "bf16-mixed" and not wide
 
 
 def autocast_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
@@ -191,8 +193,7 @@ def _loss_bytes(spec: RunSpec, shape: Shape, places: float) -> float:
 def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, float]:
     """Return the bytes per token that a layer stores for the backward pass: without, and with gradient checkpointing."""
     number = 4 if spec.precision == "32-true" else 2
-    # Layers in 4 bits return the data type of their input, which GPT-2's norms make float32 on a GPU.
-    half = half_hidden(spec) and not (spec.quantize == "nf4" and shape.kind == "gpt2")
+    half = half_hidden(spec, shape)
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gate = sum(matrix.out for matrix in shape.linear if matrix.reads == "mlp")
     product = next(matrix.into for matrix in shape.linear if matrix.reads == "gated")

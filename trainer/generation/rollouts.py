@@ -81,17 +81,17 @@ class Rollouts:
         self._pool: ServerPool[RolloutServer, Request] = ServerPool(
             servers, self._deliver, patience=patience, give_up=self._give_up, watch=self._watch
         )
-        self._down: dict[str, str] = {}
+        self._down: set[int] = set()  # places of servers of which the log says that they do not write
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
     def _watch(self, numbers: Mapping[str, Any]) -> None:
         """Log which servers have failed since the last call, and which are back. `numbers`: see `ServerPool.numbers`."""
-        for node in numbers["nodes"]:
-            name, why, before = node["name"], node["down"], self._down.get(node["name"], "")
-            if bool(why) != bool(before):
+        for place, node in enumerate(numbers["nodes"]):
+            name, why = node["name"], node["down"]
+            if bool(why) != (place in self._down):
                 self._log(f"rollouts: {name} {f'does not write: {why}' if why else 'writes again'}")
-            self._down[name] = why
+            (self._down.add if why else self._down.discard)(place)
 
     def _run(self) -> None:
         if not self._servers:
@@ -256,6 +256,7 @@ class Rollouts:
     def leave_out(self, name: str, why: str) -> None:
         """Send no more prompts to a server."""
         self._pool.leave_out(name, why)
+        self._down |= {place for place, server in enumerate(self._servers) if server.name == name}
         self._log(f"rollouts: {name} is left out: {why}")
 
     def prune(self, oldest: int) -> None:

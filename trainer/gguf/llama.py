@@ -206,12 +206,11 @@ def _add_tokenizer(writer: gguf.GGUFWriter, base: Path, folder: Path, size: int)
             shutil.copy(file, together)
         special = gguf.SpecialVocab(together, load_merges=True)
     complete(special, folder)
+    if size == 49152:  # as the converter, which takes it for Granite
+        special.add_special_token["bos"] = False
     special.add_to_gguf(writer, quiet=True)
     fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": split}
     first = special.add_special_token.get("bos")
-    if size == 49152:  # as the converter, which takes it for Granite
-        first = False
-        writer.add_add_bos_token(first)
     return fields if first is None else fields | {"tokenizer.ggml.add_bos_token": first}
 
 
@@ -241,11 +240,12 @@ def _tokens(parsed: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
 
 def _splits_plainly(step: Any) -> bool:
     """Return whether the text is split as GPT-2's tokenizer does, or as that of SmolLM, which first makes a part of every digit."""
-    parts = step.get("pretokenizers") if isinstance(step, dict) and step.get("type") == "Sequence" else [{}, step]
-    if not isinstance(parts, list) or len(parts) != 2 or not is_byte_level({"pre_tokenizer": parts[1]}):
-        return False
-    digits = not parts[0] or parts[0] == {"type": "Digits", "individual_digits": True}
-    return digits and not parts[1].get("add_prefix_space")
+    if isinstance(step, dict) and step.get("type") == "Sequence":
+        parts = step.get("pretokenizers")
+        if not isinstance(parts, list) or parts[:-1] != [{"type": "Digits", "individual_digits": True}]:
+            return False
+        step = parts[1]
+    return is_byte_level({"pre_tokenizer": step}) and not step.get("add_prefix_space")
 
 
 def rotary_pairs(values: np.ndarray, heads: int) -> np.ndarray:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.common.lazy import LazyModule
-from trainer.method.method_base import Batch, Rank, Rows, Work, label_logps
-from trainer.method.preferences_base import PAIR_SUMS, PreferenceMethod, PreferencePlan, pair_batch, pair_means
+from trainer.method.method_base import Batch, Rank, Rows, Work, arranged, label_logps
+from trainer.method.preferences_base import PAIR_SUMS, PreferenceMethod, PreferencePlan, pair_arrays, pair_means
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,13 +67,13 @@ class ORPO(PreferenceMethod):
     def batch(
         self, work: Work, rows: Rows, pad: int, length: int | None, on_device: Callable[[np.ndarray], torch.Tensor]
     ) -> Batch:
-        ids, positions, labels, *_ = pair_batch(work, rows, pad, length, on_device)
+        ids, positions, labels = pair_arrays(work, rows, pad, length)
         lengths = [len(range(*work.corpus.sequences(sample)[0].indices(2**62))) for row in rows for sample in row]
         whole: np.ndarray = np.zeros(labels.shape, np.bool_)
         for row, size in enumerate(lengths):
             whole[row, :size] = True
-        extra = Answers(labels != packing.IGNORED, work.shared)
-        return Batch(ids, positions, torch.where(on_device(whole), ids, labels), extra)
+        extra = Answers(on_device(labels != packing.IGNORED), work.shared)
+        return arranged((ids, positions, np.where(whole, ids, labels)), on_device)._replace(extra=extra)
 
     def preference_loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:
         each = label_logps(module, batch)

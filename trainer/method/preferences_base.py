@@ -132,10 +132,15 @@ def pair_batch(
     work: Work, rows: Rows, pad: int, length: int | None, on_device: Callable[[np.ndarray], torch.Tensor]
 ) -> Batch:
     """Return the micro-batch of pairs: the chosen sequences, then the rejected ones, one in a row; arguments as for Method.batch."""
+    return arranged(pair_arrays(work, rows, pad, length), on_device)
+
+
+def pair_arrays(work: Work, rows: Rows, pad: int, length: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arrays of `pair_batch`, as `packing.lay_out` does."""
     corpus, pairs = work.corpus, [work.corpus.sequences(sample) for row in rows for sample in row]
     spans = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
     sequences = [[(corpus.tokens[span], corpus.trained[span])] for span in spans]
-    return arranged(packing.lay_out(sequences or [[], []], pad, length), on_device)
+    return packing.lay_out(sequences or [[], []], pad, length)
 
 
 def of_rows(array: np.ndarray, rows: Rows) -> np.ndarray:

@@ -26,8 +26,8 @@ def check_model_name(name: str, setting: str = "model") -> None:
         return
     if name == SMOLLM2:
         raise UserError(
-            f"{setting}: only trainyard train, trainyard data and ansible-playbook train.yml provide {name}: set {setting} to a folder, "
-            "such as the one that trainyard data has written below .trainyard/models"
+            f"{setting}: this machine does not have {name}, which trainyard data, plan and train and ansible-playbook train.yml fetch: "
+            "give the folder that they have written below .trainyard/models"
         )
     known = ([TINY] if setting == "model" else []) + [SMOLLM2]
     near = "".join(f" (did you mean {match!r}?)" for match in get_close_matches(name, known, n=1))

@@ -55,13 +55,20 @@ class Tail:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Let the passes of the model within the block be those that are compiled: others have other shapes, such as generation."""
-        if self._compiled:
-            self._decoder.forward = self._compiled
+        with self._replaced(self._compiled) if self._compiled else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Replace the forward pass of the decoder within the block."""
+        before = vars(self._decoder).get("forward")
+        self._decoder.forward = forward
         try:
             yield
         finally:
-            if self._compiled:
-                del self._decoder.forward
+            del self._decoder.forward
+            if before:
+                self._decoder.forward = before
 
     @contextlib.contextmanager
     def loss_wanted(self, selected: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
@@ -110,15 +117,9 @@ class Tail:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the model with a decoder that returns `hidden`, [n, H] to [n, V]."""
-        replaced = vars(self._decoder).get("forward")
-        self._decoder.forward = lambda *_, **__: self._output_type(last_hidden_state=hidden[None])
-        try:
+        with self._replaced(lambda *_, **__: self._output_type(last_hidden_state=hidden[None])):
             ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
             found: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False).logits
-        finally:
-            del self._decoder.forward
-            if replaced:
-                self._decoder.forward = replaced
         return found[0]
 
 

@@ -65,7 +65,7 @@ def with_own_rows(spec: RunSpec, world: World) -> RunSpec:
 
     On the same host it is the same in every start of a run, because it depends on the size of the memory, not on what is free.
     """
-    if not spec.ddp_larger_batches or spec.teacher_host:  # which answers micro-batches of batch_size rows
+    if spec.ddp_larger_batches is not True:
         return spec
     hosts = [this_host() | {"processes": world.local_size}] * sum(world.gather(world.is_host_leader))
     rows = own_size(spec, hosts, shape_of(spec))

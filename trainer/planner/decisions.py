@@ -71,7 +71,8 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
         if why is not None:
             own = _own_sizes(found, hosts, shape)
             found, compiling = _with_compile(_measured(found, *MEASURED), hosts)
-            found = found.model_copy(update={"ddp_larger_batches": bool(own)})
+            if spec.ddp_larger_batches == "auto":
+                found = found.model_copy(update={"ddp_larger_batches": bool(own)})
             return found, [*filter(None, [why]), *lines, *_lines(spec, found, own), *compiling]
     if first:
         raise first
@@ -134,7 +135,8 @@ def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
     """Return the spec with the strategy and the automatic fields of an earlier start of the run."""
     names = [*(["strategy"] if spec.strategy == AUTO else []), *spec.automatic]
     kept = {name: getattr(before, name) for name in names}
-    larger = {"ddp_larger_batches": before.ddp_larger_batches} if "batch_size" in kept else {}
+    along = "batch_size" in kept and spec.ddp_larger_batches == "auto"
+    larger = {"ddp_larger_batches": before.ddp_larger_batches} if along else {}
     line = f"auto: this run started with {', '.join(f'{name}={shown(value)}' for name, value in kept.items())}"
     undecided = tuple(name for name in spec.automatic if name in before.automatic)
     return spec.model_copy(update=kept | larger | {"automatic": undecided}), [line]
@@ -154,7 +156,7 @@ def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "gradient_checkpointing": any(found["gradient_checkpointing"]),
         "quantize": "nf4" if "nf4" in found["quantize"] else "none",
         "torch_compile": all(found["torch_compile"]),
-        "ddp_larger_batches": all(found["ddp_larger_batches"]),
+        "ddp_larger_batches": all(value is True for value in found["ddp_larger_batches"]),
         "strategy": found["strategy"][0],  # the same on all, which run_rank checks
     }
 
@@ -283,9 +285,9 @@ def _sizes(spec: RunSpec, ranks: int, *, cuda: bool) -> list[int]:
 
 def _own_sizes(spec: RunSpec, hosts: Hosts, shape: Shape) -> list[int]:
     """Return the rows of a micro-batch that the ranks of each host choose; nothing if all ranks need the same."""
-    if "batch_size" not in spec.automatic or len(hosts) == 1 or not have_gpus(hosts):
+    if "batch_size" not in spec.automatic or spec.ddp_larger_batches is False or len(hosts) == 1:
         return []
-    if spec.teacher_host or not plan_of(spec).shares_rows_by_speed:
+    if spec.teacher_host or not have_gpus(hosts) or not plan_of(spec).shares_rows_by_speed:
         return []
     return [own_size(spec, [host] * len(hosts), shape) for host in hosts]
 

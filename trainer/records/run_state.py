@@ -181,6 +181,7 @@ class RunState:
             self.totals["mfu_measured"] += seconds
         if weight:
             self.totals |= {"loss_last": mean_loss, "loss_first": self.totals["loss_first"] or mean_loss}
-        self._add_rewards(record.get("metrics", {}))
+        if record["step"] == 1 or "learning_steps" in self.totals:  # an earlier version did not count
+            self._add_rewards(record.get("metrics", {}))
         record |= {"loss": mean_loss, "tokens_per_second": record["tokens"] / seconds}
         return float(self.totals["seconds"] / record["step"] * (self.steps - record["step"]))

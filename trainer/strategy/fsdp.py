@@ -23,7 +23,6 @@ from trainer.costs.cost import (
     exported_bytes,
     full_state,
     gradient_bytes_per_number,
-    half_hidden,
     layer_bytes,
     micro_batches,
     offloaded_step,
@@ -91,7 +90,7 @@ def tool_options(spec: RunSpec, offload: str) -> dict[str, Any]:
 def _gathered_bytes(spec: RunSpec) -> int:
     """Return the bytes of one gathered weight of a layer that is not in 4 bits."""
     if spec.quantize == "nf4":
-        return 2 if half_hidden(spec) else 4
+        return 2 if spec.precision == "bf16-mixed" else 4
     return 4 if spec.precision == "32-true" else 2
 
 

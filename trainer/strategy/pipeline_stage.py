@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from trainer.common.errors import UserError, first_line, model_errors
 from trainer.config import RunSpec
+from trainer.costs.cost import half_hidden
 from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
 from trainer.method import Method, method_of
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.model_files.base_weights import WeightDifferences, unexpected_names
+from trainer.model_files.model_shape import shape_of
 from trainer.models.model import add_lora, base_dtype, check_positions
 from trainer.models.quantized import Quantizer
 from trainer.strategy.base import Batch
@@ -241,11 +243,8 @@ def load_stage(
 
 
 def hidden_dtype(spec: RunSpec) -> torch.dtype:
-    """Return the data type of the hidden states between two layers.
-
-    Layers in 4 bits return that of their input, which is float32 behind some norms, such as those of GPT-2 on a GPU.
-    """
-    return torch.float32 if spec.quantize == "nf4" else base_dtype(spec)
+    """Return the data type of the hidden states between two layers."""
+    return torch.bfloat16 if half_hidden(spec, shape_of(spec)) else torch.float32
 
 
 def whole_model(spec: RunSpec) -> nn.Module:

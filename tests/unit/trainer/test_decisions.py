@@ -225,7 +225,7 @@ def test_ranks_decide_together(monkeypatch: Any) -> None:
     assert agree(fixed, False, alone).precision == "32-true"
 
 
-def test_each_rank_chooses_the_rows_that_its_memory_has_room_for() -> None:
+def test_each_rank_chooses_the_rows_that_its_memory_has_room_for(tmp_path: Path) -> None:
     hosts, shape = [card(24, 8.9), card(10, 8.6)], read_shape(EIGHT)
     given = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096}, "here")
     spec, lines = decide(given, hosts, shape)
@@ -240,7 +240,23 @@ def test_each_rank_chooses_the_rows_that_its_memory_has_room_for() -> None:
         assert not decide(other, hosts, shape)[0].ddp_larger_batches
     assert not decide(given, hosts[:1], shape)[0].ddp_larger_batches
     kept, _ = as_before(make_spec({}, "here"), spec)
-    assert kept.ddp_larger_batches and kept.batch_size == 1
+    assert kept.ddp_larger_batches is True and kept.batch_size == 1
+    # A value of the user holds.
+    assert as_before(make_spec({"ddp_larger_batches": False}, "here"), spec)[0].ddp_larger_batches is False
+    for fields, expected in (
+        ({"ddp_larger_batches": False}, False),
+        ({"ddp_larger_batches": True, "batch_size": 1}, True),
+    ):
+        other = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096} | fields, "here")
+        found, lines = decide(other, hosts, shape)
+        assert found.ddp_larger_batches is expected and not any("up to" in line for line in lines)
+    file = tmp_path / "spec.yml"
+    file.write_text(spec.to_yaml())
+    assert read_spec(file, {}, "flags").ddp_larger_batches is True
+    assert read_spec(file, {"batch_size": "4"}, "flags").ddp_larger_batches == "auto"
+    for fields in ({"gradient_accumulation": 2}, {"teacher_host": "node3", "teacher": "x", "distill_alpha": 0.5}):
+        with pytest.raises(UserError, match=f"ddp_larger_batches: true cannot be combined with {next(iter(fields))}"):
+            make_spec({"ddp_larger_batches": True, "batch_size": 1} | fields, "here")
 
 
 def test_a_started_run_keeps_its_decisions() -> None:

@@ -29,7 +29,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("tinny", "model: no such model: tinny (did you mean 'tiny'?): "),
         (
             "smollm2",
-            "model: only trainyard train, trainyard data and ansible-playbook train.yml provide smollm2: set model to a",
+            "model: this machine does not have smollm2, which trainyard data, plan and train and ansible",
         ),
         ("./none", "model: no such folder: ./none: "),
         ("a/b/c", "model: no such folder: a/b/c: "),

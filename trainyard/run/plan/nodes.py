@@ -423,6 +423,6 @@ def plan_lines(nodes: list[PlanEntry], spec: RunSpec, port: int, before: list[in
         by_speed = ", balanced by measured speed" if spec.balance == "auto" and world > 1 else ""
     if spec.script:
         return [*table([head, *rows]), f"world size {world}, {meeting}, script {Path(spec.script).name}"]
-    more = " or more" if spec.ddp_larger_batches else ""
+    more = " or more" if spec.ddp_larger_batches is True else ""
     batches = f"{spec.rows_per_step} rows per step in micro-batches of {spec.batch_size}{more}{by_speed}"
     return [*table([head, *rows]), f"world size {world}, {meeting}, strategy {spec.strategy}, {batches}"]

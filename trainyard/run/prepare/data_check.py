@@ -43,7 +43,7 @@ def check_data(
     known = json.dumps([digest, settings, encoder.fingerprint(), spec.needs_logprobs], sort_keys=True)
     file = work / "checked" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
     totals = _read(file)
-    if spec.learns_from_prompts:
+    if any(reward.use == "exact" for reward in spec.reward):
         samples = samples or list(samples_of(spec))
         check_columns(spec.reward, [sample.record["columns"] for sample in samples if sample.record])
     if totals is None:
