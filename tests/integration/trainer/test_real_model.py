@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -52,7 +53,9 @@ def train(here: Here, run: str, **fields: Any) -> list[float]:
 
 def test_losses_and_weights_are_those_of_a_plain_loop_and_of_trl(real_model: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.agree", "--small", "--model", str(real_model)]
-    done = subprocess.run(words, cwd=TOP, capture_output=True, text=True, check=False)
+    # As `make bench` runs it: the plain loop lies beside the tests.
+    environment = os.environ | {"PYTHONPATH": f"{TOP}:{TOP}/tests/support"}
+    done = subprocess.run(words, cwd=TOP, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("plain loop, TRL") == 3, done.stdout
 
