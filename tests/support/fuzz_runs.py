@@ -81,8 +81,10 @@ def write_folder(rng: random.Random, folder: Path, special: Special) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = rng.randrange(8) if name in hostile else 8
         if kind == 0 and not name.startswith(".trainyard"):  # what the user of the controller has written
-            with contextlib.suppress(OSError, ValueError):
-                special(rng, path.parent).rename(path)
+            found = special(rng, path.parent)
+            if found.parent == path.parent:  # else it is a path of this machine: root would move /etc/passwd
+                with contextlib.suppress(OSError, ValueError):
+                    found.rename(path)
         elif kind == 1:
             path.write_bytes(rng.choice([b"[" * 100_000, b'{"a":' * 50_000, b"9" * 5_000_000, b"\n" * 3_000_000]))
         elif kind > 2:
