@@ -262,6 +262,11 @@ def test_every_name_of_a_tool_is_accounted_for(tool: str, value: Any, tmp_path: 
             check_nothing_is_lost(tmp_path, MINIMAL[tool] | {name: dict.fromkeys(row.rows, value)}, tool)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300])
+def test_a_number_that_is_no_integer_is_not_lost(value: float, tmp_path: Path) -> None:
+    check_nothing_is_lost(tmp_path, MINIMAL["deepspeed"] | {"steps_per_print": value}, "deepspeed")
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -138,7 +138,7 @@ def _place(config: dict[str, Any], name: str, value: Any) -> None:
     *parents, last = name.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})
-    config[last] = int(value) if isinstance(value, float) and value == int(value) else value
+    config[last] = int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _compare(found: Translation, options: list[tuple[str, str, Any]]) -> None:
