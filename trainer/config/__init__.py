@@ -11,7 +11,7 @@ from trainer.config.aliases import (
     suggest,
 )
 from trainer.config.flags import describe, expects, parse_flags, table
-from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY, PRESETS, SMOLLM2, TINY
+from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY, PRESETS, SMOLLM2, SMOLLM2_ON_HUB, TINY
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.yaml_text import parse_mapping, read_yaml
 
@@ -24,6 +24,7 @@ __all__ = [
     "OBSERVATORY",
     "PRESETS",
     "SMOLLM2",
+    "SMOLLM2_ON_HUB",
     "SUGGESTED",
     "TINY",
     "RunSpec",

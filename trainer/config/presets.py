@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TINY = "tiny"
-SMOLLM2 = "smollm2"
+SMOLLM2, SMOLLM2_ON_HUB = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 EMBEDDED_DATASET = "ansible-docs"
 OBSERVATORY = "observatory"  # questions about an invented observatory
 TEACHER_TOP_K = 20  # default of teacher_top_k with teacher_host

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.common.errors import UserError
 from trainer.common.inputs import path_kind, user_path
-from trainer.config import SMOLLM2, TINY
+from trainer.config import SMOLLM2, SMOLLM2_ON_HUB, TINY
 from trainer.data.dataset_files import is_hub_id
 
 
@@ -26,8 +26,8 @@ def check_model_name(name: str, setting: str = "model") -> None:
         return
     if name == SMOLLM2:
         raise UserError(
-            f"{setting}: this machine does not have {name}, which trainyard data, plan and train and ansible-playbook train.yml fetch: "
-            "give the folder that they have written below .trainyard/models"
+            f"{setting}: trainyard data, plan and train and ansible-playbook train.yml fetch {name}, this program does not: "
+            f"give its name on the hub, {SMOLLM2_ON_HUB}, or a folder with it, such as one below .trainyard/models"
         )
     known = ([TINY] if setting == "model" else []) + [SMOLLM2]
     near = "".join(f" (did you mean {match!r}?)" for match in get_close_matches(name, known, n=1))

@@ -29,7 +29,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("tinny", "model: no such model: tinny (did you mean 'tiny'?): "),
         (
             "smollm2",
-            "model: this machine does not have smollm2, which trainyard data, plan and train and ansible",
+            "model: trainyard data, plan and train and ansible-playbook train.yml fetch smollm2, this program does not: give its name",
         ),
         ("./none", "model: no such folder: ./none: "),
         ("a/b/c", "model: no such folder: a/b/c: "),

