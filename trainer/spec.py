@@ -171,10 +171,8 @@ def _change(old: Any, new: Any) -> str:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for one, other in zip(old, new, strict=True):
             if one != other and isinstance(one, dict) and isinstance(other, dict):
-                key, first = (
-                    next(key for key in one if one[key] != other.get(key)),
-                    next(iter(one)),
-                )  # a path, or a name
+                key = next(key for key in one if one[key] != other.get(key))
+                first = next(iter(one))  # a path, or a name
                 what = f"{key} of {printable(one[first])}: " if key != first else ""
                 return f"{what}was {quoted(one[key], 200)}, now {quoted(other.get(key), 200)}"
     return f"was {quoted(old)}, now {quoted(new)}"

@@ -78,7 +78,7 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
         raise first
     smallest = variants[-1]
     warning = f"warning: the plan does not fit in the memory of every host, even with {_settings(spec, smallest)}: add hosts, or set strategy=auto"
-    return _measured(smallest, "precision"), [*lines, *_lines(spec, smallest, []), warning]
+    return _measured(smallest, "precision"), [*lines, *_lines(spec, smallest), warning]
 
 
 def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tuple[RunSpec, list[str], bool]:
@@ -309,7 +309,7 @@ def _settings(spec: RunSpec, chosen: RunSpec) -> str:
     return ", ".join(f"{name}={shown(getattr(chosen, name))}" for name in names)
 
 
-def _lines(spec: RunSpec, chosen: RunSpec, own: Sequence[int]) -> list[str]:
+def _lines(spec: RunSpec, chosen: RunSpec, own: Sequence[int] = ()) -> list[str]:
     """Return one line for each field that was decided. `own`: see `_own_sizes`."""
     lines = []
     if "batch_size" in spec.automatic:
