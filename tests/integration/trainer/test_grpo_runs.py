@@ -80,6 +80,22 @@ def test_a_run_writes_its_rewards(here: Here, prompts: Path, reward: Path) -> No
     assert len(here.result()["adapter_sha256"]) == 64 and "no greedy answers" not in here.out
 
 
+def test_a_reward_that_cannot_rate_is_refused_before_the_model_is_loaded(
+    here: Here, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("trainer.strategy.plan.StrategyPlan.load_module", load)
+    (tmp_path / "none.py").write_text("def rate(): pass")
+    for reward, why in (
+        (tmp_path / "none.py", "has no function whose name begins"),
+        ("exact", "has no column 'answer'"),
+    ):
+        assert here(dataset=prompts, reward=reward, **FIELDS) == 1
+        assert why in here.err and "the model is loaded" not in here.err, here.err
+
+
 def test_a_reward_that_fails_ends_the_run_with_one_line(here: Here, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def reward_bad(completions, **_):\n return [1 / 0]\n", encoding="utf-8")
     assert here(dataset=prompts, reward=tmp_path / "bad.py", **FIELDS) == 1
