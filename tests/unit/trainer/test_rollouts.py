@@ -184,8 +184,9 @@ def test_a_server_that_hangs_while_it_takes_an_adapter_does_not_hold_the_end(
 
 
 def test_what_a_killed_server_had_goes_to_another(tmp_path: Path) -> None:
+    lines: list[str] = []
     first, second = Simulated("first", 0.05), Simulated("second", 0.01)
-    with handing_out(tmp_path, [first, second], Counters(), ranks=False) as hub:
+    with handing_out(tmp_path, [first, second], Counters(), ranks=False, log=lines.append) as hub:
         hub.open(0, [[1]] * 40)
         until(lambda: first.asked)
         first.down = "connection refused"
@@ -193,6 +194,7 @@ def test_what_a_killed_server_had_goes_to_another(tmp_path: Path) -> None:
             pass
         assert sorted(each.place for each in hub.written(0)) == list(range(40))
         assert {each.worker for each in hub.written(0)} >= {"second"}
+    assert lines == ["rollouts: first does not write: down (connection refused)"]
 
 
 def test_the_log_says_when_a_server_is_lost_and_is_back(tmp_path: Path) -> None:
