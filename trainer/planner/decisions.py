@@ -135,11 +135,13 @@ def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
     """Return the spec with the strategy and the automatic fields of an earlier start of the run."""
     names = [*(["strategy"] if spec.strategy == AUTO else []), *spec.automatic]
     kept = {name: getattr(before, name) for name in names}
-    along = "batch_size" in kept and spec.ddp_larger_batches == "auto"
-    larger = {"ddp_larger_batches": before.ddp_larger_batches} if along else {}
     line = f"auto: this run started with {', '.join(f'{name}={shown(value)}' for name, value in kept.items())}"
     undecided = tuple(name for name in spec.automatic if name in before.automatic)
-    return spec.model_copy(update=kept | larger | {"automatic": undecided}), [line]
+    if spec.ddp_larger_batches == "auto":
+        # True was decided for the earlier size, not for one that the user sets now.
+        replaced = before.ddp_larger_batches is True and "batch_size" not in kept
+        kept["ddp_larger_batches"] = False if replaced else before.ddp_larger_batches
+    return spec.model_copy(update=kept | {"automatic": undecided}), [line]
 
 
 def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -241,6 +241,11 @@ def test_each_rank_chooses_the_rows_that_its_memory_has_room_for(tmp_path: Path)
     assert not decide(given, hosts[:1], shape)[0].ddp_larger_batches
     kept, _ = as_before(make_spec({}, "here"), spec)
     assert kept.ddp_larger_batches is True and kept.batch_size == 1
+    # The same command follows the run although the user sets the size; another size than the decided one has no larger ones.
+    own = make_spec({"model": "x", "strategy": "ddp", "batch_size": 2}, "here")
+    begun = decide(own, hosts, shape)[0]
+    assert as_before(own, begun)[0] == begun and as_before(own, own)[0].ddp_larger_batches == "auto"
+    assert as_before(own, spec)[0].ddp_larger_batches is False
     # A value of the user holds.
     assert as_before(make_spec({"ddp_larger_batches": False}, "here"), spec)[0].ddp_larger_batches is False
     for fields, expected in (
