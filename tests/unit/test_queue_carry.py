@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.spec import make_spec
 from trainer.supervise.link_free import link_free
 from trainyard.queue import carry
 from trainyard.queue.carry import CheckpointCopy, CopyThread, newest_whole, on_hosts
@@ -89,6 +90,20 @@ def test_shards_make_a_full_copy_on_other_hosts(allocation: tuple[int, ...], hos
     hosts.divide(5)
     assert hosts.carry(*allocation) == "step-00000005"
     assert hosts.full(allocation[0]) == ["step-00000005"]
+
+
+def test_the_decisions_of_the_ranks_go_along_with_the_checkpoint(hosts: Hosts) -> None:
+    """Other hosts would decide differently, for example bfloat16 after float32."""
+    hosts.divide(5)
+    begun = make_spec({"run": RUN, "automatic": (), "precision": "bf16-mixed", "batch_size": 2}, "the test")
+    for number in (1, 2):
+        (hosts.checkpoints(number).parent / "spec.yml").write_text(begun.to_yaml())
+    assert hosts.copy.spec() is None
+    assert hosts.carry(3) == "step-00000005" and hosts.copy.spec() == begun
+    hosts.lost = {"node1", "node2"}
+    assert hosts.carry(3) == "" and hosts.copy.spec() == begun  # a start on node3 failed before it had the spec
+    (hosts.queue / "checkpoint/spec.yml").write_text("precision: [")
+    assert hosts.copy.spec() is None and "decides its automatic fields anew" in hosts.lines[-1]
 
 
 def test_hosts_that_have_all_shards_receive_nothing(hosts: Hosts) -> None:

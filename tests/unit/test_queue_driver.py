@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import Host, Login
 from trainyard.wire.run_errors import HostUnreachableError, LaunchError, RunError
+
+FOLLOW = module.Driver.follow  # which `world` replaces
 
 
 class World:
@@ -275,6 +278,27 @@ def test_the_copy_of_an_earlier_run_is_used_only_where_it_continues(
     world.jobs, world.outcome = [running(), ended("COMPLETED")], ["finished"]
     assert drive(tmp_path)["phase"] == "finished"
     assert (tmp_path / "checkpoint").exists() == (before and resume == "auto")
+
+
+def test_a_run_on_other_hosts_keeps_what_its_first_ones_decided(world: World, tmp_path: Path, monkeypatch: Any) -> None:
+    begun = make_spec({"run": "r", "automatic": (), "precision": "bf16-mixed", "batch_size": 2}, "the test")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/spec.yml").write_text(begun.to_yaml())
+    write_state(tmp_path, {"restart": 0}, {"restart": 1})
+    started = []
+
+    class Session:
+        def __init__(self, *_: Any, state: Any, **more: Any) -> None:
+            self.state = state
+
+        def run(self) -> None:
+            started.append(self.state.prepared.spec)
+
+    monkeypatch.setattr(module, "RunSession", Session)
+    monkeypatch.setattr(module.Driver, "carry", lambda self, hosts: None)
+    driver = module.Driver(tmp_path)
+    FOLLOW(driver, SimpleNamespace(lost=dict), driver.session.hosts)
+    assert (started[0].precision, started[0].batch_size, started[0].automatic) == ("bf16-mixed", 2, ())
 
 
 @pytest.mark.parametrize(

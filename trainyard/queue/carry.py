@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.common.errors import UserError
+from trainer.common.files import write_atomic
+from trainer.config import RunSpec, parse_mapping
+from trainer.spec import make_spec
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.run_files import read_json, write_json
 from trainyard.remote.checkpoints import FILE, MANIFEST, STEP, complete
@@ -24,6 +28,7 @@ LOOKS = 3  # at the hosts, before the shards of a checkpoint are given up
 INTERVAL = 5.0  # s between two checks for a newer checkpoint
 ABORT_INTERVAL = 0.5  # s
 SPARE = 1 << 30  # bytes that stay free on the queue host
+SPEC = "spec.yml"
 
 
 class HostCheckpoint(NamedTuple):
@@ -81,6 +86,16 @@ class CheckpointCopy:
     def newest(self) -> str:
         """Return the name of the copied checkpoint; empty if there is none."""
         return max(complete(LinkFreePath(self.folder)), default="")
+
+    def spec(self) -> RunSpec | None:
+        """Return the spec with which the copied checkpoint was trained, its automatic fields decided; None if it is unknown."""
+        try:
+            return make_spec(parse_mapping((self.folder / SPEC).read_text(encoding="utf-8"), SPEC), SPEC)
+        except (OSError, UnicodeError):
+            return None
+        except UserError as error:  # a host has sent it
+            self.report(f"warning: the run decides its automatic fields anew: {error}")
+            return None
 
     def discard(self) -> None:
         """Delete the copy."""
@@ -142,6 +157,9 @@ class CheckpointCopy:
                     fetch_file(connection, lent[f"{below}/{name}"], temporary / name, size)
         if len(whole.parts) > 1:
             _join_manifest(temporary / MANIFEST)
+        request = {"run_dir": f"{connection.host.data_dir}/runs/{self.run}", "text": [SPEC]}
+        if text := connection.call("read_files", request)["text"].get(SPEC):
+            write_atomic(self.folder / SPEC, text)
         shutil.rmtree(self.folder / step, ignore_errors=True)
         temporary.replace(self.folder / step)
         copies = complete(LinkFreePath(self.folder))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError
+from trainer.planner.decisions import as_before
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_json, write_json
 from trainyard.queue.carry import CheckpointCopy, CopyThread
 from trainyard.queue.never_starts import loses_hosts, never_starts
@@ -209,6 +210,8 @@ class Driver:
             prepared = replace(prepared, spec=prepared.spec.model_copy(update={"resume": "auto"}))
         if again or self.continues:
             self.carry(hosts)
+            if earlier := self.copy.spec():  # these hosts may lack the run's folder, and would decide differently
+                prepared = replace(prepared, spec=as_before(prepared.spec, earlier)[0])
         here = {host.name: host for host in hosts}
         session = RunSession(
             hosts,
