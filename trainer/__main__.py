@@ -355,7 +355,7 @@ def _write_first(heartbeat: Heartbeat, run_dir: Path, note: str) -> None:
 
 def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:
     """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
-    from trainer.loop.run_dir import claim, finished_result
+    from trainer.loop.run_dir import check_owner, claim, finished_result
 
     previous = finished_result(run_dir)
     started = True
@@ -371,10 +371,11 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         from trainer.planner.agreement import agree, agree_compile, with_own_rows
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        claim(spec, run_dir)
+        check_owner(spec, run_dir)
     world = World.join(spec.collective_timeout, replica)
-    claimed, spec = spec, agree(spec, started, world)
-    if spec != claimed and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    spec = agree(spec, started, world)
+    # Not before all ranks have decided: in a job of Slurm, ranks that start later read this file.
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
     # Return it only if all hosts have a result: a host that failed before it wrote its result needs the other hosts.
     # For replicas of other torchruns, only the synchronization of replicas determines whether they have one.

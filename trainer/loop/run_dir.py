@@ -48,8 +48,8 @@ def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def claim(spec: RunSpec, run_dir: Path) -> None:
-    """Write the spec into the run folder, unless the folder belongs to a different run.
+def check_owner(spec: RunSpec, run_dir: Path) -> None:
+    """Check that the run folder does not belong to a different run.
 
     Raises:
         UserError: the folder has checkpoints of a different spec, or `resume: never` forbids to resume from them.
@@ -65,5 +65,10 @@ def claim(spec: RunSpec, run_dir: Path) -> None:
             raise UserError(
                 f"run {spec.run} has checkpoints in {run_dir}, but resume is never: set another run name with run="
             )
+
+
+def claim(spec: RunSpec, run_dir: Path) -> None:
+    """Write the spec into the run folder. Raises UserError as `check_owner`."""
+    check_owner(spec, run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, spec.to_yaml())
+    write_atomic(run_dir / "spec.yml", spec.to_yaml())

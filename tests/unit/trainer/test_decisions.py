@@ -331,6 +331,21 @@ def test_ranks_decide_the_precision_of_a_cpu(gain: float, precision: str, here: 
     assert f"auto: this run started with precision={precision}" in here.out and "is finished" in here.out
 
 
+def test_the_spec_stays_undecided_until_all_ranks_have_decided(here: Here, monkeypatch: Any) -> None:
+    """In a job of Slurm all ranks read this file: one that starts later must not take what the first rank decided alone."""
+    file = here.run_dir() / "spec.yml"
+    here.run_dir().mkdir(parents=True)
+    file.write_text(make_spec({"run": "r", "model": str(here.model), "dataset": str(here.dataset)}, "here").to_yaml())
+    before = file.read_text()
+
+    def join(*_: Any) -> Any:
+        raise UserError("a rank did not join")
+
+    monkeypatch.setattr("trainer.distributed.world.World.join", join)
+    assert main(["train", str(file), f"--data-dir={here.folder}"]) != 0
+    assert file.read_text() == before
+
+
 def test_the_gain_of_bfloat16_is_measured(model_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     assert bfloat16_gain(make_spec({"model": str(model_folder)}, "here")) == 1.0, "its layers are small"
     monkeypatch.setattr("trainer.planner.measure._SMALL_LAYER", 0)
