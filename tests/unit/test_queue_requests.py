@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fake_slurm import FakeSlurm
 
 from trainer.common.errors import UserError
 from trainer.planner.recommend import estimate_seconds
+from trainer.spec import make_spec
 from trainyard.inventory import Cluster
 from trainyard.queue.manage import change_options, check_verb, manage_queue
 from trainyard.queue.new_runs import NewRun, read_runs
@@ -142,6 +144,33 @@ def test_a_finished_run_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
     assert lines[0] == "run a is finished: nothing to do" and lines[1].startswith(
         "would add run b, priority normal, 1 host;"
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({}, {"precision": "32-true"}, "precision: was left to the hosts, now '32-true'"),
+        ({}, {"strategy": "ddp", "batch_size": 4}, "batch_size: was left to the hosts, now 4; strategy: was left"),
+        ({}, {"merge": True}, "merge: was False, now True"),
+        ({"precision": "bf16-mixed"}, {"precision": "32-true"}, "precision: was 'bf16-mixed', now '32-true'"),
+        ({"precision": "bf16-mixed", "ddp_larger_batches": False}, {}, ""),
+        ({"merge": True, "batch_size": 2}, {"merge": True, "batch_size": 2, "resume": "never"}, ""),
+    ],
+)
+def test_a_changed_option_of_a_waiting_run_is_refused(
+    before: dict[str, Any], now: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    common = {"run": "r", "model": "tiny", "dataset": str(tmp_path / "d.jsonl")}
+    made = prepare(make_spec(common | before, "the test"), tmp_path, lambda line: None)
+    spec = {"spec": made.spec.model_dump(mode="json"), "digests": [[file.kind, file.digest] for file in made.files]}
+    queue = FakeQueue(r="waiting")
+    queue.found = replace(queue.found, specs={"r": spec})
+    if not said:
+        assert would_add(queue, tmp_path, **common | now) == ["run r is waiting already, as job 50"]
+        return
+    with pytest.raises(UserError, match=re.escape(f"run r is in the queue with another spec ({said}")):
+        would_add(queue, tmp_path, **common | now)
 
 
 def test_a_run_that_loses_samples_is_named_when_it_is_added(tmp_path: Path) -> None:
