@@ -11,6 +11,8 @@ from hostile import HOSTILE_STRINGS, UNENCODABLE_STRINGS
 
 from trainer.common.errors import UserError
 from trainer.config import FIELDS
+from trainer.config.automatic import AUTOMATIC
+from trainer.spec import make_spec
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec
@@ -125,6 +127,16 @@ def test_known_names_hold_options_and_role_variables() -> None:
     with pytest.raises(UserError, match="-e master_prt: unknown name; did you mean 'master_port'"):
         read_run_spec("", {"master_prt": 1}, TOP)
     assert read_run_spec("", {"lr": "1e-3", "min_nodes": 2, "ansible_user": "x"}, TOP).lr == 1e-3
+
+
+def test_a_value_beside_the_file_of_a_run_decides_a_field_that_the_file_leaves_to_the_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yml"
+    file.write_text(make_spec({"model": "x"}, "here").to_yaml())
+    spec = read_run_spec(str(file), {"precision": "32-true", "batch_size": 1}, TOP)
+    assert spec.automatic == tuple(name for name in AUTOMATIC if name not in ("precision", "batch_size"))
+    file.write_text(make_spec({"automatic": (), "ddp_larger_batches": True}, "here").to_yaml())
+    assert read_run_spec(str(file), {"batch_size": 1}, TOP).ddp_larger_batches == "auto", "it was decided with the size"
+    assert read_run_spec(str(file), {"precision": "auto"}, TOP).automatic == ("precision",)
 
 
 def test_plain_data_has_no_subclasses() -> None:
