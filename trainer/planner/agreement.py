@@ -13,6 +13,7 @@ from trainer.model_files.model_shape import shape_of
 from trainer.planner.decisions import GAIN, common, own_size, this_host, with_rows
 from trainer.planner.measure import bfloat16_gain, layers_seconds
 from trainer.spec import check_spec
+from trainer.strategy import plan_of
 
 SHORTEST = 300.0  # s in the layers of the model, below which compiling is not measured: it takes about a minute itself
 COMPILES = 3  # times that a model is compiled: for training, for a smaller last micro-batch, and for evaluations
@@ -65,8 +66,8 @@ def with_own_rows(spec: RunSpec, world: World) -> RunSpec:
 
     On the same host it is the same in every start of a run, because it depends on the size of the memory, not on what is free.
     """
-    if spec.ddp_larger_batches is not True:
-        return spec
+    if spec.ddp_larger_batches is not True or not plan_of(spec).shares_rows_by_speed:
+        return spec  # with other strategies, such as one that the hosts chose, all ranks pass the same rows
     hosts = [this_host() | {"processes": world.local_size}] * sum(world.gather(world.is_host_leader))
     rows = own_size(spec, hosts, shape_of(spec))
     if rows > spec.batch_size and world.is_host_leader:

@@ -138,8 +138,8 @@ def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
     line = f"auto: this run started with {', '.join(f'{name}={shown(value)}' for name, value in kept.items())}"
     undecided = tuple(name for name in spec.automatic if name in before.automatic)
     if spec.ddp_larger_batches == "auto":
-        # True was decided for the earlier size, not for one that the user sets now.
-        replaced = before.ddp_larger_batches is True and "batch_size" not in kept
+        # True was decided for the earlier size and hosts, not for a size or a host of the teacher that the user sets now.
+        replaced = before.ddp_larger_batches is True and ("batch_size" not in kept or spec.teacher_host)
         kept["ddp_larger_batches"] = False if replaced else before.ddp_larger_batches
     return spec.model_copy(update=kept | {"automatic": undecided}), [line]
 

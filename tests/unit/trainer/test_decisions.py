@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC, DECIDED
 from trainer.model_files.model_shape import read_shape
-from trainer.planner.agreement import agree
+from trainer.planner.agreement import agree, with_own_rows
 from trainer.planner.decisions import as_before, common, decide, own_size, with_rows
 from trainer.planner.measure import bfloat16_gain
 from trainer.planner.recommend import fits
-from trainer.spec import make_spec, read_spec
+from trainer.spec import check_spec, make_spec, read_spec
 
 EIGHT = {
     "model_type": "qwen3",
@@ -246,6 +247,9 @@ def test_each_rank_chooses_the_rows_that_its_memory_has_room_for(tmp_path: Path)
     begun = decide(own, hosts, shape)[0]
     assert as_before(own, begun)[0] == begun and as_before(own, own)[0].ddp_larger_batches == "auto"
     assert as_before(own, spec)[0].ddp_larger_batches is False
+    # Nor has a run whose teacher is now on a host of its own: the ranks would refuse both together.
+    teaches = {"model": "x", "teacher": "x", "distill_alpha": 0.5, "teacher_host": "node3"}
+    check_spec(as_before(make_spec(teaches, "here"), spec)[0])
     # A value of the user holds.
     assert as_before(make_spec({"ddp_larger_batches": False}, "here"), spec)[0].ddp_larger_batches is False
     for fields, expected in (
@@ -262,6 +266,20 @@ def test_each_rank_chooses_the_rows_that_its_memory_has_room_for(tmp_path: Path)
     for fields in ({"gradient_accumulation": 2}, {"teacher_host": "node3", "teacher": "x", "distill_alpha": 0.5}):
         with pytest.raises(UserError, match=f"ddp_larger_batches: true cannot be combined with {next(iter(fields))}"):
             make_spec({"ddp_larger_batches": True, "batch_size": 1} | fields, "here")
+
+
+def test_ranks_of_other_strategies_pass_the_same_rows(monkeypatch: Any) -> None:
+    """Stages of a pipeline exchange micro-batches; the hosts choose one although the user asks for larger ones with ddp."""
+    hosts, shape = [card(40, 9.0), card(12, 8.6)], read_shape(EIGHT)
+    given = make_spec({"model": "x", "seq_length": 1024, "ddp_larger_batches": True}, "here")
+    spec = decide(given, hosts, shape)[0]
+    assert spec.strategy == "pipeline" and spec.ddp_larger_batches is True
+    assert [own_size(spec, [host] * 2, shape) for host in hosts] == [4, 2]
+    monkeypatch.setattr("trainer.planner.agreement.shape_of", lambda spec: shape)
+    world: Any = SimpleNamespace(local_size=1, is_host_leader=True, gather=lambda value: [value] * 2)
+    for host in hosts:
+        monkeypatch.setattr("trainer.planner.agreement.this_host", lambda here=host: here)
+        assert with_own_rows(spec, world) == spec
 
 
 def test_a_started_run_keeps_its_decisions() -> None:
