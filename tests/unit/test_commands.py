@@ -50,6 +50,20 @@ def test_the_run_spec_leaves_the_options_of_the_command_out() -> None:
     assert call("data", False, samples=1, model="tiny", lr="1e-3").spec().lr == 1e-3
 
 
+@pytest.mark.parametrize(("servers", "found"), [("cluster", True), ("http://10.0.0.5:11434", False)])
+def test_a_session_knows_whether_its_servers_were_found(
+    servers: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = {"rollout_servers": ("http://10.0.0.5:11434",)}
+    resolved = lambda spec, machines, report: spec.model_copy(update=addresses)  # noqa: E731
+    monkeypatch.setattr("trainyard.commands.call.with_rollout_servers", resolved)
+    monkeypatch.setattr(Call, "keep_record", None)
+    one = call("train", True, method="grpo", reward="exact", rollout_servers=servers)
+    session = one.session(spec=one.spec())
+    assert session.spec and session.spec.rollout_servers == addresses["rollout_servers"]
+    assert session.servers_found is found
+
+
 def tasks(content: Any) -> Iterator[dict[str, Any]]:
     """Return the arguments of the tasks `trainyard` of a playbook, or of a role's tasks."""
     for entry in content if isinstance(content, list) else []:

@@ -117,6 +117,7 @@ class Call:
         keep, launch, hosts, connect = self.keep_record, self.launch, self.cluster.hosts, self.cluster.connect
         if spec := start.get("spec"):
             start["spec"] = with_rollout_servers(spec, self.machines, self.report)
+            start["servers_found"] = start["spec"].rollout_servers != spec.rollout_servers
             check_eval_questions(launch, spec)
         if launch.push:
             push = start["push"] = FinalPush(hosts, connect, launch, self.top, self.report)

@@ -92,6 +92,7 @@ class RunSession:
         watch: receives each heartbeat of the first rank while the run is followed.
         evaluate: evaluates a run that has finished, by its name and result; returns its `scores` and `lines`.
         push: puts a run that has finished into a repository, by its name; returns readable lines.
+        servers_found: see PreparedRun.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class RunSession:
         watch: Watch = lambda state: None,
         evaluate: Callable[[str, StepResult], StepResult] | None = None,
         push: Callable[[str], list[str]] | None = None,
+        servers_found: bool = False,
     ) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connect_host = connect
@@ -119,7 +121,7 @@ class RunSession:
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
         self.veto, self.keep_record, self.watch, self.evaluate = veto, keep_record, watch, evaluate
-        self.push = push
+        self.push, self.servers_found = push, servers_found
         self.state = state or SessionState()
         self.announce = Announcer(options, self.report)
         self._result: StepResult = {}  # of `follow`
@@ -195,7 +197,8 @@ class RunSession:
             work = self.home / ".trainyard"
             if self.check:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            self.state.prepared = prepare(self.spec, work, self.report, self._access())
+            prepared = prepare(self.spec, work, self.report, self._access())
+            self.state.prepared = replace(prepared, servers_found=self.servers_found)
         return {"changed": False}
 
     def plan(self, preview: bool = False) -> StepResult:

@@ -140,12 +140,14 @@ class PreparedRun:
     Attributes:
         origin: names of model and dataset in the spec, and their checksums, for the model card.
         data: the totals of the samples; None if only the hosts can count them, or if there are none.
+        servers_found: whether `rollout_servers` are those that the controller has found, which another start may not find.
     """
 
     spec: StoredSpec
     files: Files
     origin: dict[str, str]
     data: Annotated[DataReport | None, BeforeValidator(lambda totals: totals or None)] = None
+    servers_found: bool = False
 
     @property
     def run(self) -> str:

@@ -11,9 +11,13 @@ from trainer.config import RunSpec
 from trainer.spec import make_spec
 from trainyard.ollama.rollout_hosts import with_rollout_servers
 from trainyard.ollama.teachers import Candidate
+from trainyard.preflight.host_state import HostState
 from trainyard.run.launch.start_ranks import start_request
+from trainyard.run.plan.make_plan import check_running_spec
 from trainyard.run.plan.rollout_plan import plan_servers
-from trainyard.run.types import PlanEntry
+from trainyard.run.types import PlanEntry, PreparedRun
+from trainyard.wire.connection import Host
+from trainyard.wire.run_errors import PlanError
 
 
 def make(servers: str, **fields: object) -> RunSpec:
@@ -47,6 +51,18 @@ def test_servers_of_the_inventory_replace_cluster_and_all() -> None:
     assert with_rollout_servers(given, lambda: pytest.fail("no question"), lines.append) is given
     with pytest.raises(UserError, match="no Ollama server that can write completions: start Ollama there"):
         with_rollout_servers(make("cluster"), list, lines.append)
+
+
+def test_a_run_that_runs_is_followed_although_other_servers_answer_now() -> None:
+    """A server that the controller has found may be off, or another one on, when the same command is given again."""
+    begun, now = make("http://10.0.0.5:11434,http://10.0.0.6:11434"), make("http://10.0.0.5:11434")
+    head = HostState(Host("node1", "10.0.0.1", "/data", "/python"), facts={"spec": begun.to_yaml()})
+    check_running_spec(head, PreparedRun(now, [], {}, servers_found=True), "/data", now)
+    with pytest.raises(PlanError, match="rollout_servers: is "):
+        check_running_spec(head, PreparedRun(now, [], {}), "/data", now)
+    with pytest.raises(PlanError, match="lr: is "):
+        other = now.model_copy(update={"lr": 1.0})
+        check_running_spec(head, PreparedRun(other, [], {}, servers_found=True), "/data", other)
 
 
 def test_the_first_host_alone_reaches_the_servers() -> None:

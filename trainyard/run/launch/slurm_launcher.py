@@ -104,7 +104,7 @@ def plan_job(
     entry.script = batch_script(entry, processes, options)
     here = prepared.spec_on(entry.data_dir, spec)
     if login.facts["running"]:
-        check_running_spec(login, here)
+        check_running_spec(login, prepared, entry.data_dir, spec)
         entry.ranks, entry.attempt = list(part.get("ranks") or entry.ranks), attempt or 1
         return RunPlan([entry], "running", 0, [f"run {run} is already running: following it"], spec)
     if previous.begun and was_stopped(hosts, attempt):

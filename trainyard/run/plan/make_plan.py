@@ -100,7 +100,7 @@ def plan_run(
         teacher=teacher,
     )
     if members:
-        check_running_spec(members[0], prepared.spec_on(entries[0].data_dir, spec))
+        check_running_spec(members[0], prepared, entries[0].data_dir, spec)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"], spec)
     if previous.begun and was_stopped(ordered, last_attempt):
         return RunPlan(entries, "stopped", port, [stopped_line(run)], spec)
@@ -251,18 +251,21 @@ def stopped_line(run: str) -> str:
     return f"run {run} was stopped: {front_end.playbook('train')} with the same spec continues it"
 
 
-def check_running_spec(head: HostState, spec: RunSpec) -> None:
+def check_running_spec(head: HostState, prepared: PreparedRun, data_dir: str, spec: RunSpec) -> None:
     """Check that a run that is already running has this spec, so that the user expects it to be followed.
 
     Args:
         head: the state of the head, with the text of the run's spec.
-        spec: the spec of this plan, with the paths on the head.
+        data_dir: the data directory on the head.
+        spec: the spec of this plan.
 
     Raises:
         PlanError: it has another spec.
     """
-    before, now = staged_spec(head).model_dump(mode="json"), spec.model_dump(mode="json")
-    names = [name for name in FIELDS if name not in ("run", "resume") and before[name] != now[name]]
+    here = prepared.spec_on(data_dir, spec)
+    before, now = staged_spec(head).model_dump(mode="json"), here.model_dump(mode="json")
+    may_differ = {"run", "resume", *(["rollout_servers"] if prepared.servers_found else [])}
+    names = [name for name in FIELDS if name not in may_differ and before[name] != now[name]]
     if names:
         different = "; ".join(f"{name}: is {quoted(before[name])}, wanted {quoted(now[name])}" for name in names)
         raise PlanError(
