@@ -97,6 +97,7 @@ def test_a_job_that_returns_to_the_queue_resumes_exactly(site: Site, dataset: Pa
     until(lambda: site.slurm.jobs()[1]["restart"] == 1, what="the requeue")
     moved = site.session(spec("moved", dataset)).run()
     assert "run moved is already running: following it" in site.said
+    assert "strategy ddp unless it does not fit, 4 rows per step in micro-batches of 2" in site.said
     assert moved["result"]["loss_last"] == straight["result"]["loss_last"]
     assert moved["result"]["eval_loss"] == straight["result"]["eval_loss"]
     assert "resuming from step" in (site.run_dir("moved") / "logs/rank0.log").read_text()

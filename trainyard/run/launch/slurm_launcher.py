@@ -124,7 +124,8 @@ def _plan_lines(login: HostState, options: LaunchOptions, processes: int, spec: 
     ]
     if spec.script:
         return lines
-    strategy = "which the nodes choose" if spec.strategy == AUTO else spec.strategy
+    chosen = "which the nodes choose" if spec.strategy == AUTO else spec.strategy
+    strategy = f"{chosen} unless it does not fit" if "strategy" in spec.automatic else chosen
     size = "a size that the nodes choose" if "batch_size" in spec.automatic else spec.batch_size
     batches = f"{spec.rows_per_step} rows per step in micro-batches of {size}"
     return [*lines, f"strategy {strategy}, {batches}"]
