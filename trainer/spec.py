@@ -157,6 +157,11 @@ def read_spec(
     return spec
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Return whether the spec in a run folder is that of a run with checkpoints, or one that has finished."""
+    return (run_dir / "spec.yml").exists() and any((run_dir / name).exists() for name in ("checkpoints", "result.json"))
+
+
 def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
     """Return ``name: was X, now Y`` for every field that differs although a resumed run must not change it."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
 from trainer.config import RunSpec
-from trainer.spec import changed_fields, read_spec
+from trainer.spec import changed_fields, has_begun, read_spec
 
 
 class StopRequest:
@@ -52,16 +52,16 @@ def check_owner(spec: RunSpec, run_dir: Path) -> None:
     """Check that the run folder does not belong to a different run.
 
     Raises:
-        UserError: the folder has checkpoints of a different spec, or `resume: never` forbids to resume from them.
+        UserError: the folder has checkpoints or the result of a different spec, or `resume: never` forbids to resume from them.
     """
     file = run_dir / "spec.yml"
-    if file.exists() and (run_dir / "checkpoints").is_dir():
+    if has_begun(run_dir):
         changes = changed_fields(read_spec(file, {}, str(file)), spec)
         if changes:
             raise UserError(
                 f"run {spec.run} exists with a different spec ({'; '.join(changes)}): set another run name with run="
             )
-        if spec.resume == "never":
+        if spec.resume == "never" and (run_dir / "checkpoints").exists():
             raise UserError(
                 f"run {spec.run} has checkpoints in {run_dir}, but resume is never: set another run name with run="
             )

@@ -23,7 +23,7 @@ from trainer.costs.packing_forecast import may_pack
 from trainer.costs.teacher_cost import teacher_shape
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.recommend import choose, fits
-from trainer.spec import check_spec, read_spec
+from trainer.spec import check_spec, has_begun, read_spec
 from trainer.strategy import AUTO, plan_of
 from trainer.supervise import nvidia_smi
 from trainer.supervise.cpu import cpu_model
@@ -90,8 +90,8 @@ def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tup
     Returns:
         Spec and lines as `decide` does, and whether an earlier start had decided everything.
     """
-    kept = run_dir / "spec.yml"
-    if kept.exists() and (run_dir / "checkpoints").is_dir():
+    if has_begun(run_dir):
+        kept = run_dir / "spec.yml"
         spec, lines = as_before(spec, read_spec(kept, {}, str(kept)))
         return spec, lines, not spec.automatic
     if hosts is None:

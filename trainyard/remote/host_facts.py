@@ -43,7 +43,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         Among others `source`, the address from which this host reaches the head, `interface` and `link_mbit` of that
         address; `route_error`, why there is none, or an empty string; `free_ports`; `cpu`, the model; `cpus`; `memory_mib`; `gpus`;
         `versions` of packages; `free_bytes` below `data_dir`; `staged`, the bytes of each path (see staged_bytes). Of
-        the run: `spec`, the text of its spec if it has checkpoints or is alive; `layers`, the bytes of the weights that its ranks received; `result`; `rows` of its last step;
+        the run: `spec`, the text of its spec if it has checkpoints or a result, or is alive; `layers`, the bytes of the weights that its ranks received; `result`; `rows` of its last step;
         `running`; `part`, the supervisor's state; `stop_wanted`. `busy_with` is another run that is alive on this host
         without GPUs of its own; `held_gpus` has the run that uses a GPU, by its UUID; `unreadable` are run folders
         beside it that cannot be read. `firewall` is the name of the active firewall, or an empty string;
@@ -108,11 +108,12 @@ def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
     """Return the state of a run in its folder on this host."""
     running = is_active(run_dir)
     spec = run_dir / "spec.yml"
-    begun = spec.exists() and ((run_dir / "checkpoints").is_folder() or running)
+    result = read_json(run_dir / "result.json")
+    begun = spec.exists() and ((run_dir / "checkpoints").is_folder() or running or result is not None)
     return {
         "spec": spec.read(SPEC_LIMIT).decode() if begun else None,
         "layers": staged_bytes(run_dir / LAYERS)[0],
-        "result": read_json(run_dir / "result.json"),
+        "result": result,
         "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": running,
         "part": read_node(run_dir),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from trainer.planner.decisions import as_before, common, decide, own_size, with_
 from trainer.planner.measure import bfloat16_gain
 from trainer.planner.recommend import fits
 from trainer.spec import check_spec, make_spec, read_spec
+from trainer.supervise.link_free import link_free
+from trainyard.remote.host_facts import run_state
 
 EIGHT = {
     "model_type": "qwen3",
@@ -362,6 +365,17 @@ def test_the_spec_stays_undecided_until_all_ranks_have_decided(here: Here, monke
     monkeypatch.setattr("trainer.distributed.world.World.join", join)
     assert main(["train", str(file), f"--data-dir={here.folder}"]) != 0
     assert file.read_text() == before
+
+
+def test_a_finished_run_without_checkpoints_keeps_its_spec(here: Here) -> None:
+    assert here(max_steps=2, precision="32-true", batch_size="auto") == 0
+    shutil.rmtree(here.run_dir() / "checkpoints")
+    facts = run_state(link_free(here.run_dir()))
+    assert facts["spec"] == (here.run_dir() / "spec.yml").read_text()
+    assert here(max_steps=2, precision="32-true", batch_size="auto") == 0
+    assert "auto: this run started with" in here.out and "is finished" in here.out
+    assert here(max_steps=2, precision="32-true", batch_size="auto", lr=0.5) != 0
+    assert "run r exists with a different spec (lr: was 0.01, now 0.5)" in here.err
 
 
 def test_the_gain_of_bfloat16_is_measured(model_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
