@@ -162,12 +162,17 @@ def has_begun(run_dir: Path) -> bool:
     return (run_dir / "spec.yml").exists() and any((run_dir / name).exists() for name in ("checkpoints", "result.json"))
 
 
-def changed_fields(before: RunSpec, now: RunSpec) -> list[str]:
-    """Return ``name: was X, now Y`` for every field that differs although a resumed run must not change it."""
+def changed_fields(before: RunSpec, now: RunSpec, *, resumes: bool = True) -> list[str]:
+    """Return ``name: was X, now Y`` for every field that differs although a run must not change it.
+
+    Args:
+        resumes: whether the run starts anew, which may change some fields; one that waits or runs takes no change.
+    """
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     if (old["packing"], new["packing"]) in ((True, "auto"), ("auto", True), ("auto", False)):
         old["packing"] = new["packing"]  # RunState.restore compares what auto chose
-    names = [name for name in FIELDS if name not in MUTABLE and old[name] != new[name]]
+    may_differ = MUTABLE if resumes else {"run", "resume", "automatic"}
+    names = [name for name in FIELDS if name not in may_differ and old[name] != new[name]]
     return [f"{name}: {_change(old[name], new[name])}" for name in names]
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import counted, printable, quoted
 from trainer.config import FIELDS, RunSpec, parse_mapping
-from trainer.config.aliases import MUTABLE
 from trainer.data.data_report import DataReport
 from trainer.data.samples import read_records
 from trainer.planner.decisions import as_before
@@ -49,7 +48,6 @@ LIMIT_FACTOR = 2  # times the estimate
 MIN_LIMIT = 10  # minutes of a derived time limit: a start takes a minute or two, whatever the estimate says
 DEPLOY_LIMIT = 60  # minutes that a derived time limit has for the deployment
 COUNTED_BYTES = 1 << 28  # of datasets whose samples are counted for the estimate
-_NOT_COMPARED = {"run", "resume", "automatic"}  # fields that may differ from a run whose job waits or runs
 FACTS_LIMIT = 30.0  # s for a host to read files of its runs
 
 
@@ -230,7 +228,7 @@ def _is_known(
     if name in queue.jobs and name not in queue.requests:
         number = queue.jobs[name].number
         raise UserError(f"run {name}: job {number} of Slurm has this name: choose another one with run=NAME")
-    if different := _differences(prepared, queue.specs.get(name), started=name in queue.jobs):
+    if different := _differences(prepared, queue.specs.get(name), has_job=name in queue.jobs):
         where = "is in the queue" if name in queue.jobs else "exists"
         raise UserError(f"run {name} {where} with another spec ({'; '.join(different)}): {remedy}")
     for host in hosts:
@@ -240,11 +238,11 @@ def _is_known(
     return name in queue.requests and (name in queue.jobs or run_state(name, queue) == "finished")
 
 
-def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, started: bool) -> list[str]:
+def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, has_job: bool) -> list[str]:
     """Return what differs from a run of the queue, which is not trusted, in fields that a run must not change.
 
     Args:
-        started: whether its job waits or runs, and so takes no change of any field.
+        has_job: whether its job waits or runs, and so takes no change of any field.
     """
     if before is None:
         return []
@@ -262,11 +260,8 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, sta
             earlier = earlier.with_reward_files(now.reward_files)
     given = [name for name in earlier.automatic if name not in now.automatic]
     found = [f"{name}: was left to the hosts, now {quoted(getattr(now, name))}" for name in given]
-    found += changed_fields(earlier.model_copy(update={name: getattr(now, name) for name in given}), now)
-    if started:
-        old, new = earlier.model_dump(mode="json"), now.model_dump(mode="json")
-        names = [name for name in FIELDS if name in MUTABLE - _NOT_COMPARED and old[name] != new[name]]
-        found += [f"{name}: was {quoted(old[name])}, now {quoted(new[name])}" for name in names]
+    named = earlier.model_copy(update={name: getattr(now, name) for name in given})
+    found += changed_fields(named, now, resumes=not has_job)
     changed = {kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f.kind, f.digest) for f in prepared.files}}
     return [printable(line) for line in found] or [
         f"{kind}: another content"
