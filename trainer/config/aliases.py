@@ -8,11 +8,13 @@ from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
 from trainer.config.alias_table import ACCUMULATION, ALIASES, REFUSED, Alias, Fields, is_off
 from trainer.config.fields import in_quotes, is_switch, metadata, names_in
+from trainer.config.removed_fields import REMOVED_FIELDS, removed, replacement
 from trainer.config.run_spec import FIELDS
 
 MUTABLE = frozenset(name for name, field in FIELDS.items() if metadata(field)["mutable"])
 SUGGESTED = names_in(FIELDS, "suggested_names")
 DEPRECATED = names_in(FIELDS, "deprecated_names")
+REMOVED = removed(REMOVED_FIELDS, (*FIELDS, *DEPRECATED))
 MAX_ROWS = 1_048_576  # of a step
 
 
@@ -44,7 +46,7 @@ def plain_name(name: object) -> str:
 
 def is_known(name: str) -> bool:
     """Return whether `name` is a field or another name that is understood."""
-    return any(name in names for names in (FIELDS, ALIASES, DEPRECATED, REFUSED))
+    return any(name in names for names in (FIELDS, ALIASES, DEPRECATED, REFUSED, REMOVED))
 
 
 def takes_no_value(name: str) -> bool:
@@ -114,6 +116,9 @@ def _resolve(found: Resolved, name: str, value: Any, ranks: int | None, opendilo
     elif plain in REFUSED:
         if not is_off(value):
             raise UserError(f"run spec: {name}{found.where}: {REFUSED[plain]}")
+    elif plain in REMOVED:
+        if reason := replacement(value, REMOVED[plain]):
+            raise UserError(f"run spec: {name}{found.where} {reason}")
     elif plain in DEPRECATED:
         found.set(name, DEPRECATED[plain], value)
         found.notes.append(f"{name} is deprecated: use {DEPRECATED[plain]}")

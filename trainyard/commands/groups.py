@@ -12,6 +12,7 @@ from trainer.config.aliases import field_of, takes_no_value
 from trainer.config.fields import expected_value, is_switch, names_in
 from trainyard.commands.command_options import COMMON_OPTIONS
 from trainyard.run.launch_options import OPTIONS as LAUNCH_OPTIONS
+from trainyard.run.launch_options import REMOVED as REMOVED_OPTIONS
 
 
 class Group:
@@ -22,14 +23,14 @@ class Group:
         fields: the options by name.
     """
 
-    def __init__(self, title: str, fields: Mapping[str, FieldInfo]) -> None:
-        """Take the options of a class that declares them with `declare`."""
-        self.title, self.fields = title, fields
+    def __init__(self, title: str, fields: Mapping[str, FieldInfo], removed: Collection[str] = ()) -> None:
+        """Take the options of a class that declares them with `declare`, and names that it declared once."""
+        self.title, self.fields, self._removed = title, fields, removed
         self._others = names_in(fields, "deprecated_names")
 
     def knows(self, name: str) -> bool:
         """Return whether `name` is an option or another name of one."""
-        return name in self.fields or name in self._others
+        return name in self.fields or name in self._others or name in self._removed
 
     def field_name(self, name: str) -> str:
         """Return the option of a known name."""
@@ -37,7 +38,8 @@ class Group:
 
     def takes_no_value(self, name: str) -> bool:
         """Return whether the flag may have no value."""
-        return is_switch(self.fields[self.field_name(name)])
+        option = self.fields.get(self.field_name(name))
+        return option is not None and is_switch(option)
 
     def kind(self, name: str) -> Any:
         """Return the type of the option: `tuple` for a list, `dict` for names and values."""
@@ -76,4 +78,4 @@ class SpecGroup(Group):
 
 COMMON = Group("common options", COMMON_OPTIONS)
 SPEC = SpecGroup()
-LAUNCH = Group("launch options", LAUNCH_OPTIONS)
+LAUNCH = Group("launch options", LAUNCH_OPTIONS, REMOVED_OPTIONS)

@@ -24,6 +24,7 @@ from trainer.config.fields import (
     mismatch,
     names_in,
 )
+from trainer.config.removed_fields import REMOVED_OPTIONS, removed, replacement
 from trainer.tools.slurm_script import ACCOUNT, GRES, MEMORY, PARTITION, TIME
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.answer_times import LONGEST
@@ -226,10 +227,13 @@ OPTIONS: dict[str, FieldInfo] = dict(LaunchOptions.model_fields)
 ALIASES: dict[str, str] = names_in(OPTIONS, "deprecated_names")
 """Deprecated names that are still accepted, with the option that each sets."""
 
+REMOVED = removed(REMOVED_OPTIONS, (*OPTIONS, *ALIASES))
+"""Options of earlier versions, which are accepted with the default that they had."""
+
 
 def names() -> frozenset[str]:
-    """Return every name that sets a launch option: the options and their deprecated aliases."""
-    return frozenset(OPTIONS) | frozenset(ALIASES)
+    """Return every name of a launch option: the options, their deprecated aliases, and removed ones."""
+    return frozenset((*OPTIONS, *ALIASES, *REMOVED))
 
 
 def make_options(values: Mapping[str, Any], where: str = "the launch options") -> LaunchOptions:
@@ -245,6 +249,10 @@ def make_options(values: Mapping[str, Any], where: str = "the launch options") -
     source: dict[str, str] = {}
     for word, value in values.items():
         name = ALIASES.get(word, word)
+        if name in REMOVED:
+            if reason := replacement(value, REMOVED[name]):
+                raise UserError(f"{name} in {where} {reason}")
+            continue
         if name not in OPTIONS:
             raise UserError(f"unknown launch option {quoted(word)} in {where}{nearest(word, sorted(names()))}")
         if value is None:
