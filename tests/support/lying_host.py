@@ -245,7 +245,6 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "queue_change": lambda: {"changed": [4], "refused": {}},
         "checkpoints": lambda: {"steps": {STEP: {name: len(data) for name, data in CHECKPOINT.items()}}, "shards": {}},
         "lease": lambda: {"held": True, "restart": 0, "gpus": ["0"], "ending": False, "time": NOW, "alive": False},
-        "slurm_check": lambda: {"refused": "", "partitions": ["gpu"], "nodes": [["n0", True, "torch"]], "unseen": ""},
         "exchange": dict,
         "run_start": lambda: {"backend": "process", "pid": 3, "started": NOW, "ignored": ["MemoryMax=1G"]},
         "begin": lambda: {"now": NOW},
@@ -281,13 +280,6 @@ def queue_info(request: dict[str, Any]) -> dict[str, Any]:
         "specs": {"waits": spec} if request.get("specs") else {},
         "completed": [COMPLETED], "offset": 3600, "now": NOW,
     }  # fmt: skip
-
-
-def job_status(host: Host) -> dict[str, Any]:
-    """Return the state of a run that waits in Slurm."""
-    of_job = {"job": 7, "nodes": [], "backend": "slurm", "status": "starting", "failures": []}
-    job = {"state": "PENDING", "reason": "Resources", "start": "2025-11-21T14:20:00"}
-    return status(host, 0) | {"status": "starting", "ranks": {}, "node": node(0) | of_job, "job": job}
 
 
 STEP = "step-00000005"

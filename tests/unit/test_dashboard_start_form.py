@@ -50,7 +50,7 @@ def test_no_field_takes_text_but_the_name_of_the_run(form: NewRuns, tmp_path: Pa
     }
     never = {"script", "teacher", "teacher_host", "deepspeed_config", "columns", "loggers", "wandb_project"}
     never |= {*OPTIONS} - {*LAUNCH}
-    assert not never & {*fields} and {"run_env", "unit_properties", "slurm_prologue", "collect_to"} <= never
+    assert not never & {*fields} and {"run_env", "unit_properties", "collect_to"} <= never
     for name in fields:
         text = "/etc/x" if name != "run" else "/etc/x\n"
         with pytest.raises(UserError, match=name):

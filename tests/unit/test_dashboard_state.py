@@ -19,7 +19,6 @@ from trainyard.dashboard import state as state_module
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.page_formats import duration, number, rate, size
 from trainyard.dashboard.project import Project
-from trainyard.dashboard.prometheus import exposition
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import _parse
@@ -110,25 +109,6 @@ def test_events_and_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         *(f"run r{place} started on 2 hosts" for place in (1, 2)),
         *(f"event {place}" for place in (6, 7, 8)),
     ]
-
-
-def test_a_job_that_waits_in_slurm_waits_with_its_reason() -> None:
-    def line(status: str, job: str, reason: str) -> dict[str, Any]:
-        found = run_line(status=status, launcher="slurm", job=12, hosts=["node1"])
-        found["state"] |= {"job": {"state": job, "reason": reason}, "alive": True}
-        return found
-
-    cluster = cluster_with(("node1", line("starting", "PENDING", "Resources")))
-    run = cluster.runs["r"]
-    assert (run.status, run.waits, run.alive) == ("waiting", "job 12 waits for free nodes", True)
-    assert run.waits in (html := pages_of(cluster).page("runs", "")) and "…</span> waiting" in html
-    assert b'trainyard_runs{status="waiting"} 1.0' in exposition(cluster)
-    for status in ("starting", "running"):
-        assert [event.kind for event in cluster.events.values()] == (["started"] if status == "running" else [])
-        receive(cluster, "node1", line(status, "RUNNING", "None"))
-        assert (run.status, run.waits) == (status, "")
-    receive(cluster, "node1", line("starting", "PENDING", "BeginTime"))
-    assert run.waits == "job 12 waits for its begin, as after a requeue"
 
 
 def test_pages_escape_and_are_rendered_once_for_all_browsers() -> None:

@@ -64,7 +64,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainyard/remote/queue.py": {"": "the folder of the queue, which no rank can reach"},
     "trainyard/remote/receive.py": {"prepare_incoming": ROOT},
     "trainyard/remote/relay.py": {"_umask": KERNEL},
-    "trainyard/remote/slurm_checks.py": {"_inspect_nodes": ROOT},
     "trainyard/remote/verified_tree.py": {"": "programs of the queue, which no rank can reach"},
     "trainyard/remote/wsl.py": {
         "gather": "the home folders of Windows, which no rank can write",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lying_host import NONSENSE, RUN, Cluster, Lie, check_line, encode, honest, job_status, lies, outside
+from lying_host import NONSENSE, RUN, Cluster, Lie, check_line, encode, honest, lies, outside
 
 from trainer.common.errors import UserError
 from trainer.spec import make_spec
@@ -22,10 +22,7 @@ from trainyard.queue.queue_client import QueueClient
 from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import Site, add_runs
 from trainyard.queue.slurm_lease import Job, Leases, leased_hosts
-from trainyard.run.follow.manage_runs import manage_runs
-from trainyard.run.launch.slurm_launcher import check_job
 from trainyard.run.launch_options import make_options
-from trainyard.run.types import PlanEntry
 from trainyard.wire.connection import RemoteError
 from trainyard.wire.run_errors import RunError
 
@@ -80,15 +77,6 @@ def leased(cluster: Cluster, folder: Path) -> list[str]:
     return [*gpus, *leases.lost().values()]
 
 
-def checked(cluster: Cluster, folder: Path) -> list[str]:
-    entry = PlanEntry("node2", script="#!/bin/sh\n", data_dir="/shared", command=["/usr/bin/python3"])
-    return check_job(entry, make_options({"launcher": "slurm"}), cluster.connect)
-
-
-def waiting(cluster: Cluster, folder: Path) -> list[str]:
-    return list(manage_runs("listed", "", cluster.hosts, cluster.connect, OPTIONS, print)["lines"])
-
-
 OPERATIONS: dict[str, tuple[Operation, str]] = {
     "list": (listed, "queue_info"),
     "history": (history, "queue_info"),
@@ -98,8 +86,6 @@ OPERATIONS: dict[str, tuple[Operation, str]] = {
     "add-answer": (added, "queue_add"),
     "carry": (carried, "checkpoints"),
     "lease": (leased, "lease"),
-    "slurm-check": (checked, "slurm_check"),
-    "slurm-status": (waiting, "run_list"),
 }
 
 
@@ -112,8 +98,6 @@ def small_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def truth_of(name: str, cluster: Cluster) -> dict[str, Any]:
     """Return the honest answer of node2 to the verb of an operation."""
     host = cluster.hosts[1]
-    if name == "slurm-status":
-        return {"now": 0, "runs": [job_status(host)], "skipped": []}
     return honest(OPERATIONS[name][1], {"specs": [RUN]}, host, 1)
 
 

@@ -50,27 +50,6 @@ def test_old_runs_are_listed_on_request(tmp_path: Path, count: int, every: bool,
     assert len(found["runs"]) == 2 * (1 if run else count), "the result has all runs"
 
 
-def test_a_job_that_waits_in_slurm_is_listed_with_its_reason(tmp_path: Path) -> None:
-    """A waiting job has one row for any number of ranks; the row of a job whose ranks import torch shows its hosts."""
-    cluster = Cluster(tmp_path)
-    waits, runs = states(2, "")
-    alive = {"alive": True, "status": "starting"}
-    of_job = {"status": "starting", "ranks": [0, 1, 2, 3], "hosts": ["node1"], "backend": "slurm"}
-    waits |= alive | {"node": waits["node"] | of_job | {"job": 7, "nodes": []}}
-    waits["job"] = {"state": "PENDING", "reason": "Resources", "start": "2026-11-23T14:20:00"}
-    runs |= alive | {"node": runs["node"] | of_job | {"job": 8, "nodes": ["n0", "n1"]}}
-    runs["job"] = {"state": "RUNNING", "reason": "None", "start": "2026-11-23T14:00:00"}
-    cluster.transports["node1"].lie = lambda verb, request, truth: (
-        {"now": NOW, "runs": [waits, runs], "skipped": []} if verb == "run_list" else truth
-    )
-    lines = manage_runs("listed", "", cluster.hosts[:1], cluster.connect, OPTIONS, print)["lines"]
-    rows = [line.split() for line in lines]
-    assert [row[2:4] for row in rows if row[0] == "run0"] == [["-", "waiting"]]
-    assert [row[2:4] for row in rows if row[0] == "run1"] == [[str(rank), "starting"] for rank in range(4)]
-    assert "run run0: job 7 waits for free nodes, until about 2026-11-23 14:20 by its clock" in lines
-    assert "run run1: job 8 runs on n0, n1" in lines
-
-
 def test_a_run_whose_record_is_unreadable_is_listed_as_alive_and_can_be_stopped(tmp_path: Path) -> None:
     cluster, stopped, plain = Cluster(tmp_path), [], []
     wrong, renamed = states(2, "run0")

@@ -276,7 +276,6 @@ def test_sbatch_runs_on_each_node_its_own_part(tmp_path: Path) -> None:
     plan = entries(tmp_path)
     text = sbatch(plan, "r")
     assert "geheim" not in text and "#SBATCH --nodelist=node0,node1" in text
-    assert "\nmodule load x\nset -euo pipefail\n" in sbatch(plan, "r", "module load x")
     assert "--gpus-per-node" not in text, "the nodes differ"
     assert "#SBATCH --gpus-per-node=2" in sbatch([plan[1], plan[1]], "r")
     # A stand-in for srun runs its command on this machine.

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from trainer.supervise import slurm_run as slurm
-from trainer.supervise import slurm_state
 from trainer.supervise.link_free import run_folder
 from trainer.supervise.run_files import DEVICE_LIMIT, RANKS_LIMIT, RECORD_LIMIT, read_node, read_ranks, run_devices
 
@@ -45,18 +43,3 @@ def test_a_record_names_few_devices(run: Path) -> None:
     (run / "state/node.json").write_text(json.dumps(NODE | {"devices": named}))
     found = run_devices(run_folder(str(run)))
     assert found[0] == "GPU-0" and len(found) == DEVICE_LIMIT - 2
-
-
-def test_the_job_of_another_folder_is_not_cancelled(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def answer(words: list[str], stdin: str = "", limit: float = 0) -> str:
-        asked.append(words[0])
-        return f"RUNNING|None|N/A|n1|{run.with_name('other')}\n" if words[0] == "squeue" else ""
-
-    monkeypatch.setattr(slurm_state, "command", answer)
-    monkeypatch.setattr(slurm, "command", answer)
-    record = NODE | {"backend": "slurm", "job": 7, "ranks": [0]}
-    (run / "state/squeue.json").write_text(json.dumps({"job": 7, "time": 1e12, "answer": {"state": "RUNNING"}}))
-    assert slurm.stop_job(run_folder(str(run)), record, {"now": True})["status"] == "failed"
-    assert "scancel" not in asked

@@ -20,7 +20,7 @@ from trainer.supervise.link_free import LinkFreePath, link_free
 LOG_LIMIT = 64 * 1024  # bytes of a log in one status
 _NODE_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("status", "backend"), (str,)),
-    **dict.fromkeys(("attempt", "node_rank", "pid", "job"), (int,)),
+    **dict.fromkeys(("attempt", "node_rank", "pid"), (int,)),
     **dict.fromkeys(("ranks", "hosts", "failures"), (list,)),
     "started": (int, float),
     "pid_start": (int, type(None)),
@@ -144,12 +144,6 @@ def read_node(run_dir: LinkFreePath) -> dict[str, Any] | None:
 
 def _has_type(value: object, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def read_job(run_dir: LinkFreePath) -> dict[str, Any] | None:
-    """Return the record of a run whose newest start is a job of Slurm; None for any other run."""
-    node = read_node(run_dir)
-    return node if node and node.get("backend") == "slurm" and {"job", "ranks"} <= node.keys() else None
 
 
 def rank_files(run_dir: LinkFreePath) -> list[LinkFreePath]:

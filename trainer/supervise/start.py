@@ -29,6 +29,7 @@ from trainer.supervise.processes import run_processes, unit_name, waiting_proces
 from trainer.supervise.run_files import (
     SupervisorError,
     hold_lock,
+    is_alive,
     other_runs,
     read_json,
     read_node,
@@ -38,7 +39,6 @@ from trainer.supervise.run_files import (
 from trainer.supervise.sandbox import address_properties, unit_properties
 from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.start_request import StartRequest
-from trainer.supervise.status import is_active
 from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
 
 STOPPED = "a user stopped the run after this start was planned"
@@ -80,10 +80,6 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             (state / "go").remove_folder()
         for stale in {*(state / name for name in state.entries()), run_dir / "stop"} - {run_dir / STATE}:
             stale.remove(missing_ok=True)
-        if wanted.backend == "slurm":
-            from trainer.supervise.slurm_run import submit
-
-            return submit(wanted, run_dir)
         return launch(wanted, run_dir)
 
 
@@ -101,7 +97,7 @@ def check_idle(run_dir: LinkFreePath, devices: Collection[str] = (), lease: str 
 
     Runs with a `lease` may share the processors: Slurm has assigned different ones to them.
     """
-    if is_active(run_dir):
+    if is_alive(run_dir):
         raise SupervisorError(f"run {run_dir.name} is already running here")
     for name in other_runs(run_dir)[0]:
         taken = run_devices(run_dir.parent / name)

@@ -11,7 +11,7 @@ from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.run_files import SupervisorError
 
 # Fields that the supervisor does not need.
-_OF_THE_START = {"backend", "properties", "writable", "reads", "claim", "stop_seen", "script", "data_dir"}
+_OF_THE_START = {"backend", "properties", "writable", "reads", "claim", "stop_seen", "data_dir"}
 
 
 @dataclass
@@ -24,7 +24,7 @@ class StartRequest:
     ranks: list[int] = field(default_factory=lambda: [0])  # the ranks of this host, by local rank
     hosts: list[str] = field(default_factory=list)  # all hosts of the run, by node rank
     attempt: int = 0  # number of the attempt; 0: the last one plus 1
-    backend: str = "auto"  # auto, systemd, process or slurm
+    backend: str = "auto"  # auto, systemd or process
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
     reachable: list[str] = field(default_factory=list)  # addresses to which the unit is limited; empty for no limit
     hold: bool = False  # start torchrun only when the folder `state/go` exists, so that all hosts begin together
@@ -44,7 +44,6 @@ class StartRequest:
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
     standby: float = 0.0  # seconds for which a standby process waits for the next start; 0 for none
     settings: str = ""  # digest of the unit's settings but for `reachable`, set by `start`
-    script: str = ""  # batch script of Slurm that starts the ranks, with the backend slurm
     unit: str = ""  # the systemd unit, set by `start`
     data_dir: Path = Path()  # set by `start`
 

@@ -18,7 +18,7 @@ from trainer.supervise.processes import (
     units_of,
     waiting_processes,
 )
-from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, read_job, read_log, read_node, read_ranks
+from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, read_log, read_node, read_ranks
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
 _OF_ALL_RANKS = ("step_seconds", "comm_share", "mfu")  # of a heartbeat
@@ -126,12 +126,6 @@ def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, A
         has_processes: whether the run may have processes here.
     """
     alive = holds_lock(run_dir)
-    if (job := read_job(run_dir)) and not alive:  # a job of Slurm has no supervisor: code of a rank has written that
-        from trainer.supervise.slurm_state import job_status
-
-        state = job_status(run_dir, job)
-        left = not state["alive"] and has_processes and bool(left_processes(run_dir.resolved()))
-        return state | {"left": left}
     node = read_node(run_dir)  # after the lock, so that an end written in between is seen
     left = not alive and has_processes and bool(left_processes(run_dir.resolved()))
     ranks = {}
@@ -156,17 +150,6 @@ def holds_lock(run_dir: LinkFreePath) -> bool:
         return is_alive(run_dir)
     except OSError:
         return False
-
-
-def is_active(run_dir: LinkFreePath) -> bool:
-    """Return whether a run is alive: its supervisor on this host, or its job of Slurm. Raises OSError if that is unknown."""
-    if is_alive(run_dir):
-        return True
-    if job := read_job(run_dir):
-        from trainer.supervise.slurm_state import is_live
-
-        return is_live(run_dir, job)
-    return False
 
 
 def why_lost(node: dict[str, Any], run_dir: LinkFreePath) -> str:

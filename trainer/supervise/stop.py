@@ -18,7 +18,7 @@ from trainer.supervise.processes import (
     send_signal,
     waiting_processes,
 )
-from trainer.supervise.run_files import UNTRUSTED, SupervisorError, read_job, read_node, write_json
+from trainer.supervise.run_files import UNTRUSTED, SupervisorError, read_node, write_json
 from trainer.supervise.status import holds_lock, read_state
 from trainer.supervise.waiting import AGAIN, end_supervisor
 
@@ -52,18 +52,6 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("only_standby"):
         end_supervisor(run_dir)
         return {"status": read_state(run_dir)["status"], "killed": 0}
-    if (job := read_job(run_dir)) and not holds_lock(run_dir):
-        from trainer.supervise.slurm_run import stop_job
-
-        try:
-            answer = stop_job(run_dir, job, request)
-        except UNTRUSTED_RECORD:
-            if not run_processes(run_dir):
-                raise
-        else:
-            if not run_processes(run_dir):
-                return answer
-        # Else code of a rank has written that record.
     waiting: list[int] = []
     status = "stopped"
     try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainyard.dashboard.state import WAITING, ClusterView, RunState
+from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES, STEP, Scale, Span, Timeline, make_timeline
 from trainyard.queue.queue_client import MAX_TIME, Job, QueueState
 from trainyard.queue.queue_tables import ENDED, read_attempts, run_state
@@ -80,8 +80,6 @@ def run_spans(cluster: ClusterView, known: Iterable[Span], now: float, before: f
     for span in known:
         queued.setdefault((span.run, span.host), []).append(span)
     for run in cluster.runs.values():
-        if run.status == WAITING:
-            continue
         for part in run.parts.values():
             if not (found := _span(run, part, now, now - before)):
                 continue

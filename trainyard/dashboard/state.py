@@ -15,7 +15,6 @@ from trainyard.dashboard.history_file import History
 from trainyard.run.follow.monitor import ENDED, causes
 from trainyard.run.follow.run_status import checked_status, newest_start
 from trainyard.run.host_run import HostRun
-from trainyard.run.slurm_reasons import waiting_line, waits
 from trainyard.wire.connection import Host
 from trainyard.wire.replies import ReplyError
 from trainyard.wire.reply_types.run_replies import Heartbeat
@@ -25,8 +24,7 @@ RUNS = 20_000  # of all hosts
 KEEP_ENERGY = 60.0  # s between two records of the energy of a run that is alive
 LOST = 4.0  # s without an answer after which a host counts as lost
 _versions = itertools.count(1)  # a run that disappears and reappears has a new version
-WAITING = "waiting"  # in Slurm, with launcher=slurm
-ALIVE = (WAITING, "starting", "running", "unknown")
+ALIVE = ("starting", "running", "unknown")
 
 
 @dataclass
@@ -61,7 +59,6 @@ class RunState:
         results: {host: the result, or None}.
         status: status of the whole run; see `overall_status`.
         cause: why it failed, or an empty string.
-        waits: why it waits in Slurm, or an empty string.
         energy: energy of its GPUs while the dashboard ran, or None if their power is not known.
         version: changes with every line about the run.
     """
@@ -72,7 +69,6 @@ class RunState:
     results: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     status: str = ""
     cause: str = ""
-    waits: str = ""
     energy: Energy | None = None
     reported: tuple[int, str] = (0, "")  # attempt and status of the newest event
     version: int = 0
@@ -319,10 +315,6 @@ class ClusterView:
         run.version = next(_versions)
         newest = run.newest
         run.status = overall_status(newest)
-        waiting = [part.answer for part in newest if part.answer and waits(part.answer)]
-        run.waits = waiting_line(waiting[0]) if waiting and run.status == "starting" else ""
-        if run.waits:
-            run.status = WAITING
         found = causes(newest, LOST - 0.1) if run.status not in ("finished", "stopped") else []
         run.cause = found[0].text if found else ""
         attempt = run.attempt
@@ -335,14 +327,14 @@ class ClusterView:
         if run.status in ("failed", "lost"):
             text = f"run {run.name} failed: {run.cause or 'no cause is known'}"
             self.add_event("failed", text, at=run.ended or _now(new, run), key=("end", run.name, str(attempt)), **about)
-        elif before == run.reported or run.status == WAITING:
+        elif before == run.reported:
             return
         elif run.status in ("finished", "stopped"):
             at = run.ended or _now(new, run)
             self.add_event(
                 run.status, f"run {run.name} {run.status}", at=at, key=("end", run.name, str(attempt)), **about
             )
-        elif attempt != before[0] or before[1] == WAITING:
+        elif attempt != before[0]:
             kind = "restarted" if attempt > 1 else "started"
             where = counted(len(newest[0].node.get("hosts", [])) if newest else 1, "host")
             text = f"run {run.name} {kind} on {where}" + (f" (start {attempt})" if attempt > 1 else "")

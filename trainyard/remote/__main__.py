@@ -34,7 +34,6 @@ VERBS: dict[str, tuple[str, str, float | None]] = {
     "read_files": ("trainyard.remote.read_files", "read_files", 1800),
     "exchange": ("trainyard.remote.exchange", "exchange", 7200),
     "keep_record": ("trainyard.remote.keep_record", "keep_record", 60),
-    "slurm_check": ("trainyard.remote.slurm_checks", "check", 300),
     "queue_info": ("trainyard.remote.queue", "info", 300),
     "queue_add": ("trainyard.remote.queue", "add", 300),
     "queue_again": ("trainyard.remote.queue", "again", 300),

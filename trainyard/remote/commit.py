@@ -13,8 +13,7 @@ from typing import Any
 
 from trainer.supervise.claim import START_LOCK, claimed_by_another, release_claim, write_claim
 from trainer.supervise.link_free import LinkFreePath, run_folder
-from trainer.supervise.run_files import hold_lock, read_node
-from trainer.supervise.status import is_active
+from trainer.supervise.run_files import hold_lock, is_alive, read_node
 from trainyard.remote.trees import path_below
 
 TRAINER_LIMIT = 64 << 20  # bytes
@@ -53,7 +52,7 @@ def claimed(run_dir: LinkFreePath, request: dict[str, Any]) -> str:
     """Return why another controller has precedence, or an empty string."""
     if claimed_by_another(run_dir, request["token"]):
         return "another controller is starting the run"
-    if is_active(run_dir) and not request["stale"]:
+    if is_alive(run_dir) and not request["stale"]:
         return "the run is active"
     if start_of(read_node(run_dir)) != request["previous"]:
         return "the run was started since it was planned"

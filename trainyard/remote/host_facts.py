@@ -17,9 +17,8 @@ from trainer.supervise.environment import LAYERS, starts_system_unit
 from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import held_gpus
-from trainer.supervise.run_files import other_runs, read_json, read_node, run_devices
+from trainer.supervise.run_files import is_alive, other_runs, read_json, read_node, run_devices
 from trainer.supervise.socket_filter import permits_socket_filter
-from trainer.supervise.status import is_active
 from trainyard.remote.network import (
     addresses,
     addresses_v6,
@@ -106,7 +105,7 @@ def staged_bytes(path: LinkFreePath) -> list[int]:
 
 def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
     """Return the state of a run in its folder on this host."""
-    running = is_active(run_dir)
+    running = is_alive(run_dir)
     spec = run_dir / "spec.yml"
     result = read_json(run_dir / "result.json")
     begun = spec.exists() and ((run_dir / "checkpoints").is_folder() or running or result is not None)

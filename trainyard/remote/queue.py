@@ -181,7 +181,7 @@ def _check_owner(path: Path) -> None:
     with contextlib.suppress(OSError), path.open("rb") as file:
         if not file.read(len(OURS)) == OURS:
             raise SupervisorError(
-                f"its Slurm is not the queue of trainyard ({path}): use it with launcher=slurm, see docs/slurm.md"
+                f"its Slurm is not the queue of trainyard ({path}): python -m trainer config slurm writes a script for it"
             )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
-from trainyard.run.slurm_reasons import waiting_line
 from trainyard.wire.reply_types.run_replies import Heartbeat, Node, RunStatus
 
 ENDED_WELL = ("finished", "stopped")
@@ -55,16 +54,8 @@ class HostRun:
         """Return the heartbeat of a rank; empty before the first one."""
         return self.states.get(rank, Heartbeat())
 
-    @property
-    def waits(self) -> str:
-        """Why the job of the run waits, with `launcher=slurm`; else empty."""
-        return waiting_line(self.answer or {})
-
     def name_of(self, rank: int) -> str:
         """Return what messages call a rank of this host."""
-        if nodes := self.node.get("nodes"):  # of a job of Slurm, with the same number of ranks each
-            place = rank * len(nodes) // max(1, len(self.ranks))
-            return f"rank {rank} on {nodes[min(place, len(nodes) - 1)]}"
         return f"the teacher on {self.host}" if self.teaches else f"rank {rank} on {self.host}"
 
 

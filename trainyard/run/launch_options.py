@@ -25,7 +25,6 @@ from trainer.config.fields import (
     names_in,
 )
 from trainer.config.removed_fields import REMOVED_OPTIONS, removed, replacement
-from trainer.tools.slurm_script import ACCOUNT, GRES, MEMORY, PARTITION, TIME
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.answer_times import LONGEST
 
@@ -39,11 +38,6 @@ PUSH_FORMS = (
     "what is pushed: result (adapter or model), merged (of a run with merge=true), gguf (for llama.cpp and Ollama)"
 )
 _MAX_VARIABLE = 64 * 1024  # characters; Linux refuses to start a process with a variable of more than 128 KiB
-
-
-def _or_empty(pattern: str) -> str:
-    """Return a pattern of pydantic for a whole text that may be empty."""
-    return f"^({pattern})?$"
 
 
 def _text_values(value: Any) -> Any:
@@ -142,47 +136,6 @@ class LaunchOptions(PlaybookOptions):
     follow: bool = declare(
         True,
         "follow the run to its end; false: return once it has started, the same command without it follows the run",
-    )
-    launcher: Literal["ssh", "slurm"] = declare(
-        "ssh",
-        "what starts the ranks; ssh: this program, on the hosts; slurm: a job on the Slurm cluster whose login host is the "
-        "only host of the run",
-    )
-    slurm_nodes: int = declare(1, "nodes of the job", ge=1, le=10_000)
-    slurm_partition: str = declare(
-        "", "partitions of the job; empty: Slurm's default", pattern=_or_empty(PARTITION.pattern), expected="a,b"
-    )
-    slurm_account: str = declare(
-        "",
-        "account of the job; empty: Slurm's default",
-        pattern=_or_empty(ACCOUNT.pattern),
-        expected="the name of an account",
-    )
-    slurm_time: str = declare(
-        "",
-        "time limit of the job, after which it returns to the queue with a checkpoint; empty: Slurm's default",
-        pattern=_or_empty(TIME.pattern),
-        expected="minutes, HH:MM:SS or DAYS-HH:MM",
-        coerce_numbers_to_str=True,
-    )
-    slurm_gres: str = declare(
-        "",
-        "generic resources of each node, such as `gpu:a100:4`; a node has one rank for each GPU",
-        pattern=_or_empty(GRES.pattern),
-        expected="NAME:NUMBER or NAME:TYPE:NUMBER, a,b",
-    )
-    slurm_cpus: int = declare(
-        0, "cores of each node; 0: whole nodes, or with `slurm_gres` Slurm's default", ge=0, le=65_533
-    )
-    slurm_mem: str = declare(
-        "",
-        "memory of each node; empty: Slurm's default",
-        pattern=_or_empty(MEMORY.pattern),
-        expected="megabytes, or a number with K, M, G or T",
-        coerce_numbers_to_str=True,
-    )
-    slurm_prologue: str = declare(
-        "", "commands of the site that scripts for Slurm run first, such as `module load cuda; source activate py311`"
     )
     render_only: bool = declare(
         False, "stage the run and write its commands as scripts for each host and for Slurm, without starting it"

@@ -32,7 +32,6 @@ from trainyard.run.follow.rejoin import Rejoin, Speeds
 from trainyard.run.follow.restart_policy import RestartPolicy
 from trainyard.run.follow.run_status import planned_parts
 from trainyard.run.launch.launch_scripts import write_scripts
-from trainyard.run.launch.slurm_launcher import check_job, check_options, plan_job
 from trainyard.run.launch.start_ranks import paths_in, standby_seconds, start_ranks
 from trainyard.run.launch.start_record import keep_start, service_start
 from trainyard.run.launch_options import LaunchOptions
@@ -190,8 +189,6 @@ class RunSession:
         if self.spec is None:
             raise RunError("the run has no spec")
         with contextlib.ExitStack() as stack:
-            if self.options.launcher == "slurm":
-                check_options(self.options, len(self.hosts), self.spec)
             self.announce.check()
             check_teacher_host(self.spec, list(self.hosts.values()), self.options)
             work = self.home / ".trainyard"
@@ -212,13 +209,10 @@ class RunSession:
         return {"changed": False, "lines": plan.lines}
 
     def preflight(self) -> StepResult:
-        """Check that every host reaches every other one, and that no two hosts share a data directory; or that Slurm accepts the job."""
+        """Check that every host reaches every other one, and that no two hosts share a data directory."""
         state = self.state
         if state.phase != "new" or self.options.render_only:
             return _SKIPPED
-        if self.options.launcher == "slurm":
-            lines = check_job(state.plan[0], self.options, self.connect, write=not self.check)
-            return {"changed": False, "lines": lines}
         if len(state.plan) < 2:
             return _SKIPPED
         lines = check_plan_mesh(state.plan, self.hosts, state.port, self.connect, write=not self.check)
@@ -347,8 +341,7 @@ class RunSession:
         while True:
             hosts = [describe(host) for host in self.hosts.values()]
             try:
-                make = plan_job if self.options.launcher == "slurm" else plan_run
-                plan = make(hosts, self.connect, self.prepared, self.options, previous, preview)
+                plan = plan_run(hosts, self.connect, self.prepared, self.options, previous, preview)
                 break
             except PartlyActiveError:
                 if time.monotonic() > deadline:
@@ -437,7 +430,7 @@ class RunSession:
         if not self.check:  # the scripts are started by hand, without this session
             release_claims(self.state.plan, self.connect, self.state.token)
         folder = Path(self.options.render_to or self.home / "runs" / self.run_name / "scripts").expanduser()
-        return write_scripts(self.state.plan, folder, self.options.slurm_prologue, self.check)
+        return write_scripts(self.state.plan, folder, self.check)
 
     def _monitor(self) -> None:
         parts = planned_parts(self.state.plan)

@@ -217,12 +217,10 @@ class PlanEntry:
         versions: of the packages on the host, by name.
         gpus: names of the GPUs of the ranks.
         memory_mib: of the smallest of these GPUs; of the host without one.
-        job_nodes: with launcher=slurm, the nodes of the job.
         link_mbit: speed of the network device as its driver states it; 0 if unknown.
         previous: attempt and time of the latest start on the host; None if there was none.
         stop_wanted: whether a user has stopped that start.
         claim: token of the controller that has claimed the run.
-        script: with launcher=slurm, the batch script.
         reads: absolute paths of the spec on the host.
         writable: absolute paths in the variables of the ranks.
     """
@@ -258,12 +256,10 @@ class PlanEntry:
     versions: dict[str, str] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
     memory_mib: int = 0
-    job_nodes: int | None = None
     link_mbit: float = 0.0
     previous: list[Any] | None = None
     stop_wanted: bool = True
     claim: str = ""
-    script: str = ""
     reads: list[str] = field(default_factory=list)
     writable: list[str] = field(default_factory=list)
 

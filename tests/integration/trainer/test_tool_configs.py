@@ -185,7 +185,7 @@ def test_slurm(capsys: Any, tmp_path: Path) -> None:
 
 
 def test_slurm_starts_torchrun_with_the_variables_and_the_nic_of_every_node(capsys: Any, tmp_path: Path) -> None:
-    """Stands in for srun, scontrol and torchrun. tests/lab/test_slurm_launcher_hosts.py runs the script with Slurm."""
+    """Stands in for srun, scontrol and torchrun. tests/lab/test_config_slurm_hosts.py runs the script with Slurm."""
     for name, text in {
         "scontrol": "echo localhost",
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; SLURM_NNODES=2 exec "$@"',

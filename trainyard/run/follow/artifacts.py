@@ -48,10 +48,9 @@ _DIGESTS = ("adapter_sha256", "model_sha256")
 
 @dataclass(frozen=True)
 class _HostResult:
-    """What a host has of a run that has ended: its result and those of a job's other nodes, the ranks of the last start, sizes of logs."""
+    """What a host has of a run that has ended: its result, the ranks of the last start, sizes of logs."""
 
     result: FinalResult | None
-    nodes: dict[str, FinalResult | None]
     ranks: list[int]
     logs: dict[str, int]
 
@@ -106,13 +105,11 @@ def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnectio
         RunError: a host does not answer, and the run cannot have ended without it.
     """
     wanted = {"sizes": ["logs/*.log", "state/rank*.json"]}
-    # The nodes of a Slurm job, except for the first one, have their results below the run folder.
-    on_nodes = {e.host: [f"nodes/{n}/result.json" for n in range(1, e.job_nodes or 1)] for e in entries}
     requests = {
         entry.host: functools.partial(
             connections[entry.host].call,
             "read_files",
-            wanted | {"run_dir": entry.run_dir, "text": ["result.json", *on_nodes[entry.host]]},
+            wanted | {"run_dir": entry.run_dir, "text": ["result.json"]},
         )
         for entry in entries
     }
@@ -125,7 +122,6 @@ def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnectio
         sizes = answer["sizes"]
         results[host] = _HostResult(
             parse_result(host, answer["text"].get("result.json")),
-            {name: parse_result(host, answer["text"].get(name)) for name in on_nodes[host]},
             [int(match[1]) for name in sizes if (match := _STATE.fullmatch(name))],
             {match[1]: size for name, size in sizes.items() if (match := _LOG.fullmatch(name))},
         )
@@ -155,7 +151,6 @@ def _check_weights(entries: list[PlanEntry], results: dict[str, _HostResult]) ->
         for entry in entries
         if results[entry.host].result or not _may_be_absent(entry)
     }
-    ended |= {f"{host} {name}": result for host in results for name, result in results[host].nodes.items() if result}
     for kind in _DIGESTS:
         digests = {host: result.get(kind) if result else None for host, result in ended.items()}
         if len(set(digests.values())) > 1:

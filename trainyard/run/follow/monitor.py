@@ -161,7 +161,6 @@ class Progress:
         self.gpu_shown_at = float("-inf")
         self.phase = ""
         self.resumed = 0
-        self.waits = ""
         self.slow: set[int] = set()
         self.times: list[list[float]] = []
         self.timed_step: int | None = 0
@@ -171,16 +170,10 @@ class Progress:
     def lines(self, parts: Iterable[HostRun], now: float) -> list[str]:
         """Return what changed since the last call."""
         parts = list(parts)
-        waits = next((part.waits for part in parts if part.waits), "")
-        new = [waits] if waits and waits != self.waits else []
-        self.waits = waits
-        return new + self._rank_lines(parts, now)
-
-    def _rank_lines(self, parts: list[HostRun], now: float) -> list[str]:
         states = {rank: state for part in parts for rank, state in part.states.items()}
         if not states:
             # torchrun imports torch before it starts the ranks.
-            imports = not self.phase and not self.waits and any(part.status == "running" for part in parts)
+            imports = not self.phase and any(part.status == "running" for part in parts)
             self.phase = phase_line(IMPORTING) if imports else self.phase
             return [self.phase] if imports else []
         first = states[min(states)]  # rank 0 if it has a heartbeat
@@ -242,7 +235,7 @@ class Progress:
             for part in parts
             for rank, state in part.states.items()
         }
-        if self.moved_at is None or beats != self.beats or any(part.waits for part in parts):
+        if self.moved_at is None or beats != self.beats:
             self.beats, self.moved_at = beats, now
         if now - self.moved_at < self.stall_limit:
             return None

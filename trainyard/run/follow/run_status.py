@@ -13,7 +13,6 @@ from trainyard import front_end
 from trainyard.run.follow.monitor import gpu_cell
 from trainyard.run.host_run import HostRun
 from trainyard.run.plan.gather_facts import Connect
-from trainyard.run.slurm_reasons import waiting_line, waits
 from trainyard.run.types import PlanEntry, StepResult
 from trainyard.wire.connection import FanOut, Host, HostConnection, InvalidReplyError
 from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
@@ -234,7 +233,7 @@ def list_runs(hosts: Iterable[Host], connect: Connect, limit: float, run: str = 
 def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -> StepResult:
     """Return the answers to `run_list` as `list_runs` does. `latest`: see RunList; the table leaves out older runs."""
     runs: list[HostRunStatus] = []
-    rows, jobs, warnings = [], [], []
+    rows, warnings = [], []
     for host in hosts:
         answer = asked.answers.get(host.name, {})
         found, bad = valid_runs(answer.get("runs", []))
@@ -247,13 +246,12 @@ def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -
         shown = [state for state in runs if state["host"] == host.name and run_name(state) not in hidden]
         here = [row for state in shown for row in status_rows(host.name, state)]
         rows += here[:ROWS_LIMIT]
-        jobs += [f"run {run_name(state)}: {line}" for state in shown if (line := waiting_line(state))][:ROWS_LIMIT]
         if len(here) > ROWS_LIMIT:
             warnings.append(f"warning: {host.name}: {len(here) - ROWS_LIMIT} more ranks are not listed")
     rows.sort(key=lambda row: row[0])
     blank = ["-"] * (len(STATUS_HEAD) - 4)
     rows += [["-", host.name, "-", "unreachable", *blank] for host in hosts if host.name in asked.errors]
-    lines = table([STATUS_HEAD, *rows]) + jobs
+    lines = table([STATUS_HEAD, *rows])
     if hidden:
         lines.append(
             f"{counted(len(hidden), 'older run')} not listed: {front_end.option('all')} lists all runs, {front_end.option('run', 'NAME')} one"
@@ -306,11 +304,10 @@ def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[RunStatus], list[
 
 
 def status_rows(host: str, answer: RunStatus) -> list[list[str]]:
-    """Return one row for each rank of a run on a host, or one for all ranks of a job that waits in Slurm; see STATUS_HEAD."""
+    """Return one row for each rank of a run on a host; see STATUS_HEAD."""
     node, run = answer.get("node"), run_name(answer)
-    if waits(answer) or not node:
-        doing = "waiting" if node else f"alive, {answer['status']}"
-        return [[run, host, "-", doing, *["-"] * (len(STATUS_HEAD) - 4)]]
+    if not node:
+        return [[run, host, "-", f"alive, {answer['status']}", *["-"] * (len(STATUS_HEAD) - 4)]]
     part = HostRun(host, answer.get("run_dir", ""), ranks=node.get("ranks") or [], answer=answer)
     rows = []
     for rank in part.ranks or sorted(part.states):

@@ -11,7 +11,7 @@ from trainyard.wire.run_errors import RunError
 
 # Exports the lines of `env`, as trainer.supervise does. They are read and not sourced, because a value may contain spaces
 # or quotes. Scripts contain no values, because these may be secrets.
-READ_ENVIRONMENT = """\
+_READ_ENVIRONMENT = """\
 cd {run_dir}
 while IFS= read -r line; do
     case $line in ''|'#'*) ;; *) export "$line" ;; esac
@@ -19,11 +19,10 @@ done < {run_dir}/env
 """
 
 
-def write_scripts(entries: list[PlanEntry], folder: Path, prologue: str, check: bool = False) -> StepResult:
+def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -> StepResult:
     """Write the scripts of a plan into a folder on the controller.
 
     Args:
-        prologue: see slurm_prologue.
         check: write nothing; return what would be written.
 
     Returns:
@@ -34,7 +33,7 @@ def write_scripts(entries: list[PlanEntry], folder: Path, prologue: str, check: 
     """
     run = Path(entries[0].run_dir).name
     texts = {folder / f"{entry.host}.sh": script(entry, run) for entry in entries}
-    texts[folder / f"{run}.sbatch"] = sbatch(entries, run, prologue)
+    texts[folder / f"{run}.sbatch"] = sbatch(entries, run)
     changed = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if not check:
         try:
@@ -65,13 +64,13 @@ def script(entry: PlanEntry, run: str) -> str:
         f"# trainyard run {run}: node {entry.node_rank}, ranks {ranks}, for {one_line(entry.host)} ({entry.address}).\n"
         "# Start it on all hosts within a few minutes.\n"
         "set -euo pipefail\n"
-        f"{READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir))}"
+        f"{_READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir))}"
         f"{lighthouse(entry)}"
         f"exec {shlex.join(entry.command)}\n"
     )
 
 
-def sbatch(entries: list[PlanEntry], run: str, prologue: str = "") -> str:
+def sbatch(entries: list[PlanEntry], run: str) -> str:
     """Return the script for `sbatch`. Slurm must know the hosts by their names in the inventory.
 
     Every node selects its own command by its Slurm name, because ranks, devices and folders may differ between nodes.
@@ -83,14 +82,13 @@ def sbatch(entries: list[PlanEntry], run: str, prologue: str = "") -> str:
             run, slurm_script.Resources(len(entries), gpus.pop() if len(gpus) == 1 else 0, names=names)
         ),
         f"# trainyard run {run}. Its files are staged on every host. Submitted again, it resumes from the latest checkpoint.",
-        *filter(None, [prologue]),
         "set -euo pipefail",
     ]
     cases = ["case $SLURMD_NODENAME in"]
     for entry in entries:
         cases.append(f"{shlex.quote(entry.host)})")
         # Not splitlines(): a folder's name may contain other characters at which it ends a line.
-        cases += READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir)).rstrip("\n").split("\n")
+        cases += _READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir)).rstrip("\n").split("\n")
         cases += lighthouse(entry).split("\n")[:-1]
         cases.append(f"exec {shlex.join(entry.command)} ;;")
     cases += ["*)", 'echo "error: no part of the run is planned for $SLURMD_NODENAME" >&2; exit 2 ;;', "esac"]

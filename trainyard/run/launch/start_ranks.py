@@ -110,7 +110,6 @@ def start_request(
         "standby": standby,
         "lease": entry.lease,
         "teaches": entry.teaches,
-        "script": entry.script,
         "command": entry.command,
     }
     if entry.replica is not None:

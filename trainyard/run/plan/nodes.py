@@ -357,7 +357,6 @@ def environment(node: PlanEntry, extra: dict[str, str]) -> str:
     values = {
         "PYTHONPATH": f"{node.run_dir}/trainer.zip",
         "PYTHONUNBUFFERED": "1",
-        # A job of Slurm finds the interface and the threads of each of its nodes.
         **({"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface} if node.interface else {}),
         **({"OMP_NUM_THREADS": str(node.threads)} if node.threads else {}),
         "TOKENIZERS_PARALLELISM": "false",

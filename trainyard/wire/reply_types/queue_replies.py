@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field
 
@@ -54,13 +54,6 @@ class QueueChange(OpenReply):
     refused: Annotated[dict[Line, Line], Field(max_length=FILES_LIMIT)]
 
 
-class SlurmCheck(OpenReply):
-    refused: Line
-    partitions: Lines
-    nodes: Annotated[list[tuple[Line, Flag, Literal["torch", "python", "none"]]], Field(max_length=RANKS_LIMIT)]
-    unseen: Line
-
-
 class Lease(OpenReply):
     held: Flag
     restart: Integer
@@ -73,7 +66,6 @@ class Lease(OpenReply):
 QUEUE_REPLY_TYPES: dict[str, Any] = {
     "queue_info": QueueInfo,
     "query queue": QueueInfo,
-    "slurm_check": SlurmCheck,
     "queue_add": QueueAdd,
     "queue_again": QueueAdd,
     "queue_change": QueueChange,

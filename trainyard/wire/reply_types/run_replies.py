@@ -103,14 +103,6 @@ class Log(OpenReply):
     lines: Annotated[list[Line], Field(max_length=FILES_LIMIT)]
 
 
-class SlurmJob(OpenReply):
-    """The state of the job of a run in Slurm; empty without one"""
-
-    state: NotRequired[Line]
-    reason: NotRequired[Line]
-    start: NotRequired[Line]
-
-
 class RunStatus(OpenReply):
     status: Line
     alive: Flag
@@ -122,7 +114,6 @@ class RunStatus(OpenReply):
     waits: NotRequired[Flag]
     left: NotRequired[Flag]
     why: NotRequired[Line]
-    job: NotRequired[SlurmJob]
     logs: NotRequired[dict[str, Log]]
 
 
