@@ -1,5 +1,4 @@
-"""Data that the dashboard stores and measures: events that outlive it, energy, logs, progress, and how runs were
-started."""
+"""Logs and progress on the dashboard, and the records of how runs were started."""
 
 from __future__ import annotations
 
@@ -10,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, gpu, host_line, hosts, pages_of, receive, run_line
+from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, hosts, pages_of, run_line
 
 from trainer.common.errors import UserError
 from trainer.spec import make_spec
-from trainyard.dashboard import history_file as history_module
 from trainyard.dashboard import log_streams as logs_module
 from trainyard.dashboard.actions import Actions
-from trainyard.dashboard.energy import GAP, EnergyMeter
-from trainyard.dashboard.history_file import History
 from trainyard.dashboard.log_streams import AGAIN, RunLog
 from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
@@ -28,84 +24,6 @@ from trainyard.run.launch.start_record import has_start, keep_start, options_of,
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import Host, HostConnection, RemoteError
-
-# Events -----------------------------------------------------------------------------------------------------------------
-
-
-def test_events_and_energy_outlive_the_dashboard(tmp_path: Path) -> None:
-    first = ClusterView(hosts(), History(tmp_path, hosts()))
-    finished = run_line(status="finished", devices=["GPU-1"])
-    receive(first, "node1", run_line(devices=["GPU-1"]))
-    for now in (100.0, 104.0, 108.0):
-        receive(first, "node1", host_line(now, gpu(450.0)))
-    first.lost("node1", "its cable is out")
-    receive(first, "node1", finished)
-    status = History(tmp_path, hosts()).path.stat()
-    assert status.st_mode & 0o777 == 0o600
-
-    again = ClusterView(hosts(), History(tmp_path, hosts()))
-    assert list(again.events.values()) == list(first.events.values())
-    receive(again, "node1", finished)
-    energy = again.runs["r"].energy
-    assert energy and energy.watt_hours == pytest.approx(1.0) and energy.seconds == pytest.approx(8.0)
-    assert "1 Wh" in pages_of(again).page("runs", "")
-    assert History(tmp_path, hosts()).path.stat().st_size == status.st_size, "a known event was written again"
-    assert not ClusterView(hosts(1), History(tmp_path, hosts(1))).events, "another cluster has other events"
-
-
-def test_the_file_of_events_is_bounded_and_survives_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "LIMIT", 4096)
-    history = History(tmp_path, hosts())
-    for number in range(500):
-        history.append({"number": number, "text": "x" * 40})
-        assert history.path.stat().st_size <= 4096
-    kept = [record["number"] for record in history.read()]
-    assert kept == list(range(kept[0], 500)) and len(kept) > 20
-    with history.path.open("ab") as file:
-        file.write(b'[1]\n\xff\xfe\n{"time": "never"}\n{"cut')
-    assert [record.get("number") for record in history.read()][-2:] == [499, None]
-    assert not ClusterView(hosts(), history).events
-    history.append({"text": "x" * history_module.LINE})
-    assert len(list(history.read())) == len(kept) + 1
-
-
-def test_one_host_does_not_fill_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "SOURCE_LIMIT", 10)
-    cluster = ClusterView(hosts(), History(tmp_path, hosts()))
-    for number in range(30):
-        cluster.add_event("warning", f"warning {number}", host="node1")
-    cluster.add_event("lost", "node2 does not answer", host="node2")
-    kept = [record["text"] for record in History(tmp_path, hosts()).read()]
-    assert kept == [*(f"warning {number}" for number in range(10)), "node2 does not answer"]
-
-
-def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    cluster = ClusterView(hosts(), History(tmp_path / "file/folder", hosts()))
-    for number in range(3):
-        cluster.add_event("lost", f"event {number}")
-    [warning] = [event.text for event in cluster.events.values() if event.kind == "warning"]
-    assert "Not a directory: free disk space or fix its permissions" in warning
-
-
-# Energy -----------------------------------------------------------------------------------------------------------------
-
-
-def test_power_is_integrated_and_shared() -> None:
-    meter = EnergyMeter()
-    take = lambda at, power, *runs, host="node1": meter.take(host, at, [gpu(power)], {"GPU-1": list(runs)})  # noqa: E731
-    assert take(0.0, 100.0, "a") == set() and not meter.used
-    assert take(2.0, 300.0, "a") == {"a"}
-    assert meter.used["a"].watt_hours == pytest.approx(200 * 2 / 3600)
-    take(4.0, 300.0, "a", "b")
-    assert meter.used["b"].watt_hours == pytest.approx(300 * 2 / 3600 / 2)
-    before = meter.used["a"].watt_hours
-    for at, power in ((4.0 + GAP + 1, 300.0), (3.0, 300.0), (4.0, None), (5.0, 300.0), (6.0, 1e9), (7.0, 300.0)):
-        take(at, power, "a")  # a gap, a clock that was set, no power, and a host that lies
-    assert meter.used["a"].watt_hours == before
-    meter.forget("a")
-    assert set(meter.used) == {"b"}
-
 
 # Logs -------------------------------------------------------------------------------------------------------------------
 

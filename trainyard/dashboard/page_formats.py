@@ -44,13 +44,6 @@ def percent(share: float | None) -> str:
     return NONE if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 
-def energy(watt_hours: float | None) -> str:
-    """Return an energy."""
-    if watt_hours is None:
-        return NONE
-    return f"{watt_hours / 1000:.2f} kWh" if watt_hours >= 1000 else f"{watt_hours:.3g} Wh"
-
-
 def duration(seconds: float | None) -> str:
     """Return a duration, as 1:02:03 h, 3:42 min or 42 s."""
     if seconds is None:
@@ -81,7 +74,6 @@ FILTERS = {
     "count": count,
     "rate": rate,
     "percent": percent,
-    "energy": energy,
     "duration": duration,
     "moment": moment,
     "near": clock_time,

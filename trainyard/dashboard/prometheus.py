@@ -59,8 +59,6 @@ class _Collector:
             yield _family(metric, text, ["run"], found)
         shares = [([run.name], run.comm_share) for run in alive if run.comm_share is not None]
         yield _family("trainyard_run_communication_share", "share of the time in communication", ["run"], shares)
-        used = [([run.name], run.energy.watt_hours) for run in alive if run.energy and run.energy.gpus]
-        yield _family("trainyard_run_energy_watt_hours", "energy of the GPUs while the dashboard ran", ["run"], used)
         counts: dict[str, int] = {}
         for run in self._cluster.runs.values():
             counts[run.status] = counts.get(run.status, 0) + 1

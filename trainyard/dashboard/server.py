@@ -18,7 +18,6 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.certificate import Certificate, own_certificate, user_certificate
 from trainyard.dashboard.dashboard_options import LOOPBACK, DashboardOptions
-from trainyard.dashboard.history_file import History
 from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.password import SHORTEST, read_password
 from trainyard.dashboard.progress_watch import ProgressWatch
@@ -100,7 +99,7 @@ def serve(
     """
     listener = _listen(method.options)
     access = _access(method, listener.getsockname()[1], report)
-    cluster = ClusterView(hosts, History(project.work / "dashboard", hosts))
+    cluster = ClusterView(hosts)
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
     pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=bool(access.password))

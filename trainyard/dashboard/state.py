@@ -6,12 +6,10 @@ import asyncio
 import itertools
 import time
 from collections import Counter, OrderedDict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.common.formats import counted
-from trainyard.dashboard.energy import Energy, EnergyMeter
-from trainyard.dashboard.history_file import History
 from trainyard.run.follow.monitor import ENDED, causes
 from trainyard.run.follow.run_status import checked_status, newest_start
 from trainyard.run.host_run import HostRun
@@ -21,7 +19,6 @@ from trainyard.wire.reply_types.run_replies import Heartbeat
 
 EVENTS = 1000  # that are kept
 RUNS = 20_000  # of all hosts
-KEEP_ENERGY = 60.0  # s between two records of the energy of a run that is alive
 LOST = 4.0  # s without an answer after which a host counts as lost
 _versions = itertools.count(1)  # a run that disappears and reappears has a new version
 ALIVE = ("starting", "running", "unknown")
@@ -59,7 +56,6 @@ class RunState:
         results: {host: the result, or None}.
         status: status of the whole run; see `overall_status`.
         cause: why it failed, or an empty string.
-        energy: energy of its GPUs while the dashboard ran, or None if their power is not known.
         version: changes with every line about the run.
     """
 
@@ -69,7 +65,6 @@ class RunState:
     results: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     status: str = ""
     cause: str = ""
-    energy: Energy | None = None
     reported: tuple[int, str] = (0, "")  # attempt and status of the newest event
     version: int = 0
 
@@ -154,22 +149,13 @@ def overall_status(parts: list[HostRun]) -> str:
 class ClusterView:
     """The state of all hosts and runs. Used in the event loop only."""
 
-    def __init__(self, hosts: list[Host], history: History | None = None) -> None:
-        """`history`: receives events, and has those of earlier starts of the dashboard."""
+    def __init__(self, hosts: list[Host]) -> None:
         self.hosts = {host.name: LiveHost(host) for host in hosts}
         self.runs: dict[str, RunState] = {}
         self.events: OrderedDict[tuple[str, ...], Event] = OrderedDict()
         self.version = 0
         self.starts = 0  # changes with every start and end of a run
         self._changed = asyncio.Event()
-        self._meter = EnergyMeter()
-        self._energy_kept: dict[str, float] = {}  # {run: when its energy was recorded}
-        self._history: History | None = None
-        for record in history.read() if history else ():
-            self._remember(record)
-        if history:
-            history.warn = lambda text: self.add_event("warning", text, key=("history",))
-        self._history = history
 
     async def wait(self, version: int, limit: float) -> None:
         """Return when the state is newer than `version`, or after `limit` seconds."""
@@ -202,7 +188,6 @@ class ClusterView:
         if kind == "host":
             state.sample, state.version = {**state.sample, **line}, next(_versions)
             state.clock_offset = line["now"] - time.time()
-            self._measure(host, line)
         elif kind == "run":
             self._take_run(host, line)
         elif kind == "gone":
@@ -228,12 +213,9 @@ class ClusterView:
         """Add an event, or replace the one with the same key."""
         at = at or time.time()
         key = key or (kind, text, str(at))
-        before, event = self.events.get(key), Event(at, kind, text, **about)
-        self.events[key] = event
+        self.events[key] = Event(at, kind, text, **about)
         if len(self.events) > EVENTS:
             self._drop_event()
-        if self._history and (before is None or (before.kind, before.text) != (kind, text)):
-            self._history.append({"key": list(key), **asdict(event)}, self._source(event))
 
     def _source(self, event: Event) -> str:
         """Return the host that an event came from, as far as is known."""
@@ -248,36 +230,6 @@ class ClusterView:
             min((key for key, one in sources.items() if one == most), key=lambda key: self.events[key].time)
         ]
 
-    def _remember(self, record: dict[str, Any]) -> None:
-        """Take a record of an earlier start: an event, or the energy of a run."""
-        try:
-            if "energy" in record:
-                numbers = (float(record["watt_hours"]), float(record["gpu_seconds"]), int(record["gpus"]))
-                self._meter.used[str(record["energy"])] = Energy(*numbers)
-                return
-            fields = {name: str(record[name]) for name in ("kind", "text", "run", "host")}
-            self.add_event(at=float(record["time"]), key=tuple(map(str, record["key"])), **fields)
-        except (LookupError, TypeError, ValueError):
-            return  # another version of the dashboard has written it
-
-    def _measure(self, host: str, line: dict[str, Any]) -> None:
-        """Add the power of a host's GPUs to the energy of the runs that use them."""
-        users: dict[str, list[str]] = {}
-        for run in self.runs.values():
-            part = run.parts.get(host) if run.alive else None
-            for uuid in part.node.get("devices") or [] if part else []:
-                users.setdefault(uuid, []).append(run.name)
-        for name in self._meter.take(host, line["now"], line.get("gpus", []), users):
-            run = self.runs[name]
-            run.energy, run.version = self._meter.used[name], next(_versions)
-            if time.time() - self._energy_kept.get(name, 0.0) > KEEP_ENERGY:
-                self._keep_energy(name)
-
-    def _keep_energy(self, run: str) -> None:
-        self._energy_kept[run] = time.time()
-        if self._history and (energy := self._meter.used.get(run)):
-            self._history.append({"energy": run, **asdict(energy)})
-
     def _take_run(self, host: str, line: dict[str, Any]) -> None:
         name = line["name"]
         try:
@@ -288,7 +240,7 @@ class ClusterView:
         if name not in self.runs and len(self.runs) >= RUNS:
             return
         new = name not in self.runs
-        run = self.runs.setdefault(name, RunState(name, energy=self._meter.used.get(name)))
+        run = self.runs.setdefault(name, RunState(name))
         # The folder comes from the inventory: a reply of a host never determines a path.
         folder = f"{self.hosts[host].host.data_dir}/runs/{name}"
         part = run.parts.setdefault(host, HostRun(host, folder))
@@ -302,9 +254,6 @@ class ClusterView:
         if run and run.parts.pop(host, None) and not run.parts:
             del self.runs[name]
             self.starts += 1
-            self._meter.forget(name)
-            if self._history and run.energy:
-                self._history.append({"energy": name, **asdict(Energy())})
 
     def _judge(self, run: RunState, new: bool = False) -> None:
         """Set status and cause of a run, and add events about what changed."""
@@ -322,8 +271,6 @@ class ClusterView:
         if before != run.reported or new:
             self.starts += 1
         about = {"run": run.name}
-        if before != run.reported and not new:
-            self._keep_energy(run.name)
         if run.status in ("failed", "lost"):
             text = f"run {run.name} failed: {run.cause or 'no cause is known'}"
             self.add_event("failed", text, at=run.ended or _now(new, run), key=("end", run.name, str(attempt)), **about)
