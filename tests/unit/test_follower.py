@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +157,30 @@ def test_an_explicit_limit_holds() -> None:
     threading.Timer(1.0, hosts["b"].dead.set).start()
     cause = follower.follow()
     assert cause and cause.text.startswith("b has not answered for 1 s") and not hosts["b"].probes
+
+
+def follow_two_hosts() -> None:
+    """Follow two healthy hosts whose silence limit is one second, in a process that the test below stops and continues."""
+    hosts = {"a": RunningHost(0), "b": RunningHost(1)}
+    follower = follower_of(hosts, LaunchOptions(lost_limit=1.0))
+    threading.Timer(6.0, lambda: [host.failed.set() for host in hosts.values()]).start()
+    print("following", flush=True)
+    cause = follower.follow()
+    print(cause and cause.text, flush=True)
+
+
+@pytest.mark.slow
+def test_a_controller_that_was_stopped_does_not_count_its_pause_as_silence() -> None:
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import test_follower; test_follower.follow_two_hosts()"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as controller:
+        assert controller.stdout and controller.stdout.readline() == "following\n"
+        time.sleep(1.0)
+        controller.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        controller.send_signal(signal.SIGCONT)
+        assert controller.stdout.readline().startswith("rank 0 on a: RuntimeError")
 
 
 def test_a_traceback_that_the_log_has_too_is_shown_once() -> None:

@@ -22,6 +22,7 @@ from trainyard.wire.reply_types.run_replies import RunStatus
 from trainyard.wire.run_errors import RunFailedError
 
 TICK = 0.1  # s between two checks of the answers
+PAUSE = 1.0  # s of a turn of the loop beyond which the controller itself did not run
 POLL = 0.5  # s between two requests to a host, at least
 LONG_POLL = 3.0  # s that a host delays its answer while nothing changes: fewer requests, and changes arrive at once
 # s, where the limit of a lost host adapts: hosts that a switch takes at once are all silent for half the limit or more
@@ -34,6 +35,27 @@ EVIDENCE_LIMIT = 3.0  # s for a host to return the end of its logs
 TAIL = 20  # lines of a log shown with a failure
 TRACEBACK = 200  # lines of a traceback shown with a failure
 LINE_LIMIT = 1000  # characters of a line of a traceback
+
+
+class AwakeClock:
+    """Seconds in which this process ran. Silence of a host counts only while the controller asks.
+
+    A suspended controller (Ctrl-Z, a paused virtual machine, load) would take its own pause for the silence of every host.
+    """
+
+    def __init__(self) -> None:
+        self._paused, self._turned_at = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """Return the time, without the pauses that `turn` has seen."""
+        return time.monotonic() - self._paused
+
+    def turn(self) -> None:
+        """Begin a turn of a loop; a turn that took longer than PAUSE was a pause."""
+        elapsed = time.monotonic() - self._turned_at
+        self._turned_at += elapsed
+        if elapsed > PAUSE:
+            self._paused += elapsed - TICK
 
 
 class Follower:
@@ -56,6 +78,7 @@ class Follower:
         self.parts, self.progress, self.report = parts, progress, report
         self.connections = {part.host: connect(part.host) for part in parts}
         self.connect, self.fixed_limit = connect, options.lost_limit
+        self.clock = AwakeClock()
         longest = LONG_POLL if self.fixed_limit is None else min(LONG_POLL, self.fixed_limit / 3)
         self.wait = min(longest, options.progress_interval, options.stall_limit / 4)
         self.waits: dict[str, float] = {}  # of the pending requests
@@ -64,7 +87,7 @@ class Follower:
         self.probed_at: dict[str, float] = {}
         self.pending: dict[str, FanOut[RunStatus]] = {}
         self.requested_at: dict[str, float] = {}
-        self.answered_at = dict.fromkeys(self.connections, time.monotonic())
+        self.answered_at = dict.fromkeys(self.connections, self.clock.now())
         self.alive_at = dict(self.answered_at)  # when a host answered a request or a probe
         self.absent: set[int] = set()  # replica groups without which the run continues
         self.ended_at: float | None = None  # when the head ended
@@ -72,14 +95,15 @@ class Follower:
     @property
     def lost_limit(self) -> float:
         """Seconds of silence after which a host is lost: of the launch options, or by the recent answers of all hosts."""
-        return self.times.limit(time.monotonic()) if self.fixed_limit is None else self.fixed_limit
+        return self.times.limit(self.clock.now()) if self.fixed_limit is None else self.fixed_limit
 
     def follow(self) -> Cause | None:
         """Return the cause once the run has failed, or None once it has ended."""
         suspected_since: float | None = None
         while True:
+            self.clock.turn()
             self.poll(at_once=suspected_since is not None)
-            now = time.monotonic()
+            now = self.clock.now()
             for line in self.progress.lines(self.parts, now):
                 self.report(line)
             found = self.untolerated(causes(self.parts, self.lost_limit))
@@ -91,7 +115,7 @@ class Follower:
                     return found[0]
             elif self.has_ended():
                 return None
-            elif self.rejoin and not self.stopping and self.rejoin.update(self.parts, now):
+            elif self.rejoin and not self.stopping and self.rejoin.update(self.parts, time.monotonic()):
                 self.stop_to_rejoin(self.rejoin.returning)
             time.sleep(TICK)
 
@@ -137,8 +161,8 @@ class Follower:
     def left_out(self) -> list[HostRun]:
         """Return the parts that do not finish with the run: absent ones, and those behind when the head has finished."""
         if self.ended_at is None and self.parts[0].status == "finished":
-            self.ended_at = time.monotonic()
-        late = self.ended_at is not None and time.monotonic() - self.ended_at > LATE
+            self.ended_at = self.clock.now()
+        late = self.ended_at is not None and self.clock.now() - self.ended_at > LATE
         return [
             part
             for part in self.parts
@@ -149,7 +173,7 @@ class Follower:
 
     def poll(self, at_once: bool) -> None:
         """Read the answers, and send a new request to each host that answered. `at_once`: without a delayed answer."""
-        now = time.monotonic()
+        now = self.clock.now()
         for part in self.parts:
             pending = self.pending.get(part.host)
             answered = pending is None or self.read_answer(part, pending)
@@ -179,7 +203,7 @@ class Follower:
             return False
         if part.host in pending.answers:
             part.answer, part.error = pending.answers.pop(part.host), ""
-            self.answered_at[part.host] = self.alive_at[part.host] = now = time.monotonic()
+            self.answered_at[part.host] = self.alive_at[part.host] = now = self.clock.now()
             self.times.add(max(0.0, now - self.requested_at[part.host] - self.waits[part.host]), now)
             if part.node.get("restarts"):  # torchrun renumbers the ranks when it restarts them
                 part.ranks = part.node["ranks"]
