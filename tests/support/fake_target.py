@@ -56,6 +56,12 @@ class Target:
         self.models[body["model"]] = made | body | {"modelfile": made.get("modelfile", "") + text}
         return ""
 
+    def listed(self, name: str) -> str:
+        """Return the spelling under which a model is listed: a server compares names without case, registry and library."""
+        name = name.removeprefix("registry.ollama.ai/").removeprefix("library/")
+        name = name if ":" in name else f"{name}:latest"
+        return next((known for known in self.models if known.lower() == name.lower()), name)
+
 
 class _Handler(BaseHTTPRequestHandler):
     target: Target
@@ -84,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(200, {"version": self.target.version} if self.path == "/api/version" else {"models": models})
 
     def do_DELETE(self) -> None:
-        known = self.target.models.pop(json.loads(self._body())["model"], None)
+        known = self.target.models.pop(self.target.listed(json.loads(self._body())["model"]), None)
         self.reply(200 if known else 404)
 
     def do_POST(self) -> None:
@@ -99,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             error = target.create(body)
             return self.reply(400, {"error": error}) if error else self.reply(200, {"status": "success"})
         if self.path == "/api/copy":
-            target.models[body["destination"]] = target.models[body["source"]]
+            target.models[target.listed(body["destination"])] = target.models[target.listed(body["source"])]
             return self.reply(200)
         if self.path == "/api/show":
             return self.reply(200, target.show(body["model"], body["verbose"]))

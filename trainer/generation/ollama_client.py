@@ -24,6 +24,7 @@ MAX_LINE = 1 << 20  # bytes of a line of a streamed reply
 MAX_ANSWER = 8 << 20  # bytes of a streamed answer, with the JSON around its tokens
 MAX_ERROR = 500  # characters of an error message
 _BLOCK = 1 << 16
+_REGISTRY = "registry.ollama.ai/"
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _WORD = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
@@ -170,7 +171,8 @@ class OllamaClient:
 
     def size(self, model: str) -> int:
         """Return the bytes of the files of a model, with its base; 0 if the server does not have it or does not report it."""
-        size = self._models().get(full_name(model), {}).get("size")
+        wanted = server_form(model)
+        size = next((entry.get("size") for name, entry in self._models().items() if server_form(name) == wanted), 0)
         return size if isinstance(size, int) else 0
 
     def _models(self) -> dict[str, dict[str, Any]]:
@@ -192,7 +194,7 @@ class OllamaClient:
 
     def digest(self, model: str) -> str:
         """Return the digest of a model; empty if the server does not have it. `name` is `name:latest`."""
-        return self.tags().get(full_name(model), "")
+        return same_model(self.tags(), model)
 
     def show(self, model: str, verbose: bool = False, deadline: float | None = None) -> dict[str, Any]:
         """Return /api/show: `template`, `modelfile`, `details`, `model_info`; with `verbose` all tokens, too."""
@@ -424,6 +426,18 @@ class OllamaClient:
 def full_name(model: str) -> str:
     """Return the name of a model with its tag: `llama3` is `llama3:latest`."""
     return model if ":" in model.rpartition("/")[2] else f"{model}:latest"
+
+
+def server_form(model: str) -> str:
+    """Return the one spelling of all that a server takes for the same model: `REGISTRY/library/Mine` is `mine:latest`."""
+    name = full_name(model).lower().removeprefix(_REGISTRY)
+    return name.removeprefix("library/")
+
+
+def same_model(tags: Mapping[str, str], model: str) -> str:
+    """Return the digest of a model from the digests by listed name, whatever its spelling; empty if it is not listed."""
+    wanted = server_form(model)
+    return next((digest for name, digest in tags.items() if server_form(name) == wanted), "")
 
 
 def _parse_object(data: bytes, path: str) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class Deployment:
     @staticmethod
     def _is_deployed(state: dict[str, Any], artifacts: list[Artifact]) -> bool:
         record = state["record"]
-        same = record and state["digest"] == record["digest"]
+        same = record and state["digest"] and state["digest"] == record["digest"]
         return bool(same and record["key"] in [artifact.key for artifact in artifacts])
 
     def _run_misfit(self, run: TrainedRun) -> str:

@@ -42,8 +42,8 @@ def shared_servers(states: Mapping[str, Mapping[str, Any]], urls: Mapping[str, S
     servers = {name: str(state["server"]) or urls[name][0] for name, state in states.items()}
 
     def has_no_record(name: str) -> bool:
-        record = states[name]["record"]
-        return not record or record["digest"] != states[name]["digest"]
+        record, digest = states[name]["record"], states[name]["digest"]
+        return not record or not digest or record["digest"] != digest
 
     for name in sorted(states, key=has_no_record):  # sorted() keeps the order otherwise
         keepers.setdefault(servers[name], name)

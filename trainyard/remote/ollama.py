@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer.generation.ollama_client import MODEL_NAME, OllamaClient, OllamaError, full_name
+from trainer.generation.ollama_client import MODEL_NAME, OllamaClient, OllamaError, full_name, same_model, server_form
 from trainer.generation.ollama_models import create_body, small_model_options, takes_adapters
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import read_json
@@ -83,21 +83,22 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     """
     version = client.version()
     tags = client.tags()
-    own = {full_name(request["name"]), *(_tagged(request, tag) for tag in _TAGS)}
+    own = {server_form(name) for name in (request["name"], *(_tagged(request, tag) for tag in _TAGS))}
+    others = {name: digest for name, digest in tags.items() if server_form(name) not in own}
     takes, bases, read = takes_adapters(version), [], 0
-    if (base := request["base"]) and full_name(base) in tags:
+    if (base := request["base"]) and (digest := same_model(tags, base)):
         info = _model_info(client.show(base, verbose=True))
-        bases = [_describe(base, tags[full_name(base)], info, request["tokens"])]
+        bases = [_describe(base, digest, info, request["tokens"])]
     elif request["like"] and takes:
-        bases, read = _search(client, request, {name: digest for name, digest in tags.items() if name not in own})
+        bases, read = _search(client, request, others)
     return {
         "server": _machine_server(client),
         "version": list(version),
         "adapters": takes,
-        "digest": tags.get(full_name(request["name"]), ""),
+        "digest": same_model(tags, request["name"]),
         "record": _read_record(request),
         "bases": bases,
-        "models": len(set(tags) - own),
+        "models": len(others),
         "read": read,
     }
 
@@ -285,8 +286,10 @@ def _accept(client: OllamaClient, request: dict[str, Any], temporary: str) -> No
     if client.digest(name):
         client.copy(name, old)
     client.copy(temporary, name)
+    if not (digest := client.digest(name)):
+        raise OllamaError(f"it lists no model {name} after the model got this name")
     client.delete(old)
-    record = {"name": name, "key": request["key"], "digest": client.digest(name), "refused": request["refused"]}
+    record = {"name": server_form(name), "key": request["key"], "digest": digest, "refused": request["refused"]}
     path = _record_path(request)
     path.parent.mkdir(parents=True, exist_ok=True)
     link_free(path).write(json.dumps(record).encode())
@@ -296,7 +299,7 @@ def _remove(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     """Remove a deployed model and its record. `check` changes nothing. `foreign`: there is such a model, but not ours."""
     name, record = full_name(request["name"]), _read_record(request)
     digest = client.digest(name)
-    ours = record is not None and digest in ("", record["digest"])
+    ours = record is not None and (not digest or digest == record["digest"])
     if request["check"] or not ours:
         return {"changed": bool(ours), "foreign": bool(digest and not ours)}
     for model in (name, *(_tagged(request, tag) for tag in _TAGS)):
@@ -310,13 +313,13 @@ def _tagged(request: dict[str, Any], tag: str) -> str:
 
 
 def _record_path(request: dict[str, Any]) -> Path:
-    return Path(request["records"]) / f"{hashlib.sha256(full_name(request['name']).encode()).hexdigest()[:32]}.json"
+    return Path(request["records"]) / f"{hashlib.sha256(server_form(request['name']).encode()).hexdigest()[:32]}.json"
 
 
 def _read_record(request: dict[str, Any]) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         record = read_json(_record_path(request)) or {}
-        if record["name"] == full_name(request["name"]):
+        if record["name"] == server_form(request["name"]):
             refused = [str(key) for key in record.get("refused", [])][:BASES_LIMIT]
             return {"refused": refused} | {name: str(record[name]) for name in ("name", "key", "digest")}
     return None
