@@ -42,7 +42,7 @@ except ModuleNotFoundError as error:
 
 MESSAGE_ONLY = ("fail", "assert", "validate_argument_spec")  # their message is for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
-SILENT = ("preflight", "deploy", "undeploy", "queue", "plan-python", "find-teacher", "copy-teacher")
+SILENT = ("preflight", "deploy", "undeploy", "queue", "plan-python")
 
 
 class CallbackModule(Default):

@@ -13,7 +13,7 @@ options:
   command:
     description:
       - Name of the command, such as C(status). For C(queue), the variable C(do) has the verb.
-      - Roles use C(plan-python), C(find-teacher) and C(copy-teacher), see C(trainyard.commands.role_steps).
+      - Roles use C(plan-python), see C(trainyard.commands.role_steps).
     type: str
     required: true
   options:

@@ -18,7 +18,7 @@ from tools.uv_install import FIXED, variables_of_pip
 pytestmark = pytest.mark.slow
 UV = Path(sys.executable).with_name("uv")
 # Tests of plugins that need neither torch nor another process.
-TESTS = ("test_filter_plugins", "test_argument_spec", "test_ufw", "test_ollama_store", "test_lock", "test_new_project")
+TESTS = ("test_filter_plugins", "test_argument_spec", "test_ufw", "test_lock", "test_new_project")
 UNREACHABLE = ("error sending request", "dns error", "Failed to fetch", "no index")
 
 

@@ -119,21 +119,22 @@ def test_ollama_install_upgrade_pull_and_removal(lab: Lab, hosts: list[Host], ke
         assert lab.inside(host, "ps -o user= -p $(systemctl show -P MainPID ollama)").strip() == "ollama"
 
     weights = Path(os.path.realpath(str(OLLAMA))).parents[1] / "tiny.gguf"
-    subprocess.run(
-        ["scp", *(str(word) for word in lab.ssh(hosts[0])[1:-1]), weights, f"tester@{hosts[0].address}:/tmp/"],
-        check=True,
-    )
-    at = f"OLLAMA_HOST={hosts[0].address}:11434"
-    lab.inside(
-        hosts[0], f"cd /tmp; echo FROM /tmp/tiny.gguf > Modelfile; HOME=/tmp {at} ollama create tiny -f Modelfile"
-    )
-    # An upgrade with a model: the old build is removed, all hosts have the model of the head, and a second run changes nothing.
+    for host in hosts:
+        subprocess.run(
+            ["scp", *(str(word) for word in lab.ssh(host)[1:-1]), weights, f"tester@{host.address}:/tmp/"], check=True
+        )
+        at = f"OLLAMA_HOST={host.address}:11434"
+        lab.inside(host, f"cd /tmp; echo FROM /tmp/tiny.gguf > Modelfile; HOME=/tmp {at} ollama create tiny")
+    # An upgrade with a model that the servers have: the old build is removed, and a second run changes nothing.
     newer = wanted | {"ollama_version": "0.5.5", "ollama_pull": ["tiny"]}
     passed = play(lab, "ollama", **newer)
     assert passed.rc == 0, passed.stdout
-    assert tags(hosts[0]) and tags(hosts[0]) == tags(hosts[1]) == tags(hosts[2])
+    assert all("tiny:latest" in tags(host) for host in hosts)
     again = play(lab, "ollama", **newer)
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
+    # A server pulls what it lacks; the lab has no registry.
+    lacking = play(lab, "ollama", **newer | {"ollama_pull": ["tiny", "absent"]})
+    assert lacking.rc != 0 and "Pull missing models" in lacking.stdout, lacking.stdout
     builds = lab.inside(hosts[1], "ls /opt/trainyard/ollama").split()
     assert len(builds) == 2 and builds[0].startswith("0.5.5-") and builds[1] == "current"
 

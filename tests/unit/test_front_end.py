@@ -28,14 +28,14 @@ EXCEPT = (
 def test_both_dialects() -> None:
     def words() -> list[str]:
         found = [command("stop", "a.b"), command("queue list"), playbook("site"), playbook("remove-host")]
-        return [*found, queue_verb("release", "a"), queue_verb("list"), option("run", "NAME"), option("teacher_copy")]
+        return [*found, queue_verb("release", "a"), queue_verb("list"), option("run", "NAME"), option("teacher_pull")]
 
     of_ansible = ["ansible-playbook playbooks/stop.yml -e run=a.b", "ansible-playbook playbooks/queue.yml -e do=list"]
     of_ansible += ["site.yml", "playbooks/remove_host.yml", "do=release run=a", "do=list", "-e run=NAME"]
-    assert words() == [*of_ansible, "-e teacher_copy=true"]
+    assert words() == [*of_ansible, "-e teacher_pull=true"]
     with serving_program():
         of_program = ["trainyard stop a.b", "trainyard queue list", "trainyard site", "trainyard remove-host"]
-        of_program += ["trainyard queue release a", "trainyard queue list", "--run NAME", "--teacher-copy"]
+        of_program += ["trainyard queue release a", "trainyard queue list", "--run NAME", "--teacher-pull"]
         assert words() == of_program
     assert words()[0] == of_ansible[0]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, Literal
 
 from trainer.config.fields import Words, declare
 from trainyard.commands.call import Call
-from trainyard.ollama.distill_options import make_distill_options
-from trainyard.ollama.model_copy import copy_model, plan_copy
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.python_env.environment_plan import plan_environments
-from trainyard.workflows.distill import student_specs
 
 
 class EnvironmentOptions(PlaybookOptions):
@@ -43,22 +39,6 @@ def plan_python(call: Call) -> dict[str, Any]:
     )
 
 
-def find_teacher(call: Call) -> dict[str, Any]:
-    """Return which hosts of the play lack the teacher (`targets`), and which host has it (`source`). Raises UserError."""
-    options, cluster = make_distill_options(call.values), call.cluster
-    student_specs(options, call.launch.spec, call.values, call.top, lambda line: None)  # mistakes first
-    found = plan_copy(call.machines(), options.teacher, [host.name for host in cluster.hosts], call.report)
-    return asdict(found) if found else {"targets": []}
-
-
-def copy_teacher(call: Call) -> dict[str, Any]:
-    """Copy the files of a model from the `source` to the `targets`, see `copy_model`. Raises RunError."""
-    copy_model(**call.given, connect=call.cluster.connect)
-    return {"changed": True}
-
-
 ROLE_STEPS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "plan-python": plan_python,
-    "find-teacher": find_teacher,
-    "copy-teacher": copy_teacher,
 }

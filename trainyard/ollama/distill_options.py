@@ -58,9 +58,6 @@ class DistillOptions(AnswerOptions):
         "servers with the API of OpenAI that have the model, such as `http://10.0.0.5:8000/v1`; none: the Ollama servers of the inventory",
     )
     teacher_pull: bool = declare(False, "pull the model on hosts that do not have it")
-    teacher_copy: bool = declare(
-        False, "copy the model to hosts of the play that do not have it, from a host of the cluster that does"
-    )
     students: int = declare(
         1, "students of each model, each with its own seed; 0: collect the answers only", ge=0, le=1000
     )

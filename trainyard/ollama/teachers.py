@@ -15,7 +15,6 @@ from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teacher_logprobs import FIRST_VERSION
 from trainyard.ollama.teacher_nodes import OllamaNode
 
-DEFAULT_MODELS = "/var/lib/ollama"  # of roles/ollama
 MAX_SHOWN = 5  # machines named in a message
 
 
@@ -28,13 +27,11 @@ class Candidate:
         url: URL of its server.
         trusted: whether it is a host of the cluster whose host key is the known one. Others get no prompts unless the
             user requests it.
-        models: folder of its models, if the inventory specifies it.
     """
 
     name: str
     url: str
     trusted: bool
-    models: str = ""
 
 
 def candidates(
@@ -50,8 +47,7 @@ def candidates(
     for name in [*members, *discovered]:
         values = variables[name]
         trusted = name in members and values.get("discovered_ready", True) is not False
-        installed = DEFAULT_MODELS if values.get("ollama_state") == "present" else ""
-        candidate = Candidate(name, _url(name, values), trusted, str(values.get("ollama_models") or installed))
+        candidate = Candidate(name, _url(name, values), trusted)
         if candidate.url not in found:
             found[candidate.url] = candidate
     return list(found.values())
@@ -119,7 +115,7 @@ def find_teachers(
     if missing:
         report(
             f"without {printable(model, 80)}: {shown_names(each.candidate.name for each in missing)}; to pull it there: "
-            f"{front_end.option('teacher_pull')}; to copy it: {front_end.option('teacher_copy')}"
+            f"{front_end.option('teacher_pull')}"
         )
     teachers = [
         OllamaNode(each.candidate.name, each.client, full_name(model), each.digest, limit)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_target import serve_target
 from fake_teacher import Teacher, serve
 from run_hosts import TOP, free_port
 
@@ -21,7 +18,6 @@ from trainyard.ollama import collect
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, make_dataset
 from trainyard.ollama.distill_options import DistillOptions, make_distill_options
-from trainyard.ollama.model_copy import CopyPlan, plan_copy
 from trainyard.ollama.prompts import read_prompts
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.wire.connection import Host
@@ -78,28 +74,6 @@ def test_the_choice_of_teachers() -> None:
             find_teachers([a, b], "nothing")
         with pytest.raises(UserError, match="discovered machines are not trusted"):
             find_teachers([stranger], "teacher")
-
-
-def test_where_a_missing_teacher_is_copied_from_and_to() -> None:
-    """The folder of a store is that of the inventory, or that of a model of the server."""
-    blob = "/srv/models/blobs/sha256-" + "0" * 64
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(serve_target("127.0.0.1", "0.5.4", lambda _, text: text)) for _ in range(3)]
-        servers[0].models["teacher:latest"] = {"modelfile": f'FROM "{blob}"'}
-        servers[2].models["other:latest"] = {"modelfile": f"FROM {blob}"}
-        has, lacks, other = (Candidate(f"node{n}", server.url, True) for n, server in enumerate(servers, 1))
-        with pytest.raises(UserError, match="node2: the folder of Ollama's models is unknown: set ollama_models"):
-            plan_copy([has, lacks], "teacher", ["node1", "node2"])
-        lacks = dataclasses.replace(lacks, models="/var/lib/ollama")
-        plan = plan_copy([has, lacks, other], "teacher", ["node1", "node2", "node3"])
-        stores = {"node1": "/srv/models", "node2": "/var/lib/ollama", "node3": "/srv/models"}
-        assert plan == CopyPlan("node1", ("node2", "node3"), stores)
-        assert plan_copy([has, lacks], "teacher", ["node1"]) is None
-        with pytest.raises(UserError, match="no host has teacher: teacher_copy=true needs one that has it"):
-            plan_copy([dataclasses.replace(has, trusted=False), lacks], "teacher", ["node1", "node2"])
-        servers[2].models["teacher:latest"] = {"modelfile": "FROM another"}
-        with pytest.raises(UserError, match=r"different models under the name teacher .*: remove all but one"):
-            plan_copy([has, lacks, other], "teacher", ["node2"])
 
 
 def test_prompts_of_every_shape(tmp_path: Path) -> None:
