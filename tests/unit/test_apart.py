@@ -33,7 +33,3 @@ def test_programs_reach_no_other_machine_and_no_cache_of_ranks(
         assert "--property=MemoryMax=90%" in words
         if limited:
             assert {"--property=PrivateTmp=yes", "--setenv=XDG_CACHE_HOME=/tmp/cache"} <= {*words}
-    monkeypatch.setattr(apart, "choose_backend", lambda _: ["systemd-run"])
-    verb(request | {"online": True})
-    words = ran.pop()
-    assert "--property=IPAddressDeny=any" not in words and "--setenv=HF_HOME=/tmp/hub" in words

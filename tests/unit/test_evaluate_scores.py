@@ -117,18 +117,3 @@ def test_subjects() -> None:
     for wrong in (["base"], ["a", "a"], ["../x"], ["openai:m"], ["openai:m@https://h/v1"], ["ollama:"], ["ollama:m@x"]):
         with pytest.raises(UserError, match="evaluate: subjects: "):
             parse_subjects(wrong)
-
-
-def test_tasks_of_lm_eval_have_a_table(tmp_path: Path) -> None:
-    reports = [
-        Report("base", [], 0.0, {"arc_easy": {"acc": 0.5, "acc_stderr": 0.01, "em,strict": 1.0}}),
-        Report("mine", [], 0.0, {"arc_easy": {"acc": 0.25}}),
-    ]
-    result, lines = summarise([], reports, 3)
-    assert result["tasks"]["base"]["arc_easy"]["acc"] == 0.5 and result["scores"] == {}
-    assert [line.split() for line in lines if line] == [
-        ["tasks", "of", "lm_eval"],
-        ["metric", "base", "mine"],
-        ["arc_easy", "acc", "0.5000", "±", "0.0100", "0.2500"],
-        ["arc_easy", "em,strict", "1.0000"],
-    ]

@@ -24,7 +24,6 @@ from trainer.models.adapter_merge import adapted_model
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
 from trainer.models.model import load_tokenizer, read_causal_model
 from trainer.models.tokenizer_output import end_ids
-from trainer.offline.lm_tasks import task_scores
 from trainer.spec import make_spec, read_spec
 
 
@@ -130,8 +129,6 @@ def main() -> int:
         how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}
         model, tokenizer, spec = subject.load()
         found = evaluate(model, tokenizer, spec, request["questions"], length, size, **how)
-        if tasks := request.get("tasks"):
-            found["tasks"] = task_scores(model, tokenizer, tasks, size, int(request["task_limit"]))
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return 1

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from trainer.config import RunSpec, resolve_aliases
 from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
-from trainyard.evaluate.after_run import FinalEvaluation, check_eval_questions
 from trainyard.extra_vars import check_names, check_pairs, read_run_spec
 from trainyard.inventory import Cluster
 from trainyard.ollama.rollout_hosts import with_rollout_servers
@@ -113,17 +112,14 @@ class Call:
         return records.keep if records else None
 
     def session(self, **start: Any) -> RunSession:
-        """Make the session of a run, with its `spec` or its `state`. Raises UserError for bad `eval_questions` beside a spec."""
+        """Make the session of a run, with its `spec` or its `state`. Raises UserError."""
         keep, launch, hosts, connect = self.keep_record, self.launch, self.cluster.hosts, self.cluster.connect
         if spec := start.get("spec"):
             start["spec"] = with_rollout_servers(spec, self.machines, self.report)
             start["servers_found"] = start["spec"].rollout_servers != spec.rollout_servers
-            check_eval_questions(launch, spec)
         if launch.push:
             push = start["push"] = FinalPush(hosts, connect, launch, self.top, self.report)
             if spec:  # before a host is contacted; the later steps have a state
                 check_push(push.options("run"))
-        if launch.eval_questions:
-            start["evaluate"] = FinalEvaluation(hosts, connect, launch, self.work, self.report, keep)
         start |= {"home": self.top, "report": self.report, "check": self.check, "keep_record": keep}
         return RunSession(hosts, connect, launch, **start)

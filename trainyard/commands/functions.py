@@ -53,8 +53,7 @@ def train(call: Call) -> dict[str, Any]:
     session = call.session(spec=call.spec())
     ended = session.run()
     status = session.state.status or session.state.phase
-    scores = {"scores": ended["scores"]} if "scores" in ended else {}
-    return {"run": session.run_name, "status": status, "result": ended.get("result")} | scores
+    return {"run": session.run_name, "status": status, "result": ended.get("result")}
 
 
 def plan(call: Call) -> dict[str, Any]:

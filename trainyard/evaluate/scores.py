@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer.common.formats import counted, printable, table, thousands
@@ -34,16 +34,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class Report:
-    """All answers of one subject, in the order of the questions; None where there is no answer.
-
-    Attributes:
-        tasks: metrics of each task of lm_eval.
-    """
+    """All answers of one subject, in the order of the questions; None where there is no answer."""
 
     subject: str
     answers: Sequence[Answered | None]
     tokens_per_second: float
-    tasks: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,10 +125,9 @@ def summarise(questions: Sequence[Question], reports: Sequence[Report], show: in
         found = [score(chosen, [report.answers[place] for place in places]) for report in reports]
         scores[file] = [{"subject": report.subject} | asdict(each) for report, each in zip(reports, found, strict=True)]
         lines += [f"{file}: {counted(len(chosen), 'question')}", *_score_table(reports, found), ""]
-    lines += _task_table(reports)
     verdicts = [verdicts_of(questions, report.answers) for report in reports]
     changes = [_change(questions, reports, verdicts, number) for number in range(1, len(reports))]
-    lines += [_change_line(change) for change in changes if questions]
+    lines += [_change_line(change) for change in changes]
     changed = {place for change in changes for place in change["gained"] + change["lost"]}
     order = sorted(range(len(questions)), key=lambda place: place not in changed)
     for place in order[:show]:
@@ -146,7 +140,6 @@ def summarise(questions: Sequence[Question], reports: Sequence[Report], show: in
     result = {
         "scores": scores,
         "changes": changes,
-        "tasks": {report.subject: report.tasks for report in reports if report.tasks},
         "tokens_per_second": {report.subject: report.tokens_per_second for report in reports},
         "questions": [_record(place, questions, reports, verdicts) for place in range(len(questions))],
     }
@@ -173,25 +166,6 @@ def _score_table(reports: Sequence[Report], scores: Sequence[Score]) -> list[str
             ]
         )
     return [f"  {line}" for line in table(rows)]
-
-
-def _task_table(reports: Sequence[Report]) -> list[str]:
-    """Return the metrics of lm_eval, with the subjects as columns and `value ± standard error`."""
-    rows = []
-    for task, metrics in (reports[0].tasks if reports else {}).items():
-        for metric in metrics:
-            if "_stderr" not in metric:
-                found = [_measured(report.tasks.get(task, {}), metric) for report in reports]
-                rows.append([printable(task, 60), printable(metric, 40), *found])
-    heads = ["", "metric", *(report.subject for report in reports)]
-    return ["tasks of lm_eval", *(f"  {line}" for line in table([heads, *rows])), ""] if rows else []
-
-
-def _measured(metrics: Mapping[str, float | None], metric: str) -> str:
-    value = metrics.get(metric)
-    name, comma, chosen = metric.partition(",")
-    error = metrics.get(f"{name}_stderr{comma}{chosen}")
-    return "" if value is None else f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
 def _change(

@@ -51,15 +51,9 @@ class EvaluateOptions(PlaybookOptions):
     )
     questions: Words = declare(
         (),
-        "files of questions, or the embedded observatory and general; none: observatory, unless there are tasks",
+        "files of questions, or the embedded observatory and general; none: observatory",
         max_length=100,
     )
-    tasks: Words = declare(
-        (),
-        "tasks of the package lm_eval, such as arc_easy, for runs and bases; the hosts have the package",
-        max_length=100,
-    )
-    task_limit: int = declare(0, "number of the first samples of each task; 0: all", ge=0, le=1_000_000)
     max_tokens: int = declare(64, "maximum length of an answer", unit="tokens", ge=1, le=100_000)
     eval_batch: int = declare(16, "questions that a model of a run answers together", ge=1, le=1024, unit="questions")
     show: int = declare(3, "number of questions whose answers are shown, those that changed first", ge=0, le=10_000)
@@ -96,11 +90,7 @@ def evaluate(
         RunError: a host cannot evaluate its runs.
     """
     subjects = parse_subjects(options.subjects)
-    if options.tasks and (served := [each.name for each in subjects if each.kind in _SERVER_KINDS]):
-        raise UserError(
-            f"evaluate: tasks: servers do not give the probabilities that lm_eval needs: leave out {served[0]}"
-        )
-    questions = read_questions(options.questions or (() if options.tasks else (OBSERVATORY,)))
+    questions = read_questions(options.questions or (OBSERVATORY,))
     if len(questions) * options.max_tokens > MAX_ANSWERED:
         raise UserError(
             f"evaluate: max_tokens: {len(questions)} questions with {options.max_tokens} tokens each are more than {MAX_ANSWERED} "
@@ -117,9 +107,8 @@ def evaluate(
             "changed": bool(target),
             "msg": f"would ask {len(questions)} questions of {', '.join(options.subjects)}",
         }
-    what = [counted(len(questions), "question"), *options.tasks]
     where = ", ".join(dict.fromkeys(copy.host.name for copies in places.values() for copy in copies))
-    report(f"asking {', '.join(what)} of {', '.join(options.subjects)}{where and f' on {where}'}")
+    report(f"asking {counted(len(questions), 'question')} of {', '.join(options.subjects)}{where and f' on {where}'}")
     found = _ask_runs(subjects, places, questions, options, by_name, connect, launch, home)
     greedy = {"temperature": 0.0, "repeat_penalty": 1.0, "seed": 1}  # Ollama penalizes repetition by default
     settings = greedy | {"num_predict": options.max_tokens}
@@ -132,10 +121,9 @@ def evaluate(
         except OSError as error:
             raise UserError(f"evaluate: save: cannot write {target}: {error.strerror}") from None
     try:
-        if questions:
-            name, content = keep_evaluation(home / ".trainyard", result)
-            if keep_record:
-                keep_record(name, content)
+        name, content = keep_evaluation(home / ".trainyard", result)
+        if keep_record:
+            keep_record(name, content)
     except OSError as error:  # the result is complete without it
         report(f"warning: the dashboard does not get the result: {error.strerror}")
     return {"changed": bool(target), "result": result, "lines": lines}
@@ -162,7 +150,7 @@ def _ask_runs(
     """Let the models of runs answer. All hosts that have a run answer a part of its questions at the same time.
 
     Args:
-        places: the copies of each run. The first one does the tasks.
+        places: the copies of each run.
 
     Raises:
         RunError: a host cannot evaluate its part.
@@ -170,7 +158,7 @@ def _ask_runs(
     asked = [each for each in subjects if each.kind not in _SERVER_KINDS]
     by_host: dict[str, list[tuple[Subject, TrainedRun, slice]]] = {}
     for subject in asked:
-        copies = places[subject.model][: max(1, len(questions))]
+        copies = places[subject.model][: len(questions)]
         for number, copy in enumerate(copies):
             part = slice(number, None, len(copies))
             by_host.setdefault(copy.host.name, []).append((subject, copy, part))
@@ -178,17 +166,15 @@ def _ask_runs(
         return {}
     trainer = trainer_file(home / ".trainyard")
     texts = [{"messages": list(each.messages), "reference": each.answer} for each in questions]
-    request = {"max_tokens": options.max_tokens, "batch_size": options.eval_batch, "task_limit": options.task_limit}
+    request = {"max_tokens": options.max_tokens, "batch_size": options.eval_batch}
     connections = {name: connect(hosts[name]) for name in by_host}  # in the main thread
 
     def work(name: str) -> list[tuple[str, slice, dict[str, Any]]]:
         replies = []
         for subject, copy, part in by_host[name]:
-            tasks = list(options.tasks) if part.start == 0 else []
-            values = request | {"folder": copy.folder, "base": subject.kind == "base"}
-            values |= {"questions": texts[part], "tasks": tasks}
+            values = request | {"folder": copy.folder, "base": subject.kind == "base", "questions": texts[part]}
             apart = apart_request(hosts[name], trainer, copy.folder, values, EVALUATE_LIMIT)
-            reply = connections[name].call("evaluate", apart | {"online": bool(tasks)})
+            reply = connections[name].call("evaluate", apart)
             if len(reply["answers"]) != len(texts[part]):
                 raise RemoteError(f"answered {len(reply['answers'])} of {len(texts[part])} questions")
             replies.append((subject.name, part, reply))
@@ -211,10 +197,9 @@ def _ask_runs(
 def _joined(subject: str, count: int, parts: Sequence[tuple[str, slice, dict[str, Any]]]) -> Report:
     """Return the report of a subject from the parts that the hosts have sent: the subject's name, which questions, reply."""
     answers: list[Answered | None] = [None] * count
-    seconds, tasks = 1e-3, dict[str, Any]()
+    seconds = 1e-3
     for name, part, reply in parts:
         if name == subject:
             answers[part] = [Answered(**{key: each[key] for key in ANSWERED}) for each in reply["answers"]]
             seconds = max(seconds, reply["seconds"])
-            tasks |= reply.get("tasks", {})
-    return Report(subject, answers, sum(each.tokens for each in answers if each) / seconds, tasks)
+    return Report(subject, answers, sum(each.tokens for each in answers if each) / seconds)

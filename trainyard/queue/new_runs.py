@@ -31,7 +31,6 @@ _EXCLUDED = {
     "launcher": "the queue host starts the run on hosts of the cluster",
     "follow": "the queue host follows the run",
     "render_to": "the queue host starts the run",
-    "eval_questions": "evaluate the run when it has finished",
     "push": "push the run when it has finished: {push}",
     "push_as": "push the run when it has finished: {push}",
     "hook": "this machine does not follow the run: use notify",

@@ -47,8 +47,7 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
 
     Args:
         request: `trainer`, its archive in the store, and `digest`, its SHA-256; `run_dir`, the only folder that it writes; `reads`, further
-            folders; `backend`, that of the host; `limit`, in seconds; `input` of the program; `online`, whether it may
-            connect to other machines, such as the hub.
+            folders; `backend`, that of the host; `limit`, in seconds; `input` of the program.
 
     Raises:
         ValueError: the archive is not the one that the controller has sent.
@@ -59,8 +58,7 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         raise ValueError(f"{trainer} has changed; remove it and run the same command again")
     run_dir.make_folder()
     limit, data_dir = int(request["limit"]), Path(request["run_dir"]).parents[1].resolve()
-    online = bool(request.get("online"))
-    variables = {"PYTHONPATH": str(trainer), "PYTHONUTF8": "1"} | ({} if online else {"HF_HUB_OFFLINE": "1"})
+    variables = {"PYTHONPATH": str(trainer), "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-P", "-m", *module]
     systemd = choose_backend(request["backend"])
     if systemd is None:
@@ -70,11 +68,10 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         system = "--user" not in systemd
         reads = [*request["reads"], *map(str, linked_models(data_dir))]
         settings = unit_properties(run_dir.path, data_dir, system=system, reads=reads)
-        settings += address_properties(["127.0.0.1"]) if system and not online else []
+        settings += address_properties(["127.0.0.1"]) if system else []
         settings += [f"RuntimeMaxSec={limit}", MEMORY, f"WorkingDirectory={run_dir}"]
         # In the unit's own /tmp: compiled code in the cache of the run is that of its ranks.
         variables |= cache_variables(Path("/tmp")) if system else {}
-        variables |= {"HF_HOME": "/tmp/hub"} if system and online else {}
         options = ["--quiet", "--no-ask-password", "--pipe", "--wait", "--collect", "--service-type=exec"]
         options += [f"--unit=trainyard-apart-{secrets.token_hex(6)}", *(f"--property={entry}" for entry in settings)]
         command = [

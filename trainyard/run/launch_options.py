@@ -161,12 +161,6 @@ class LaunchOptions(PlaybookOptions):
         expected="OWNER/NAME",
     )
     push_as: Words = declare(("result",), PUSH_FORMS, min_length=1)
-    eval_questions: Words = declare(
-        (),
-        "files of questions, or the embedded observatory and general, that the run and its base answer when the run has "
-        "finished",
-        max_length=100,
-    )
 
     @property
     def answer_limit(self) -> float:

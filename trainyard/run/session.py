@@ -89,7 +89,6 @@ class RunSession:
         veto: returns why a run that failed must not be restarted, or an empty string.
         keep_record: keeps a record of each start, with its name and contents, for the service of the dashboard.
         watch: receives each heartbeat of the first rank while the run is followed.
-        evaluate: evaluates a run that has finished, by its name and result; returns its `scores` and `lines`.
         push: puts a run that has finished into a repository, by its name; returns readable lines.
         servers_found: see PreparedRun.
     """
@@ -108,7 +107,6 @@ class RunSession:
         veto: Callable[[RunFailure], str] = lambda failure: "",
         keep_record: KeepRecord | None = None,
         watch: Watch = lambda state: None,
-        evaluate: Callable[[str, StepResult], StepResult] | None = None,
         push: Callable[[str], list[str]] | None = None,
         servers_found: bool = False,
     ) -> None:
@@ -119,7 +117,7 @@ class RunSession:
         self.home = home or Path.cwd()
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
-        self.veto, self.keep_record, self.watch, self.evaluate = veto, keep_record, watch, evaluate
+        self.veto, self.keep_record, self.watch = veto, keep_record, watch
         self.push, self.servers_found = push, servers_found
         self.state = state or SessionState()
         self.announce = Announcer(options, self.report)
@@ -318,10 +316,6 @@ class RunSession:
         )
         if state.phase == "finished":
             collected["lines"].insert(0, f"run {self.run_name} is finished: nothing to do")
-        if self.evaluate:
-            scored = self.evaluate(self.run_name, collected["result"])
-            collected["lines"] += ["", *scored["lines"]]
-            collected["scores"] = scored["scores"]
         if self.push:
             collected["lines"] += self.push(self.run_name)
         if state.phase != "finished":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -86,35 +84,3 @@ def test_a_run_without_weights(here: Here, monkeypatch: pytest.MonkeyPatch, caps
     request = {"folder": str(here.run_dir()), "base": False, "questions": [], "max_tokens": 4, "batch_size": 1}
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
     assert evaluate.main() == 1 and "has no adapter" in json.loads(capsys.readouterr().out)["error"]
-
-
-def test_tasks_of_lm_eval(here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The package gets the adapted model; what it raises is one line. It is no dependency of the tests."""
-    assert here(lora_r=4, lr=0.02, max_steps=2) == 0, here.err
-    capsys.readouterr()
-    request = {"folder": str(here.run_dir()), "base": False, "questions": [], "max_tokens": 4, "batch_size": 2}
-    request |= {"tasks": ["arc_easy", "none"], "task_limit": 5}
-
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
-    assert evaluate.main() == 1
-    assert "install lm_eval in the environment of this host" in json.loads(capsys.readouterr().out)["error"]
-
-    asked: dict[str, Any] = {}
-
-    def simple_evaluate(**given: Any) -> dict[str, Any]:
-        asked.update(given)
-        values = {"alias": "arc_easy", "sample_len": 5, "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1}
-        return {"results": {"arc_easy": values}}
-
-    package, models = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.models.huggingface")
-    monkeypatch.setattr(package, "simple_evaluate", simple_evaluate, raising=False)
-    monkeypatch.setattr(models, "HFLM", lambda **given: given, raising=False)
-    for name, module in (("lm_eval", package), ("lm_eval.models.huggingface", models)):
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "lm_eval.models", types.ModuleType("lm_eval.models"))
-    found = ask(monkeypatch, capsys, **request)
-    assert found["tasks"] == {"arc_easy": {"acc": 0.5, "acc_stderr": 0.1, "em,strict": 1.0}}
-    assert asked["tasks"] == ["arc_easy", "none"] and asked["limit"] == 5 and asked["model"]["batch_size"] == 2
-    weights = dict(asked["model"]["pretrained"].named_parameters())
-    assert any("lora" in name for name in weights), "the adapter is part of the model"

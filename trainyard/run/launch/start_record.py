@@ -39,7 +39,6 @@ NOT_KEPT = {
     "render_to",
     "master_port",
     "follow",
-    "eval_questions",
     "notify",
     "hook",
     "push",

@@ -244,9 +244,6 @@ class Evaluated(OpenReply):
 
     seconds: Number
     answers: Annotated[list[EvaluatedAnswer], Field(max_length=10_000)]
-    tasks: NotRequired[
-        Annotated[dict[Line, Annotated[dict[Line, Optional], Field(max_length=100)]], Field(max_length=1000)]
-    ]
 
 
 class PlanEntry(OpenReply):
