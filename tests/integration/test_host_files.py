@@ -112,11 +112,11 @@ def test_a_dataset_and_a_model_of_the_hosts_are_used_there(here: Here) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "host:"], ids=["copied", "on the hosts"])
 def test_a_teacher_reaches_the_hosts_as_the_model_does(prefix: str, here: Here) -> None:
-    """The teacher is a model of the same tokenizer in another folder; two hosts train with it, on-policy in half of the steps."""
+    """The teacher is a model of the same tokenizer in another folder; two hosts train with it."""
     shutil.copytree(here.folder / "srv/model", here.folder / "srv/teacher")
     (here.folder / "srv/teacher/NOTE").write_text("another folder")
     fields = {"dataset": f"{here.folder}/srv/data.jsonl", "model": f"{here.folder}/srv/model", "strategy": "auto"}
-    fields |= {"teacher": f"{prefix}{here.folder}/srv/teacher", "distill_alpha": 0.5, "gkd_lambda": 0.5}
+    fields |= {"teacher": f"{prefix}{here.folder}/srv/teacher", "distill_alpha": 0.5}
     session = here.session(fields, master_port=free_port())
     assert session.run()["result"]["status"] == "finished"
     for host, entry in zip(here.hosts, session.state.plan, strict=True):

@@ -346,7 +346,6 @@ _SAME = {
     "warmup": "warmup_steps warmup_ratio num_warmup_steps",
     "max_grad_norm": "gradient_clipping",
     "teacher": "teacher_model_name_or_path",
-    "gkd_lambda": "lmbda",
     "grpo_group_size": "num_generations",
     "grpo_max_tokens": "max_completion_length",
     "grpo_iterations": "num_iterations",

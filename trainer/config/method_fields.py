@@ -20,7 +20,7 @@ class MethodFields(BasicFields):
     )
     distill_temperature: float = declare(
         1.0,
-        "temperature of teacher and student in the KL term, and of answers that the student writes",
+        "temperature of teacher and student in the KL term",
         ge=0.01,
         le=100,
     )
@@ -42,12 +42,6 @@ class MethodFields(BasicFields):
         minus_one=0,
         le=MAX_TEACHER_TOP_K,
         unit="tokens",
-    )
-    gkd_lambda: float = declare(
-        0.0,
-        "fraction of the steps in which the student writes the answers itself and the teacher judges them; requires teacher",
-        ge=0,
-        le=1,
     )
     gkd_beta: float = declare(
         0.0,

@@ -25,7 +25,6 @@ _LATER_FIELDS = (
     "distill_temperature",
     "teacher",
     "teacher_top_k",
-    "gkd_lambda",
     "gkd_beta",
     "averaging_rank",
     "pipeline_comm_dtype",

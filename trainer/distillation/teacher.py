@@ -65,14 +65,14 @@ class TeacherModel:
         return self._module.selected_logits(ids, positions, places)
 
     @torch.no_grad()
-    def judge(self, batch: Batch, weights: torch.Tensor | None = None) -> Teacher:
-        """Return the teacher's probabilities at the positions with loss of a micro-batch. `weights`: see TeacherLogits."""
+    def judge(self, batch: Batch) -> Teacher:
+        """Return the teacher's probabilities at the positions with loss of a micro-batch."""
         places = places_of(batch)
         logits = self.logits(batch.ids, batch.positions, places)
         if not self._spec.teacher_top_k:
-            return TeacherLogits(logits, weights)
+            return TeacherLogits(logits)
         top = top_tokens(logits, self._spec.teacher_top_k, self.vocabulary)
-        return at_places(batch.ids.shape, places, *top, weights)
+        return at_places(batch.ids.shape, places, *top)
 
     def close(self) -> None:
         """Do nothing: the teacher ends with this process."""

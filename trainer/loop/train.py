@@ -6,7 +6,6 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 from trainer.common.errors import NonFiniteError
 from trainer.config import RunSpec
 from trainer.config.run_spec import Interval
-from trainer.data.corpus import Corpus
 from trainer.data.order import Order
 from trainer.data.shares import micro_batches
-from trainer.distillation.on_policy import Writer, is_on_policy
 from trainer.distributed.world import World
 from trainer.loop.final_export import finalize
 from trainer.loop.references import with_references
@@ -43,7 +40,6 @@ class Batches:
     def __init__(self, inputs: TrainingInputs, world: World, strategy: Strategy, heartbeat: Heartbeat) -> None:
         self._inputs, self._world, self._pad = inputs, world, inputs.tokenizer.pad_token_id or 0
         self._strategy, self._heartbeat, self._method = strategy, heartbeat, inputs.module.method
-        self._writer: Writer | None = None
         # A compiled model would be recompiled for every new length.
         self._length = inputs.spec.seq_length if inputs.spec.torch_compile else None
 
@@ -80,14 +76,10 @@ class Batches:
 
     def with_teacher_targets(self, work: Work, rows: Rows) -> Batch:
         """Return the micro-batch of these rows, with the probabilities of the run's teacher if it has one."""
-        teacher, weights = self._inputs.teacher, None
-        if is_on_policy(self._inputs.spec, work.step):
-            corpus, rows, weights = self._write(work.corpus, rows, work.step)
-            work = replace(work, corpus=corpus)
         batch = self.batch(work, rows)
-        if teacher:
+        if teacher := self._inputs.teacher:
             with self._strategy.autocast():
-                return batch._replace(extra=teacher.judge(batch, weights))
+                return batch._replace(extra=teacher.judge(batch))
         if work.corpus.targets is None:
             return batch
         arrays = work.corpus.targets.lay_out(rows, work.corpus.starts, batch.ids.shape[1])
@@ -104,18 +96,6 @@ class Batches:
             if len(ready) > (self._inputs.teacher.ahead if self._inputs.teacher else 0):
                 yield ready.popleft()
         yield from ready
-
-    def _write(self, corpus: Corpus, rows: Rows, step: int) -> tuple[Corpus, list[list[int]], torch.Tensor]:
-        """Let the student write the answers of these rows; see `Writer`."""
-        module = self._strategy.plain
-        if self._writer is None:
-            self._writer = Writer(self._inputs.spec, self._inputs.tokenizer, module.model, self._world.device)
-        module.eval()
-        try:
-            with self._strategy.autocast():
-                return self._writer(corpus, rows, step, lambda: self._heartbeat("training", note="writing answers"))
-        finally:
-            module.train()
 
     def take_metrics(self) -> list[float]:
         """Return the sums of the method's metrics on this rank since the last call, in the order of `MethodPlan.sums`."""
@@ -359,10 +339,6 @@ def open_records(inputs: TrainingInputs, run_dir: Path, world: World, state: Run
         )
         for line in inputs.corpus.report.lines("data: "):
             print(line)
-        if inputs.teacher:
-            print(
-                f"teacher: {inputs.spec.teacher}; {inputs.spec.gkd_lambda:.0%} of the steps use answers of the student"
-            )
         if targets := inputs.corpus.targets:
             print(
                 f"{targets.matched} samples have log-probabilities of a teacher; {targets.unmatched} train on the text alone, "
@@ -394,7 +370,7 @@ def begin_method(inputs: TrainingInputs, strategy: Strategy, run_dir: Path) -> M
 
 def utilisation_of(spec: RunSpec, device: torch.device) -> Utilisation | None:
     """Measure the peak of the device, if the work of a step is that of its tokens; else return None."""
-    return Utilisation.of(spec, device) if method_of(spec).computes_tokens_only and not spec.gkd_lambda else None
+    return Utilisation.of(spec, device) if method_of(spec).computes_tokens_only else None
 
 
 def train(

@@ -26,8 +26,8 @@ def may_use(spec: RunSpec) -> bool:
     """Return whether this rank may use unsloth: the spec requests it, or permits it and the package is installed."""
     if spec.backend != "auto":
         return spec.backend == PACKAGE
-    # Weights in float32, compiled models, answers during training and strategies with shards need peft.
-    writes = spec.gkd_lambda or spec.learns_from_prompts
+    # Weights in float32, compiled models, completions during training and strategies with shards need peft.
+    writes = spec.learns_from_prompts
     suits = spec.lora_r > 0 and spec.precision != "32-true" and not spec.torch_compile and not writes
     return suits and _permitted(spec) and importlib.util.find_spec(PACKAGE) is not None
 

@@ -22,23 +22,17 @@ class TopProbabilities(NamedTuple):
     """The most probable tokens of a teacher at every place of a micro-batch.
 
     `ids`: int32 [rows, T, K]; `values`: their log-probabilities, float32 [rows, T, K], in descending order, -inf where there are
-    fewer. They belong to the token at the place, as labels do. `weights`: as those of TeacherLogits.
+    fewer. They belong to the token at the place, as labels do.
     """
 
     ids: torch.Tensor
     values: torch.Tensor
-    weights: torch.Tensor | None = None
 
 
 class TeacherLogits(NamedTuple):
-    """The logits of a teacher, [n, V], for the n places with loss of a micro-batch, in their order.
-
-    `weights`: of the divergence at each place, float32 [n], with which the text carries no loss, because the student wrote it;
-    None: the text carries loss.
-    """
+    """The logits of a teacher, [n, V], for the n places with loss of a micro-batch, in their order."""
 
     logits: torch.Tensor
-    weights: torch.Tensor | None = None
 
 
 class PendingProbabilities(Protocol):
@@ -75,20 +69,17 @@ def top_tokens(logits: torch.Tensor, count: int, vocabulary: int) -> tuple[torch
     return ids, values
 
 
-def at_places(
-    shape: torch.Size, places: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, weights: torch.Tensor | None
-) -> TopProbabilities:
+def at_places(shape: torch.Size, places: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> TopProbabilities:
     """Lay probabilities of the tokens after n places out over a micro-batch of `shape` [rows, T].
 
     Args:
         places: positions in the flattened micro-batch, int64 [n], none of them the last of a row.
         ids, values: [n, K], see TopProbabilities.
-        weights: [n] or None.
     """
     count = shape.numel()
     all_ids = ids.new_zeros((count, ids.shape[1])).index_copy(0, places + 1, ids)
     all_values = values.new_full((count, ids.shape[1]), -torch.inf).index_copy(0, places + 1, values)
-    return TopProbabilities(all_ids.view(*shape, -1), all_values.view(*shape, -1), weights)
+    return TopProbabilities(all_ids.view(*shape, -1), all_values.view(*shape, -1))
 
 
 @dataclass(frozen=True)
@@ -159,14 +150,12 @@ def distillation_loss(
     size = max(1, LOSS_CHUNK // logits.shape[1])
     if not isinstance(teacher, TopProbabilities | TeacherLogits):
         teacher = teacher.result()
-    weights = torch.ones_like(targets, dtype=torch.float32) if teacher.weights is None else teacher.weights
-    learns_text = teacher.weights is None
     if isinstance(teacher, TopProbabilities):
-        parts = [teacher.ids.flatten(0, 1)[places], teacher.values.flatten(0, 1)[places], weights]
-        compute = functools.partial(_top_loss, divergence=divergence, learns_text=learns_text)
+        parts = [teacher.ids.flatten(0, 1)[places], teacher.values.flatten(0, 1)[places]]
+        compute = functools.partial(_top_loss, divergence=divergence)
     else:
-        parts = [teacher.logits, weights]
-        compute = functools.partial(_logits_loss, divergence=divergence, learns_text=learns_text)
+        parts = [teacher.logits]
+        compute = functools.partial(_logits_loss, divergence=divergence)
     loss = torch.zeros((), dtype=torch.float32, device=logits.device)
     # In chunks that are recomputed: no log-probabilities of all places and tokens are in memory.
     for chunk in zip(*(tensor.split(size) for tensor in (logits, targets, *parts)), strict=True):
@@ -179,17 +168,12 @@ def _top_loss(
     targets: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
-    weights: torch.Tensor,
     divergence: Divergence,
-    learns_text: bool,
 ) -> torch.Tensor:
     logits = logits.float()
     taught = (values[:, 0] > -torch.inf) & (targets != IGNORED)
     # A row without any probability would give NaN, also in the gradient.
     values = torch.where(taught[:, None], values, 0.0)
-    if not learns_text:
-        each = top_kl(logits, ids, values, divergence.temperature)
-        return torch.where(taught, each * weights, 0.0).sum()
     text = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     share = torch.where(taught, divergence.alpha, 0.0)
     return ((1 - share) * text + share * top_kl(logits, ids, values, divergence.temperature)).sum()
@@ -199,16 +183,12 @@ def _logits_loss(
     logits: torch.Tensor,
     targets: torch.Tensor,
     teacher: torch.Tensor,
-    weights: torch.Tensor,
     divergence: Divergence,
-    learns_text: bool,
 ) -> torch.Tensor:
     logits = logits.float()
     # Models of one family pad their vocabularies to different sizes; the tokens in front are the same.
     width = min(logits.shape[1], teacher.shape[1])
     each = generalized_jsd(logits[:, :width], teacher[:, :width].float(), divergence.beta, divergence.temperature)
-    each = torch.where(targets != IGNORED, each * weights, 0.0)
-    if not learns_text:
-        return each.sum()
+    each = torch.where(targets != IGNORED, each, 0.0)
     text = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return (1 - divergence.alpha) * text + divergence.alpha * each.sum()

@@ -205,7 +205,6 @@ def _no_compile(spec: RunSpec, hosts: Hosts) -> str:
         return str(error).removeprefix("torch_compile: ")
     reasons = {
         "replicas with a torchrun each do not compare their GPUs": plan_of(spec).separate_launchers(spec),
-        "answers that the student writes have many lengths": spec.gkd_lambda > 0,
         "backend=unsloth has kernels of its own": spec.backend == "unsloth",
         "4-bit weights are unpacked outside of compiled code": spec.quantize != "none",
         "rows that are not packed would be padded to seq_length": not may_pack(spec),

@@ -308,11 +308,7 @@ def _teacher_lines(spec: RunSpec) -> list[str]:
             f"on {spec.teacher_host}: {mib(teacher_process_memory(spec, shape))} MiB, "
             f"at most {teacher_step_bytes(spec, rows) / 1e6:.3g} MB/step over the network"
         )
-    written = f"; the time in which the student writes answers ({spec.gkd_lambda:.0%} of the steps) is not counted"
-    return [
-        f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, {where}"
-        f"{written if spec.gkd_lambda else ''}"
-    ]
+    return [f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, {where}"]
 
 
 def _row(option: Option) -> list[str]:

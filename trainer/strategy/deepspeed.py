@@ -38,7 +38,7 @@ from trainer.strategy.deepspeed_config import accelerate_options, bucket, engine
 from trainer.strategy.deepspeed_file import check_file
 from trainer.strategy.full_state_dict import KINDS, MOMENTS, create_moments, persistent_buffers, read_full, write_full
 from trainer.strategy.loss_scale import LossScale
-from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +86,6 @@ class DeepSpeedPlan(StrategyPlan):
                 "divides the weights"
             )
         reject_unshardable(spec, "strategy", possible=("precision",))
-        if self.sharded_weights(spec):
-            reject_generation(spec, "strategy")
         if spec.deepspeed_offload == "all" and spec.deepspeed_stage < 3:
             raise ValueError(
                 f"deepspeed_offload: all requires deepspeed_stage 3, got {spec.deepspeed_stage}: "

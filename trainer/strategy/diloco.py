@@ -19,7 +19,7 @@ from trainer.strategy import four_bits
 from trainer.strategy.ddp import DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDPPlan, sharded_state
 from trainer.strategy.pipeline import PipelinePlan, check_stages
-from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_unshardable
 from trainer.strategy.replicas import CHUNK
 
 if TYPE_CHECKING:
@@ -155,7 +155,6 @@ class DiLoCoPlan(StrategyPlan):
             )
         if self._staged(spec):
             check_stages(spec, "replica_strategy")
-        reject_generation(spec, "replica_strategy")
         if self.separate_launchers(spec):
             raise ValueError(
                 f"diloco_membership: torchft requires replica_strategy ddp, got replica_strategy {spec.replica_strategy}"

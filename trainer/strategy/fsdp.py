@@ -36,7 +36,7 @@ from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, create_moments, persistent_buffers, read_full, write_full
 from trainer.strategy.full_state_dict import State as StateDict
 from trainer.strategy.loss_scale import LossScale
-from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,6 @@ class FSDPPlan(StrategyPlan):
 
     def validate(self, spec: RunSpec) -> None:
         reject_unshardable(spec, "strategy", possible=("precision", "quantize", "torch_compile"))
-        reject_generation(spec, "strategy")
         if spec.quantize == "nf4" and spec.torch_compile:
             raise ValueError(
                 "torch_compile: under strategy fsdp no layer in 4 bits can be compiled: set torch_compile=false, or quantize=none"

@@ -34,7 +34,7 @@ from trainer.strategy.pipeline_split import (
     in_flight,
     parse_layers,
 )
-from trainer.strategy.plan import StrategyPlan, reject_generation, reject_unshardable
+from trainer.strategy.plan import StrategyPlan, reject_unshardable
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,6 @@ class PipelinePlan(StrategyPlan):
 
     def validate(self, spec: RunSpec) -> None:
         reject_unshardable(spec, "strategy", possible=("quantize", "precision"))
-        reject_generation(spec, "strategy")
         check_stages(spec, "strategy")
 
     def sharded_weights(self, spec: RunSpec) -> bool:

@@ -318,16 +318,3 @@ def even_micro_batches(spec: RunSpec, world: int) -> int:
             f"{world} processes, which other tools require: set total_batch_size={max(1, parts) * spec.batch_size * world}"
         )
     return parts
-
-
-def reject_generation(spec: RunSpec, field: str) -> None:
-    """Check that the student writes no answers while it trains, which needs all of its weights on a rank.
-
-    Raises:
-        ValueError: it does. `field`: the field whose value shards the weights.
-    """
-    if spec.gkd_lambda:
-        raise ValueError(
-            f"gkd_lambda: {spec.gkd_lambda:g} requires a strategy that holds the whole model on every rank, got "
-            f"{field} {getattr(spec, field)}: set {field}=ddp, or gkd_lambda=0"
-        )

@@ -73,8 +73,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pat
     "fields",
     [
         {"distill_alpha": 0.5},
-        {"distill_alpha": 1, "gkd_beta": 1, "gkd_lambda": 1, "lora_r": 0, "gradient_checkpointing": True},
-        {"distill_alpha": 0.5, "gkd_lambda": 0.5, "gkd_beta": 0.5, "packing": False},
+        {"distill_alpha": 1, "gkd_beta": 1, "lora_r": 0, "gradient_checkpointing": True},
+        {"distill_alpha": 0.5, "gkd_beta": 0.5, "packing": False},
     ],
     ids=str,
 )
@@ -96,7 +96,7 @@ def test_micro_batches_and_a_resume_do_not_change_the_losses(
     kind: str, here: Here, teacher: Path, taught: Path
 ) -> None:
     """The run that resumes has lost everything after its checkpoint at step 4."""
-    fields = {"dataset": taught} if kind != "teacher" else {"teacher": teacher, "gkd_lambda": 0.6, "gkd_beta": 0.3}
+    fields = {"dataset": taught} if kind != "teacher" else {"teacher": teacher, "gkd_beta": 0.3}
     fields |= {"distill_alpha": 0.7, "checkpoint_interval": 2, **FEW}
     for size in (1, 4):
         assert here(f"b{size}", batch_size=size, **fields) == 0, here.err
@@ -136,8 +136,6 @@ def test_ranks_agree_with_a_teacher(strategy: str, cluster: Cluster, teacher: Pa
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
     fields = {"teacher": teacher, "distill_alpha": 0.8, "gkd_beta": 0.5, "max_steps": 6, "balance": "even"}
-    if strategy != "fsdp":
-        fields["gkd_lambda"] = 0.5
     found = cluster.run(2, run="two", strategy=strategy, local_steps=3, **fields)
     assert len(found) == 6 and all(map(math.isfinite, found))
     if strategy in ("ddp", "fsdp", "deepspeed"):
@@ -215,7 +213,7 @@ def test_a_student_of_a_teacher_beats_a_student_of_the_text_at_equal_steps(
     assert here("text", **fields) == 0, here.err
     text = here.result("text")["eval_loss"]
     taught = fields | {"teacher": trained_teacher, "distill_alpha": 1}
-    for run, more in (("kl", {}), ("gkd", {"gkd_lambda": 0.3, "gkd_beta": 0.5})):
+    for run, more in (("kl", {}), ("gkd", {"gkd_beta": 0.5})):
         assert here(run, **taught, **more) == 0, here.err
         loss = here.result(run)["eval_loss"]
         print(f"held-out loss: text {text:.4f}, {run} {loss:.4f}")

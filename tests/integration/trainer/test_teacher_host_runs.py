@@ -46,7 +46,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_the_losses_equal_those_of_a_local_teacher(here: Here, teacher: Path, tmp_path: Path, environment: Any) -> None:
-    for run, more in (("text", {}), ("written", {"gkd_lambda": 0.6, "distill_alpha": 1, "packing": False})):
+    for run, more in (("text", {}), ("written", {"distill_alpha": 1, "packing": False})):
         fields = {name: str(value) for name, value in fields_of(here, teacher, **more).items()}
         local = fields | {"teacher_host": "", "teacher_top_k": "20"}
         assert here(f"{run}-local", **local) == 0, here.err

@@ -44,7 +44,6 @@ def test_ranks_on_gpus_measure_whether_compiling_pays() -> None:
         ({"packing": False}, {}, "rows that are not packed"),
         ({"quantize": "nf4"}, {}, "4-bit weights"),
         ({"backend": "unsloth", "precision": "bf16-mixed"}, {}, "backend=unsloth"),
-        ({"teacher": "x", "distill_alpha": 0.5, "gkd_lambda": 0.5}, {}, "answers that the student writes"),
         ({"strategy": "diloco", "diloco_membership": "torchft"}, {}, "replicas with a torchrun each"),
         ({}, {"compiler": False}, "a host has no C++ compiler: install g++"),
     ],

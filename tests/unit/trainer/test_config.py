@@ -95,7 +95,6 @@ def field_strings() -> list[tuple[str, str, Any]]:
 REQUIRED: dict[str, dict[str, Any]] = {
     "method": {"dataset": "pairs.jsonl"},
     "teacher": {"distill_alpha": 0.5},
-    "gkd_lambda": {"distill_alpha": 0.5, "teacher": "folder"},
     "gkd_beta": {"distill_alpha": 0.5, "teacher": "folder"},
     "teacher_host": {"distill_alpha": 0.5, "teacher": "folder", "teacher_top_k": 20},
     "teacher_top_k": {"distill_alpha": 0.5, "teacher": "folder"},

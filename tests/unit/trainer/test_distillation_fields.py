@@ -25,15 +25,9 @@ def test_a_teacher_on_another_host_sends_20_tokens_by_default_and_its_host_may_c
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"gkd_lambda": 0.5}, "gkd_lambda: 0.5 requires a teacher model"),
         ({"gkd_beta": 0.5}, "gkd_beta: 0.5 requires a teacher model"),
         ({"teacher": "t"}, "teacher: it has no effect with distill_alpha 0"),
         ({"teacher": "tiny", "distill_alpha": 1}, "teacher: tiny has random weights"),
-        ({"teacher": "t", "distill_alpha": 1, "gkd_lambda": 1, "strategy": "fsdp"}, "got strategy fsdp"),
-        ({"teacher": "t", "distill_alpha": 1, "gkd_lambda": 1, "strategy": "deepspeed", "deepspeed_stage": 3}, "got strategy deepspeed"),
-        ({"teacher": "t", "distill_alpha": 1, "gkd_lambda": 1, "strategy": "diloco", "replica_strategy": "fsdp"}, "set replica_strategy=ddp"),
-        ({"teacher": "t", "distill_alpha": 1, "gkd_lambda": 1, "train_on": "all"}, "set train_on=answer"),
-        ({"teacher": "t", "distill_alpha": 1, "gkd_lambda": 1, "backend": "unsloth"}, "set backend=peft"),
         ({"teacher_host": "a"}, "teacher_host: a requires a teacher model"),
         ({"teacher_top_k": 5}, "teacher_top_k: 5 requires a teacher model"),
         (TAUGHT | {"teacher_host": "a", "teacher_top_k": 0}, "set teacher_top_k=20, or omit teacher_host"),

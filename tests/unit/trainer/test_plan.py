@@ -190,15 +190,13 @@ def test_the_memory_of_pairs_is_within_10_percent_of_the_measured_peak(fields: d
 def test_a_teacher_takes_time_and_is_named_by_the_plan(model_folder: Path, tmp_path: Path) -> None:
     hosts: list[dict[str, Any]] = [{"host": "a", "processes": 1}]
     common = {"model": str(model_folder), "seq_length": 64, "fake_data": True}
-    taught = {"teacher": str(model_folder), "distill_alpha": 0.5, "gkd_lambda": 0.25}
+    taught = {"teacher": str(model_folder), "distill_alpha": 0.5}
     plain, found = (
         plan(make_spec(common | fields, "here"), hosts, None, fast=True, data_dir=tmp_path) for fields in ({}, taught)
     )
     # The student computes two passes and those of its adapters, the teacher one.
     assert 1.2 < found["speed"]["part"] / plain["speed"]["part"] < 1.6
-    assert any(
-        line.startswith(f"teacher {model_folder}: 0.") and "(25% of the steps)" in line for line in found["lines"]
-    )
+    assert any(line.startswith(f"teacher {model_folder}: 0.") for line in found["lines"])
     away = make_spec(common | taught | {"teacher_host": "big", "total_batch_size": 8}, "here")
     elsewhere = plan(away, hosts, None, fast=True, data_dir=tmp_path)
     assert elsewhere["speed"]["part"] == plain["speed"]["part"], "the teacher computes beside the ranks"
