@@ -23,6 +23,7 @@ requirements:
   - set as stdout in configuration
 """
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ class CallbackModule(Default):
 
     def __init__(self) -> None:
         super().__init__()
+        # Ansible's Display never flushes: into a pipe or a file, the progress of a run of hours would appear at its end.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
         self._playbook = ""
         self._changed: dict[str, list[str]] = {}  # role -> hosts, in the order of their first changes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import ansible_runner
@@ -142,3 +143,35 @@ def test_site_ends_with_the_roles_that_changed_something(tmp_path: Path) -> None
         tasks.write_text(yaml.safe_dump([{"name": "Task", "ansible.builtin.command": "true", "changed_when": changes}]))
         lines = run(tmp_path, name, [play]).splitlines()
         assert [each for each in lines if each.startswith("changed: ") and "[" not in each] == ([line] if line else [])
+
+
+SLOW_ACTION = """import time
+from pathlib import Path
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+
+class ActionModule(ActionBase):
+    def run(self, tmp=None, task_vars=None):
+        Display().display("begun")
+        while not Path(self._task.args["until"]).exists():
+            time.sleep(0.05)
+        return {"changed": False}
+"""
+
+
+def test_lines_of_a_running_task_reach_a_pipe(tmp_path: Path) -> None:
+    """A user's shell does not set PYTHONUNBUFFERED."""
+    (tmp_path / "slow.py").write_text(SLOW_ACTION)
+    play = {"hosts": "a", "gather_facts": False, "tasks": [{"slow": {"until": str(tmp_path / "read")}}]}
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_ACTION_PLUGINS": str(tmp_path)}
+    command = [Path(sys.executable).with_name("ansible-playbook"), "-i", "a,", "-c", "local", tmp_path / "play.yml"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(60.0, (tmp_path / "read").touch)
+        timer.start()
+        assert process.stdout and any("begun" in line for line in process.stdout)
+        assert not (tmp_path / "read").exists(), "the line came after the task had ended"
+        timer.cancel()
+        (tmp_path / "read").touch()
+        assert "failed=0" in process.stdout.read() and process.wait() == 0
