@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,11 +34,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 from trainer.generation.ollama_client import OllamaClient
-from trainyard.ollama.answers import AnswerFile, answers_path
-from trainyard.ollama.collect import Questions, collect_answers
-from trainyard.ollama.distill_options import DistillOptions
-from trainyard.ollama.teacher_nodes import OllamaNode
-from trainyard.progress_record import SUFFIX
 
 __all__ = ["browser"]
 pytestmark = [
@@ -49,7 +42,6 @@ pytestmark = [
 ]
 
 RUN = f"again-{os.getpid()}"
-TEACHER = f"teacher-{os.getpid()}"
 STEPS = 120
 
 
@@ -87,12 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
         end(process, training)
         bed.clean()
         (TOP / f".trainyard/starts/{RUN}.json").unlink(missing_ok=True)
-        for file in (TOP / ".trainyard/answers").glob(f"{TEACHER}-*"):
-            file.unlink()
         shutil.rmtree(TOP / f".trainyard/deploy/{RUN}", ignore_errors=True)
-        for file in (TOP / ".trainyard/deploy").glob(f"*{SUFFIX}"):
-            if json.loads(file.read_text())["run"] in (RUN, "hostile"):
-                file.unlink()
 
 
 def step_of(site: Site) -> int:
@@ -148,41 +135,9 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     assert all(f"{RUN}:latest" in client.tags() for client in ollamas)
     received = site.bed.folder / "node1/dashboard/.trainyard/received"
     assert (received / f"starts/{RUN}.json").is_file()
-    assert [json.loads(path.read_text())["state"] for path in (received / "deploy").iterdir()] == ["done"]
     site.open(browser, "/models")
-    until(lambda: "2 of 2 hosts" in body(browser) and "answers as trained" in body(browser), 20, "the record")
     until(lambda: "node1, node2" in body(browser).partition("Models on the hosts")[2], 30, "the models of the hosts")
     assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []
-
-
-def test_a_distillation_is_shown_while_it_runs(site: Site, browser: WebDriver, ollamas: list[OllamaClient]) -> None:
-    nodes = [
-        OllamaNode(f"node{place + 1}", client, "tiny", real_ollama.create(client, "tiny"))
-        for place, client in enumerate(ollamas)
-    ]
-    options = DistillOptions(teacher=TEACHER, prompts="p.jsonl", max_tokens=48)
-    chats = [[{"role": "user", "content": f"What is {n}?"}] for n in range(120)]
-    site.open(browser, "/models")
-
-    def card() -> str:
-        text: str = browser.execute_script(
-            "return document.querySelector(`[aria-label$='${arguments[0]}']`)?.textContent || ''", TEACHER
-        )
-        return text
-
-    def teach() -> None:
-        with AnswerFile(answers_path(TOP / ".trainyard", TEACHER)) as answers:
-            collect_answers(Questions(chats, options), nodes, answers, lambda line: None, interval=0.5)
-
-    thread = threading.Thread(target=teach)
-    thread.start()
-    try:
-        part = until(lambda: re.search(r"running[\s\S]*?(\d+) of 120", card()), 60, "the progress")
-        assert int(part[1]) < 120
-        assert "node1" in card() and "node2" in card()
-    finally:
-        thread.join(300)
-    until(lambda: re.search(r"done[\s\S]*120 of 120", card()), 30, "the end")
 
 
 def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:

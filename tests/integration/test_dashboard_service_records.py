@@ -1,4 +1,4 @@
-"""The service of the dashboard and the controller: starts and progress that the controller sends, with real runs of two hosts."""
+"""The service of the dashboard and the controller: starts that the controller sends, with real runs of two hosts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard_lines import HostOfRuns
+from dashboard_lines import pages_of
 from dashboard_site import start_training, write_inventory
 from run_hosts import TOP, Bed, until
 
 from trainyard.dashboard.actions import Actions
-from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
-from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView
-from trainyard.dashboard.views import Action, Pages
-from trainyard.progress_record import SUFFIX, ProgressRecord
+from trainyard.dashboard.views import Action
 from trainyard.run.follow.manage_runs import stop_run
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.service_records import WAIT, ServiceRecords
@@ -69,7 +66,7 @@ def start_again(bed: Bed, run: str) -> Action:
 
     async def act() -> Action:
         cluster = ClusterView(hosts(bed))
-        pages = Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
+        pages = pages_of(cluster)
         project = Project(folder(bed), is_service=True)
         actions = Actions(hosts(bed), connect, LaunchOptions(), pages, project)
         assert actions.start(run)
@@ -117,43 +114,6 @@ def test_a_run_of_the_controller_is_started_again_without_its_files(bed: Bed) ->
     for i in (0, 1):
         environment = (bed.run_dir(i, RUN) / "env").read_text()
         assert "of the inventory" in environment and "of the start" in environment
-
-
-def test_the_service_shows_the_progress_that_a_controller_sends(bed: Bed, tmp_path: Path) -> None:
-    work, lines = tmp_path / ".trainyard", list[str]()
-    there = folder(bed)
-    records = ServiceRecords("node1", lambda name: connect(hosts(bed)[0]), lines.append)
-    project = Project(there, is_service=True)
-    queue = HostOfRuns(there.parent / "runs")
-    watch = ProgressWatch(ClusterView(hosts(bed)), project, queue)
-
-    def shown() -> list[dict[str, Any]]:
-        asyncio.run(watch.update())
-        return watch.deployments
-
-    about = {"run": "r", "name": "<script>", "hosts": {"node1": {"state": "waiting"}}}
-    with records.following(work), ProgressRecord(work / f"deploy/a{SUFFIX}", "deploy", **about) as record:
-        assert until(shown, 10, "the record")[0]["state"] == "running"
-        record.update_part("hosts", "node1", state="deployed")
-        until(lambda: shown()[0]["hosts"]["node1"]["state"] == "deployed", 10, "its change")
-    assert shown()[0]["state"] == "done" and lines == []
-    [file] = (there / ".trainyard/received/deploy").iterdir()
-    # The controller was killed: it no longer writes the record.
-    file.write_text(file.read_text().replace('"done"', '"running"'))
-    assert shown()[0]["state"] == "running"
-    long_ago = time.time() - 100
-    os.utime(file, (long_ago, long_ago))
-    assert shown()[0]["state"] == "interrupted"
-    # The queue on the same host has records of its own.
-    ProgressRecord(there.parent / f"queue/run-1/deploy/b{SUFFIX}", "deploy", **about, error="").update(state="done")
-    assert [one["state"] for one in shown()] == ["done", "interrupted"]
-    (there.parent / f"queue/run-1/deploy/c{SUFFIX}").write_text('{"kind": "deploy", "state": "running", "hosts": 7}')
-    assert len(shown()) == 2, "a record that is not valid is left out"
-    left = {"kind": "deploy", "state": "running", "error": "", "began": 1.0, "updated": 2.0, "pid": 0, **about}
-    (there.parent / f"queue/run-1/deploy/c{SUFFIX}").write_text(json.dumps(left))
-    assert [one["state"] for one in shown()] == ["done", "interrupted", "interrupted"]
-    queue.answers = False
-    assert len(shown()) == 3, "the last answer is kept"
 
 
 def test_a_service_that_does_not_answer_does_not_delay_a_start(bed: Bed) -> None:

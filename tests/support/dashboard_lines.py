@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.link_free import link_free
+from trainyard.dashboard.evaluation_watch import EvaluationWatch
+from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import _parse
@@ -60,8 +62,9 @@ def cluster_with(*lines: tuple[str, dict[str, Any]]) -> ClusterView:
     return cluster
 
 
-def pages_of(cluster: ClusterView) -> Pages:
-    return Pages(cluster, "token", QueueWatch(cluster, {}, lambda: "node1"))
+def pages_of(cluster: ClusterView, home: Path = Path("/nowhere"), queue: QueueWatch | None = None, **how: Any) -> Pages:
+    queue = queue or QueueWatch(cluster, {}, lambda: "node1")
+    return Pages(cluster, "token", queue, EvaluationWatch(cluster, Project(home)), **how)
 
 
 class HostOfRuns:

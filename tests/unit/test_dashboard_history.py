@@ -1,25 +1,21 @@
-"""Logs and progress on the dashboard, and the records of how runs were started."""
+"""Logs on the dashboard, and the records of how runs were started."""
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, hosts, pages_of, run_line
+from dashboard_lines import HostOfRuns, cluster_with, hosts, pages_of, run_line
 
 from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.dashboard import log_streams as logs_module
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.log_streams import AGAIN, RunLog
-from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.state import ClusterView
-from trainyard.progress_record import SUFFIX, ProgressRecord, read_progress
 from trainyard.run.launch.start_record import has_start, keep_start, options_of, read_start
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
@@ -50,53 +46,6 @@ def test_logs_of_all_ranks_grow_side_by_side(tmp_path: Path, monkeypatch: pytest
     news, place = read(place)
     assert [line for _, line in news["lines"]] == [AGAIN, "another start"]
     assert news["error"] == "the host does not answer" and len(read(None)[0]["lines"]) == 303
-
-
-# Progress ---------------------------------------------------------------------------------------------------------------
-
-
-def models_page(home: Path) -> str:
-    pages = pages_of(ClusterView(hosts()))
-    pages.progress = ProgressWatch(pages.cluster, Project(home))
-    asyncio.run(pages.progress.update())
-    return pages.page("models")
-
-
-def test_progress_is_shown_escaped_and_without_guesses(tmp_path: Path) -> None:
-    empty = models_page(tmp_path)
-    assert "trainyard distill <span>--teacher" in empty and "trainyard deploy RUN" in empty
-    work = tmp_path / ".trainyard"
-    node = {"name": "node1", "answers": 3, "tokens_per_second": 80.0, "in_flight": 1, "down": ""}
-    numbers = {"answers": 3, "total": 10, "tokens_per_second": 80.0, "eta": 42.0, "nodes": [node], "before": 2}
-    record = ProgressRecord(work / f"answers/a{SUFFIX}", "distill", teacher=SCRIPT, **numbers)
-    record.update()
-    (work / f"answers/b{SUFFIX}").write_text('{"kind": "distill", "state": "running", "answers": -1}')
-    (work / f"answers/c{SUFFIX}").write_text("{" * 5000)
-    hosts_of = {"node1": {"state": "waiting"}, "node2": {"state": "waiting"}}
-    with (
-        pytest.raises(UserError),
-        ProgressRecord(work / f"deploy/d{SUFFIX}", "deploy", run="r", name="mine", hosts=hosts_of) as deploy,
-    ):
-        deploy.update_part("hosts", "node1", state="deployed", text="merged, f16: 20 of 20 answers as trained")
-        raise UserError("node2 is full")
-    html = models_page(tmp_path)
-    assert SCRIPT not in html and "&lt;script&gt;" in html
-    for text in ("3 <small>of 10; 2 from before", "80 tok/s", "42 s", "1 of 2 hosts", "node2 is full", "20 of 20"):
-        assert text in html, text
-
-
-def test_a_record_whose_process_is_gone_is_interrupted(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from trainyard.progress_record import ProgressRecord;"
-        "ProgressRecord(Path(sys.argv[1]), 'deploy').update()"
-    )
-    file = tmp_path / f"a{SUFFIX}"
-    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
-    assert [record["state"] for record in read_progress(tmp_path)] == ["interrupted"]
-    ProgressRecord(file, "deploy").update()
-    assert [record["state"] for record in read_progress(tmp_path)] == ["running"]
-    ProgressRecord(None, "deploy").update()
-    ProgressRecord(file / "no/folder", "deploy").update()  # the action itself continues
 
 
 # Starts -----------------------------------------------------------------------------------------------------------------

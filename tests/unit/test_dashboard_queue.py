@@ -67,7 +67,7 @@ def updated(host: QueueHost) -> QueueWatch:
 
 
 def page(found: QueueWatch) -> str:
-    return Pages(found._cluster, "token", found).page("queue", queue=found)
+    return pages_of(found._cluster, queue=found).page("queue", queue=found)
 
 
 def attempts(**runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_the_drawing_moves_every_30_seconds_so_that_an_equal_answer_sends_nothin
     drawn = {}
     for later in (0, 3, 29, 31):
         found = updated(QueueHost(now=NOW // 30 * 30 + 60 + later, completed=[]))
-        drawn[later] = Pages(found._cluster, "token", found).regions("queue")["timeline"]
+        drawn[later] = pages_of(found._cluster, queue=found).regions("queue")["timeline"]
     assert drawn[0] == drawn[3] == drawn[29] != drawn[31]
 
 
@@ -236,7 +236,7 @@ class SlurmConnection(HostConnection):
 def test_an_action_changes_the_job_and_shows_its_lines() -> None:
     async def act() -> tuple[SlurmConnection, Pages, list[bool]]:
         found = watch(QueueHost())
-        pages = Pages(found._cluster, "token", found)
+        pages = pages_of(found._cluster, queue=found)
         connection = SlurmConnection()
         connect = lambda host: cast(HostConnection, connection)  # noqa: E731
         actions = Actions([connection.host], connect, LaunchOptions(), pages, Project(Path("/nowhere")))
@@ -305,7 +305,7 @@ def test_a_run_that_has_ended_is_added_again_after_the_runs_that_it_waits_for() 
 def test_the_page_of_a_run_says_what_the_queue_can_do_with_it() -> None:
     connection = AgainConnection(later="failed", low="failed")
     found = watch(QueueHost(runs=connection.told["runs"], jobs=connection.told["jobs"], completed=[]))
-    pages = Pages(found._cluster, "token", found, can_start=lambda run: True)
+    pages = pages_of(found._cluster, queue=found, can_start=lambda run: True)
 
     def action(run: str) -> str:
         state = found._cluster.runs[run] = RunState(run)
@@ -473,5 +473,5 @@ def test_preemptions_and_lost_hosts_of_the_queue_are_events() -> None:
     ]
     failed = [one for one in found._cluster.events.values() if one.kind == "failed"]
     assert {one.run for one in failed} >= {"bad"}
-    html = Pages(found._cluster, "token", found).page("events")
+    html = pages_of(found._cluster, queue=found).page("events")
     assert "Slurm has asked for the host" in html and "<script>alert" not in html

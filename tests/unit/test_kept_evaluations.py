@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from dashboard_lines import SCRIPT, cluster_with, pages_of
 
-from trainyard.dashboard.progress_watch import ProgressWatch
+from trainyard.dashboard.evaluation_watch import EvaluationWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Pages
 from trainyard.evaluate import kept_evaluations as kept
@@ -81,12 +81,11 @@ def page(pages: Pages, *names: str) -> str:
 
 
 def test_the_page_shows_the_scores_and_hostile_answers_as_text(tmp_path: Path) -> None:
-    pages = pages_of(cluster_with())
-    watch = pages.progress = ProgressWatch(pages.cluster, Project(tmp_path))
+    pages = pages_of(cluster_with(), tmp_path)
     assert "No evaluation is known" in page(pages)
     hostile = f"{SCRIPT}\x1b[2J\x00"
     name, _ = kept.keep_evaluation(tmp_path / ".trainyard", result(text=hostile))
-    asyncio.run(watch.read_evaluations())
+    asyncio.run(pages.evaluations.update())
     html = page(pages)
     assert "&lt;script&gt;" in html and SCRIPT not in html and not re.search("[\x00\x1b]", html)
     words = re.sub(r"<[^>]*>|\s+", " ", html)
@@ -100,6 +99,6 @@ def test_the_service_shows_what_a_controller_sends(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     assert keep_record({"folder": str(tmp_path), "name": name, "content": content}) == {"kept": True}
     pages = pages_of(cluster_with())
-    watch = ProgressWatch(pages.cluster, Project(tmp_path, is_service=True))
-    asyncio.run(watch.read_evaluations())
-    assert list(watch.evaluations) == [Path(name).stem] and json.loads(content)["subjects"] == ["base", "run"]
+    watch = EvaluationWatch(pages.cluster, Project(tmp_path, is_service=True))
+    asyncio.run(watch.update())
+    assert list(watch.found) == [Path(name).stem] and json.loads(content)["subjects"] == ["base", "run"]

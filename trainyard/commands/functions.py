@@ -39,7 +39,6 @@ from trainyard.run.follow.gathered_logs import copy_logs
 from trainyard.run.follow.manage_runs import manage_runs
 from trainyard.run.plan.nodes import PORTS
 from trainyard.run.types import SessionState, plain, read
-from trainyard.service_records import following
 from trainyard.wire.run_errors import RunError
 from trainyard.workflows.check_training import check_spec
 from trainyard.workflows.check_training import check_training as train_alone
@@ -166,9 +165,7 @@ def push(call: Call) -> dict[str, Any]:
 
 def deploy(call: Call) -> dict[str, Any]:
     """Deploy a run to every Ollama."""
-    deployment = _deployment(call, remove=False)
-    with following(call.service_records(), call.work):
-        return deployment.deploy()
+    return _deployment(call, remove=False).deploy()
 
 
 def undeploy(call: Call) -> dict[str, Any]:

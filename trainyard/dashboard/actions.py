@@ -23,7 +23,7 @@ from trainyard.run.follow.manage_runs import stop_run
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import SessionState
-from trainyard.service_records import ServiceRecords, following
+from trainyard.service_records import ServiceRecords
 from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.wire.run_errors import RunError
 
@@ -150,8 +150,7 @@ class Actions:
             options = make_deploy_options({"run": run, "deploy_name": name, "deploy_base": base or None})
             more: dict[str, Any] = {"work": self._project.work, "report": progress.report}
             urls = {host.name: host_urls(host) for host in self._hosts}
-            with following(self._service(progress), self._project.work):
-                return Deployment(self._hosts, progress.connect, urls, options, **more).deploy()
+            return Deployment(self._hosts, progress.connect, urls, options, **more).deploy()
 
         return self._begin(run, f"Deploy as {printable(name, 80) or 'a model without a name'}", work)
 

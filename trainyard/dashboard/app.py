@@ -107,8 +107,7 @@ class Dashboard:
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             work = [*(stream.run() for stream in self.streams.values()), self.pages.queue.run(), listener.watch()]
-            if self.pages.progress:
-                work.append(self.pages.progress.run())
+            work.append(self.pages.evaluations.run())
             tasks = [asyncio.create_task(one) for one in work]
             yield
             for task in tasks:
@@ -154,8 +153,7 @@ class Dashboard:
 
     async def evaluations(self, request: Request) -> Response:
         """Show the results of evaluations, and of the one `name`, or of the newest one, all scores."""
-        if self.pages.progress:
-            await self.pages.progress.read_evaluations()
+        await self.pages.evaluations.update()
         name = request.query_params.get("name", "")
         return HTMLResponse(self.pages.page("evaluations", *([name] if NAME.fullmatch(name) else [])))
 
@@ -349,8 +347,8 @@ class Dashboard:
             stack.callback(asyncio.create_task(self._wake_at(end)).cancel)
             if page in ("queue", "events"):
                 stack.enter_context(self.pages.queue.page())
-            if page in ("models", "evaluations") and self.pages.progress:
-                stack.enter_context(self.pages.progress.page())
+            if page == "evaluations":
+                stack.enter_context(self.pages.evaluations.page())
             sent: dict[str, str] = {}
             series, lines, asks_queue = None, None, False  # places in the metrics and in the log
             while (

@@ -18,9 +18,9 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.certificate import Certificate, own_certificate, user_certificate
 from trainyard.dashboard.dashboard_options import LOOPBACK, DashboardOptions
+from trainyard.dashboard.evaluation_watch import EvaluationWatch
 from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.password import SHORTEST, read_password
-from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import SessionAuth, Site
@@ -102,9 +102,10 @@ def serve(
     cluster = ClusterView(hosts)
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
-    pages = Pages(cluster, access.csrf, queue, project.can_start, log_out=bool(access.password))
+    pages = Pages(
+        cluster, access.csrf, queue, EvaluationWatch(cluster, project), project.can_start, bool(access.password)
+    )
     pages.new_runs = None if project.is_service else NewRuns(project.home, hosts, launch)
-    pages.progress = ProgressWatch(cluster, project, streams.get(queue.host))
     actions = Actions(hosts, connect, launch, pages, project)
     app = Dashboard(cluster, streams, pages, actions, access, project).app(listener)
     certificate = method.certificate

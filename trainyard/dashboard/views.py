@@ -17,9 +17,9 @@ import jinja2
 from trainer.common.formats import printable
 from trainer.config.yaml_text import YamlError, parse_yaml
 from trainyard.dashboard.allocation import Allocation
+from trainyard.dashboard.evaluation_watch import EvaluationWatch
 from trainyard.dashboard.model_questions import QUESTION, ModelQuestions
 from trainyard.dashboard.page_formats import FILTERS
-from trainyard.dashboard.progress_watch import ProgressWatch
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES
@@ -67,6 +67,7 @@ class Pages:
         cluster: ClusterView,
         csrf: str,
         queue: QueueWatch,
+        evaluations: EvaluationWatch,
         can_start: Callable[[str], bool] = lambda run: False,
         log_out: bool = False,
     ) -> None:
@@ -77,8 +78,7 @@ class Pages:
             can_start: returns whether it is known how a run was started.
             log_out: whether the pages have a button to log out.
         """
-        self.cluster, self.queue, self._can_start = cluster, queue, can_start
-        self.progress: ProgressWatch | None = None
+        self.cluster, self.queue, self.evaluations, self._can_start = cluster, queue, evaluations, can_start
         self.new_runs: NewRuns | None = None  # None where no run can be started
         self._allocation = Allocation(cluster)
         self.questions = ModelQuestions(cluster)
@@ -178,25 +178,21 @@ class Pages:
         }
 
     def _models(self) -> dict[str, Regions]:
-        watch, found = self.progress, self.cluster.hosts.items()
         models: dict[str, tuple[list[str], list[str]]] = {}
-        for name, host in found:
+        for name, host in self.cluster.hosts.items():
             ollama: dict[str, list[str]] = host.sample.get("ollama", {}) if host.connected else {}
             for model in ollama.get("deployed", []):
                 hosts, loaded = models.setdefault(model, ([], []))
                 hosts.append(name)
                 if model in ollama["loaded"]:
                     loaded.append(name)
-        known = self.cluster.runs
         return {
             "ask": self._region("ask_models", models=self.questions.models()),
-            "distill": self._region("distill", distillations=watch.distillations if watch else []),
-            "deploy": self._region("deploy", deployments=watch.deployments if watch else [], known=known),
             "deployed": self._region("deployed_models", models=dict(sorted(models.items()))),
         }
 
     def _evaluations(self, name: str = "") -> dict[str, Regions]:
-        found = self.progress.evaluations if self.progress else {}
+        found = self.evaluations.found
         chosen = name if name in found else next(iter(found), "")
         return {
             "evaluations": self._region("evaluation_list", evaluations=found, chosen=chosen),

@@ -27,7 +27,6 @@ from trainyard.deploy.proof import WRITTEN, compare, least, unsupported
 from trainyard.deploy.run_export import RunExport
 from trainyard.deploy.trained_run import TrainedRun, copy_files, find_run, read_tokens
 from trainyard.ollama.servers import shared_servers
-from trainyard.progress_record import SUFFIX, ProgressRecord
 from trainyard.remote.ollama import BASES_LIMIT
 from trainyard.run.types import Report
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
@@ -101,13 +100,6 @@ class Deployment:
         self._local: Path  # set by deploy
         self._settings: SettingsReader
         self._has_adapter = False  # whether this call has written the adapter as GGUF
-        key = hashlib.sha256(options.deploy_name.encode()).hexdigest()[:16]
-        about = {
-            "run": options.run,
-            "name": options.deploy_name,
-            "hosts": {name: {"state": "waiting"} for name in self.hosts},
-        }
-        self._progress = ProgressRecord(None if check else self.work / f"{key}{SUFFIX}", "deploy", **about)
         self._reasons: dict[str, list[str]] = {}  # why nodes get the merged model, with their names
         self._shared: dict[str, str] = {}  # host: the host whose server it has too
         self._searches = options.deploy_as != "merged" and not options.deploy_base
@@ -119,10 +111,6 @@ class Deployment:
             RunError: a node did not get the model; the others have it.
             UserError: the run cannot be deployed.
         """
-        with self._progress:
-            return self._deploy()
-
-    def _deploy(self) -> dict[str, Any]:
         trained = find_run(self.options.run, self.hosts, self.connections, self.options.deploy_as != "merged")
         misfit = self._run_misfit(trained)
         if misfit or self.options.deploy_as == "merged":  # only the merged model fits
@@ -140,10 +128,6 @@ class Deployment:
             except (RemoteError, UserError) as error:
                 errors[name] = str(error)
         wanted = {name: c for name, c in choices.items() if not self._is_deployed(states[name], c.artifacts)}
-        for name in self.hosts:
-            self._note(
-                name, "failed" if name in errors else "waiting" if name in wanted else "deployed", errors.get(name, "")
-            )
         lines = self._notes(choices)
         lines += [f"{name}: {self.options.deploy_name} is deployed" for name in choices if name not in wanted]
         lines += [f"{name}: has the same server as {keeper}" for name, keeper in self._shared.items()]
@@ -156,10 +140,6 @@ class Deployment:
             deployed, failed = self._install(trained, wanted)
             lines += deployed
             errors |= failed
-        for name, why in errors.items():
-            self._note(name, "failed", why)
-        for name, keeper in self._shared.items():
-            self._note(name, "failed" if keeper in errors else "deployed", f"has the same server as {keeper}")
         _raise_first(errors, lines)
         return {"changed": bool(wanted), "lines": lines, "hosts": {name: name in wanted for name in choices}}
 
@@ -330,10 +310,6 @@ class Deployment:
             notes.append(f"merged model for {'every host' if len(names) == len(choices) else ', '.join(names)}: {why}")
         return list(dict.fromkeys(notes))
 
-    def _note(self, name: str, state: str, text: str = "") -> None:
-        """Record the progress of a host: waiting, receiving, answering, deployed or failed."""
-        self._progress.update_part("hosts", name, state=state, text=text)
-
     # Installation -------------------------------------------------------------------------------------------------------
 
     def _install(self, run: TrainedRun, wanted: Mapping[str, Choice]) -> tuple[list[str], dict[str, str]]:
@@ -382,7 +358,6 @@ class Deployment:
                 limit = f", at least {least(choice.artifacts[0].kind, count)} needed" if equal < count else ""
                 what = f"{equal} of {count} answers as trained{limit}"
                 lines.append(f"{name}: deployed {self.options.deploy_name} ({how}): {what}")
-                self._note(name, "deployed", f"{how}: {what}")
                 continue
             try:
                 after = self._next_choice(run, choice)
@@ -469,10 +444,8 @@ class Deployment:
             "key": artifact.key,
             "refused": choice.refused,
         }
-        self._note(name, "receiving", artifact.how)
         if self._call(name, "prepare", {"sha256": artifact.sha256, "incoming": incoming})["lacking"]:
             connection.put(str(artifact.file), str(request["file"]))
-        self._note(name, "answering", artifact.how)
         reply = self._call(name, "create", request)
         if "error" not in reply and len(reply["answers"]) != len(prompts):
             raise RemoteError("sent an incomplete reply to create")

@@ -18,7 +18,6 @@ from trainyard.ollama.answers import AnswerFile, answer_keys
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
 from trainyard.ollama.teacher_nodes import Prompt, Teacher
-from trainyard.progress_record import SUFFIX, ProgressRecord
 
 Report = Callable[[str], None]
 
@@ -86,12 +85,7 @@ def collect_answers(
     def deliver(new: list[tuple[Prompt, Teacher, Answer]]) -> None:
         answers.add((prompt, node.name, node.digest, answer) for prompt, node, answer in new)
 
-    known = {"teacher": questions.options.teacher, "before": len(questions) - len(prompts)}
-    with ProgressRecord(answers.path.with_suffix(SUFFIX), "distill", **known) as record:
-        pool = ServerPool(nodes, deliver, report, interval=interval, watch=lambda found: record.update(**found))
-        result = pool.run(Listed(prompts))
-        record.update(unanswered=len(result.failed))
-    return result
+    return ServerPool(nodes, deliver, report, interval=interval).run(Listed(prompts))
 
 
 def wanted_records(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[dict[str, Any]]:

@@ -9,10 +9,8 @@ from typing import Any
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import newest_first
 
-# How a run was started; the progress of answers and of a deployment; the result of an evaluation.
-NAME = re.compile(
-    r"(starts/[A-Za-z0-9][A-Za-z0-9._-]{0,63}|(answers|deploy)/[A-Za-z0-9._-]{1,100}\.progress|evaluations/[0-9a-f-]{1,30})\.json"
-)
+# How a run was started; the result of an evaluation.
+NAME = re.compile(r"(starts/[A-Za-z0-9][A-Za-z0-9._-]{0,63}|evaluations/[0-9a-f-]{1,30})\.json")
 KEPT = 1000  # records of each folder, the newest
 
 

@@ -1,4 +1,4 @@
-"""Queries of the sampler: metrics, logs and the spec of one run; progress in the queue. Standard library only."""
+"""Queries of the sampler: metrics, logs and the spec of one run. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.processes import process_stat
-from trainer.supervise.run_files import newest_first, read_json, read_log
+from trainer.supervise.run_files import read_json, read_log
 from trainyard.remote.trees import matching
 
 CHUNK = 256 << 10  # bytes of metrics in one answer
@@ -20,9 +19,6 @@ PART = 1 << 20  # bytes of it that are in memory at a time, and the rest of thei
 MATCHES = 500  # lines that a search returns, the last ones
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECORDS = ("metrics.jsonl", "evals.jsonl")
-# Of the steps of queued runs, below the folder of the queue.
-PROGRESS = (".students/answers/*.progress.json", "[!.]*/deploy/*.progress.json")
-PROGRESS_FILES = 20  # of each pattern, the newest
 
 
 def _run_dir(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> LinkFreePath:
@@ -108,29 +104,9 @@ def describe(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, An
     return {"spec": spec, "origin": read_json(folder / "origin.json") or {}, "logs": logs}
 
 
-def progress(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `records` of the progress of queued runs: answers of teachers, and deployments.
-
-    A record whose process has ended without a result has the state `interrupted`.
-    """
-    found: list[dict[str, Any]] = []
-    for pattern in PROGRESS:
-        files = newest_first(matching(LinkFreePath(runs_dir.path.parent / "queue"), pattern))[:PROGRESS_FILES]
-        found += [record for path in files if (record := read_json(path))]
-    return {"records": [one | ({"state": "interrupted"} if is_orphan(one) else {}) for one in found]}
-
-
-def is_orphan(record: Mapping[str, Any]) -> bool:
-    """Return whether the process of a record of progress has ended without a result."""
-    pid = record.get("pid")
-    process = process_stat(pid) if isinstance(pid, int) and pid > 0 else None
-    return record.get("state") == "running" and (process is None or process[2] != record.get("pid_start"))
-
-
 QUERIES: dict[str, Callable[[LinkFreePath, Mapping[str, Any]], dict[str, Any]]] = {
     "records": records,
     "log": log,
     "search": search,
     "describe": describe,
-    "progress": progress,
 }

@@ -24,7 +24,7 @@ from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import Report
-from trainyard.service_records import following, service_records
+from trainyard.service_records import service_records
 from trainyard.wire.run_errors import RunError
 from trainyard.workflows.host_teachers import HostTeachers
 from trainyard.workflows.queued_students import student_queue
@@ -99,54 +99,51 @@ def distill(
     if options.queue:
         queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)
     records = service_records(cluster.groups, cluster.variable, cluster.connect, report, check)
-    with following(records, top / ".trainyard"):
-        models = {
-            spec.model: _checked_model(spec, cluster, launch, top, report) for spec in specs if spec.model != TINY
-        }
-        if queue:
-            queue.check(specs)
-        questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
-        nodes, collect = _teachers(options, cluster, launch, questions.logprobs, top, report, check)
-        names = ", ".join(printable(node.name, 40) for node in nodes)
-        report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
-        if check:
-            then = f", and add {counted(len(specs), 'run')} to the queue" if queue else ""
-            return {"changed": True, "msg": f"would ask {len(questions)} answers of {names}{then}"}
-        work = top / ".trainyard"
-        with AnswerFile(answers_path(work, options.teacher)) as answers:
-            allowed = all(spec.allow_dropped for spec in specs)
-            how = (questions, evaluation, nodes, answers, work / "distill", report)
-            dataset, filtered = make_dataset(*how, allow_dropped=allowed, collect=collect)
-        report(f"dataset: {dataset}")
-        made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
-        lines = [*filtered.lines(), f"dataset: {dataset}"]
-        if not options.students:
-            return made | {"lines": lines}
-        # The settings of the prompts are not those of the dataset.
-        change = {"dataset_split": "train", "dataset_config": "", "columns": {}, "ignore_keys": ()}
-        specs = [spec.model_copy(update={"dataset": str(dataset), **change}) for spec in specs]
-        if queue:
-            trained = queue.add(specs)
-        else:
-            runs = train_students(
-                specs,
-                cluster.hosts,
-                cluster.connect,
-                launch,
-                hybrid=options.hybrid,
-                home=top,
-                report=report,
-                keep_record=records.keep if records else None,
-            )
-            failed = {run.run: run.error for run in runs if run.error}
-            students = {run.run: run.result for run in runs}
-            trained = {"changed": True, "lines": student_table(runs), "students": students, "failed": failed}
-        trained["lines"] = [*lines, *trained["lines"]]
-        if failed := trained.pop("failed"):
-            run, why = next(iter(failed.items()))
-            more = f" ({len(failed)} of {len(specs)} students failed)" if len(specs) > 1 else ""
-            raise RunError(f"{run}: {why}{more}", **trained, failed=failed)
-        return made | trained
+    models = {spec.model: _checked_model(spec, cluster, launch, top, report) for spec in specs if spec.model != TINY}
+    if queue:
+        queue.check(specs)
+    questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
+    nodes, collect = _teachers(options, cluster, launch, questions.logprobs, top, report, check)
+    names = ", ".join(printable(node.name, 40) for node in nodes)
+    report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
+    if check:
+        then = f", and add {counted(len(specs), 'run')} to the queue" if queue else ""
+        return {"changed": True, "msg": f"would ask {len(questions)} answers of {names}{then}"}
+    work = top / ".trainyard"
+    with AnswerFile(answers_path(work, options.teacher)) as answers:
+        allowed = all(spec.allow_dropped for spec in specs)
+        how = (questions, evaluation, nodes, answers, work / "distill", report)
+        dataset, filtered = make_dataset(*how, allow_dropped=allowed, collect=collect)
+    report(f"dataset: {dataset}")
+    made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
+    lines = [*filtered.lines(), f"dataset: {dataset}"]
+    if not options.students:
+        return made | {"lines": lines}
+    # The settings of the prompts are not those of the dataset.
+    change = {"dataset_split": "train", "dataset_config": "", "columns": {}, "ignore_keys": ()}
+    specs = [spec.model_copy(update={"dataset": str(dataset), **change}) for spec in specs]
+    if queue:
+        trained = queue.add(specs)
+    else:
+        runs = train_students(
+            specs,
+            cluster.hosts,
+            cluster.connect,
+            launch,
+            hybrid=options.hybrid,
+            home=top,
+            report=report,
+            keep_record=records.keep if records else None,
+        )
+        failed = {run.run: run.error for run in runs if run.error}
+        students = {run.run: run.result for run in runs}
+        trained = {"changed": True, "lines": student_table(runs), "students": students, "failed": failed}
+    trained["lines"] = [*lines, *trained["lines"]]
+    if failed := trained.pop("failed"):
+        run, why = next(iter(failed.items()))
+        more = f" ({len(failed)} of {len(specs)} students failed)" if len(specs) > 1 else ""
+        raise RunError(f"{run}: {why}{more}", **trained, failed=failed)
+    return made | trained
 
 
 def _checked_model(spec: RunSpec, cluster: Cluster, launch: LaunchOptions, top: Path, report: Report) -> str:

@@ -154,52 +154,6 @@ class Description(OpenReply):
     logs: Annotated[dict[Line, Count], Field(max_length=4096)]
 
 
-class TeacherNode(OpenReply):
-    name: Line
-    answers: Count
-    tokens_per_second: Amount
-    in_flight: Count
-    down: Line
-
-
-class DistillProgress(OpenReply):
-    """A record of trainyard/ollama/collect.py on the controller."""
-
-    state: Line
-    error: Line
-    began: Number
-    updated: Number
-    teacher: Line
-    before: Count
-    unanswered: NotRequired[Count]
-    answers: Count
-    total: Count
-    tokens_per_second: Amount
-    eta: Optional
-    nodes: Annotated[list[TeacherNode], Field(max_length=1000)]
-
-
-class HostDeployment(OpenReply):
-    state: Line
-    text: NotRequired[Line]
-
-
-class DeployProgress(OpenReply):
-    """A record of trainyard/deploy/deployment.py on the controller."""
-
-    state: Line
-    error: Line
-    began: Number
-    updated: Number
-    run: Line
-    name: Line
-    hosts: Annotated[dict[Line, HostDeployment], Field(max_length=1000)]
-
-
-class ProgressRecords(OpenReply):
-    records: Annotated[list[dict[str, Any]], Field(max_length=100)]  # checked as DistillProgress or DeployProgress
-
-
 class SampleEnd(OpenReply):
     error: NotRequired[Line]
     exit_code: NotRequired[Integer]
@@ -217,9 +171,6 @@ DASHBOARD_REPLY_TYPES: dict[str, Any] = {
     "query log": LogLines,
     "query search": SearchLines,
     "query describe": Description,
-    "query progress": ProgressRecords,
-    "progress distill": DistillProgress,
-    "progress deploy": DeployProgress,
     "metrics.jsonl line": StepRecord,
     "evals.jsonl line": EvalRecord,
 }
