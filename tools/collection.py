@@ -29,10 +29,10 @@ README = """\
 
 {description}
 
-The roles, playbooks and plugins of [trainyard]({documentation}) as a collection. Ansible's Python needs the package of the same version:
+The roles, playbooks and plugins of trainyard as a collection. Ansible's Python needs the package of the same version:
 
-    pip install trainyard=={version}
-    ansible-galaxy collection install trainyard.cluster:=={version}
+    python -m pip install trainyard_cluster-{version}-py3-none-any.whl
+    ansible-galaxy collection install trainyard-cluster-{version}.tar.gz
     ansible-playbook -i inventory.yml trainyard.cluster.site
     ansible-playbook -i inventory.yml trainyard.cluster.train -e model=tiny
 
@@ -49,9 +49,7 @@ def write_collection(folder: Path) -> None:
         text = re.sub(r"(import_playbook: )(playbooks|\.\.)/", r"\1", path.read_text(encoding="utf-8"))
         (folder / "playbooks" / path.name).write_text(text, encoding="utf-8")
     shutil.copy(TOP / "LICENSE", folder)
-    (folder / "README.md").write_text(
-        README.format(**PYPROJECT, documentation=PYPROJECT["urls"]["Documentation"]), encoding="utf-8"
-    )
+    (folder / "README.md").write_text(README.format(**PYPROJECT), encoding="utf-8")
     (folder / "meta").mkdir()
     core = next(each for each in PYPROJECT["dependencies"] if each.startswith("ansible-core")).removeprefix(
         "ansible-core"
@@ -67,10 +65,6 @@ def write_collection(folder: Path) -> None:
         "description": PYPROJECT["description"],
         "license": [PYPROJECT["license"]],
         "tags": ["infrastructure", "linux", "llm", "training"],
-        "repository": PYPROJECT["urls"]["Source"],
-        "documentation": PYPROJECT["urls"]["Documentation"],
-        "homepage": PYPROJECT["urls"]["Homepage"],
-        "issues": PYPROJECT["urls"]["Issues"],
     }
     (folder / "galaxy.yml").write_text(yaml.safe_dump(galaxy, sort_keys=False), encoding="utf-8")
     use_full_names(folder)

@@ -31,7 +31,7 @@ HELD = ("torch", "liger-kernel", "torchft", "gguf")  # the code uses their inter
 NEWER = {"ansible-core": "3.14"}
 # torch brings those that its build needs. pip is that of the environment.
 OF_TORCH = re.compile(r"triton|(cuda|nvidia)-(?!ml-py)")
-EXTRAS = ("dashboard", "node", "nvml", "gpu", "deepspeed", "dev", "bench")
+EXTRAS = ("dashboard", "node", "mlflow", "notify", "wandb", "nvml", "gpu", "deepspeed", "dev", "bench")
 
 
 @dataclass(frozen=True)

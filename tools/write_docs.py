@@ -397,7 +397,7 @@ def man_page(command_page: str) -> str:
         *man_options(LAUNCH),
         ".SH EXIT STATUS",
         *(line for code, text in codes for line in (".TP", code, roff(text))),
-        *(".SH SEE ALSO", "ansible\\-playbook(1)", ".PP", roff(project["urls"]["Documentation"])),
+        *(".SH SEE ALSO", "ansible\\-playbook(1)"),
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import stat
+import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.common.errors import UserError
@@ -13,6 +17,10 @@ from trainer.common.errors import UserError
 COLLECTION = "trainyard.cluster"  # tools/collection.py builds it
 SHARE = "share"  # in an installed package, the folder of what a checkout has beside it; setup.py fills it
 LINK = ".trainyard/package"  # in the folder that `trainyard init` has made, leads to that folder
+FOREIGN = (
+    "{python} has the package trainyard {version} of the package index, which is another project and has files of the same names: "
+    "{python} -m pip uninstall trainyard, then install this project again"
+)
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -26,6 +34,36 @@ def package_version() -> str:
     """Return the version of this package, of a checkout without its metadata, too."""
     version: str = tomllib.loads((shared_folder() / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     return version
+
+
+def pip_install(names: Iterable[str]) -> str:
+    """Return the command that installs packages into the environment of this process, in the versions of constraints.txt.
+
+    The distribution of this project is named itself by no command: it is installed from a checkout, or from the file of a wheel.
+    """
+    running = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    pins: dict[str, str] = {}
+    for line in (shared_folder() / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        match = re.match(r"([\w.-]+)(==[^\s;]+)(?:.*python_(?:full_)?version < '(3\.\d+)')?", line)
+        if match and (not match[3] or _number(running) < _number(match[3])):
+            pins.setdefault(match[1], match[2])
+    return " ".join([sys.executable, "-m", "pip", "install", *(f"{name}{pins.get(name, '')}" for name in names)])
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def foreign_package() -> str:
+    """Return the version of the distribution `trainyard` of the package index, another project, in this environment, or an empty string.
+
+    It has a package of the same name. Earlier versions of ours were distributed as `trainyard`, too; these have the package `trainer`.
+    """
+    for found in importlib.metadata.distributions(name="trainyard"):
+        files = {str(file) for file in found.files or ()}
+        if "trainyard/__init__.py" in files and "trainer/__init__.py" not in files:
+            return found.version
+    return ""
 
 
 def project_folder(config: str = "", any_folder: bool = False) -> Path:
@@ -62,7 +100,7 @@ def check_collection(plugin: Path) -> None:
     if (version := manifest["collection_info"]["version"]) != package_version():
         raise UserError(
             f"the collection {COLLECTION} {version} needs the package of the same version, and Ansible's Python has trainyard "
-            f"{package_version()}: pip install trainyard=={version}"
+            f"{package_version()}: {sys.executable} -m pip install trainyard_cluster-{version}-py3-none-any.whl, from `make dist` of that version"
         )
 
 

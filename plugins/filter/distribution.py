@@ -24,8 +24,8 @@ def distribution_error(os_release: str) -> str:
     name = printable(fields.get("PRETTY_NAME") or identifier or "a distribution without /etc/os-release", 80)
     return (
         f"site.yml does not support {name}: its roles install packages with apt (firewall: ufw; system: chrony, libtcmalloc-minimal4; on "
-        "request nvidia, nfs, ollama, queue): set cluster_managed: false for this host, install 'trainyard[node]' there into a Python "
-        "environment, and set cluster_python to it (docs/site.md: Other distributions)"
+        "request nvidia, nfs, ollama, queue): set cluster_managed: false for this host, install the packages of a "
+        "node there into a Python environment, and set cluster_python to it (docs/site.md: Other distributions)"
     )
 
 

@@ -106,7 +106,7 @@ def environment_info(env: str, data_dir: Path, python: str, base: str) -> dict[s
         "target": str(link.readlink()) if link.is_symlink() else "",
         "marker": read_marker(link),
         "wheels": sorted(path.parent.name for path in wheels.glob("*/lock.txt")),
-        "versions": package_versions(python, ("trainyard",)),
+        "versions": package_versions(python, ("trainyard-cluster",)),
     }
 
 

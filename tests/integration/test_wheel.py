@@ -36,7 +36,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.endswith("inventory/hosts.yml") or "__pycache__" in name]
-    parts = {"trainer", "trainyard", "trainyard-0.2.0.data", "trainyard-0.2.0.dist-info"}
+    parts = {"trainer", "trainyard", "trainyard_cluster-0.2.0.data", "trainyard_cluster-0.2.0.dist-info"}
     assert {name.split("/")[0] for name in names} == parts
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
     python = folder / "env/bin/python"

@@ -110,7 +110,7 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
     for host in (one, two):
         output = cluster.python(
             host,
-            "import trainer.config.run_spec, importlib.metadata as m, sys; print(m.version('trainyard'), sys.prefix)",
+            "import trainer.config.run_spec, importlib.metadata as m, sys; print(m.version('trainyard-cluster'), sys.prefix)",
         )
         assert output == f"{trainer_version()} {DATA}/venv"
     digests = {cluster.lab.inside(host, f"sha256sum {DATA}/venv/lock.txt | cut -d' ' -f1") for host in (one, two)}

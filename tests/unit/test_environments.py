@@ -293,21 +293,21 @@ def test_the_kit_installs_into_a_bare_environment(tmp_path: Path) -> None:
     installed = subprocess.run(
         [python, "-I", "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     )
-    assert f"trainyard=={trainer_version()}" in installed.stdout
+    assert f"trainyard-cluster=={trainer_version()}" in installed.stdout
 
 
 def test_the_same_environment_on_all_hosts_is_consistent() -> None:
-    same = {"python": "3.11.2", "trainyard": "0.1.0"}
+    same = {"python": "3.11.2", "trainyard-cluster": "0.1.0"}
     assert consistency_error({"a": info(versions=same), "b": info(versions=same)}) == ""
     bare = {"a": info(versions=same), "b": info()}
     assert consistency_error(bare) == (
         "b: there is no working Python at /data/venv/bin/python: correct cluster_python, or set python_env: venv"
     )
     assert consistency_error(bare, check_mode=True) == ""
-    other = {"a": info(versions=same), "b": info(versions={**same, "trainyard": "0.2.0"})}
+    other = {"a": info(versions=same), "b": info(versions={**same, "trainyard-cluster": "0.2.0"})}
     first, blank, *rows = consistency_error(other).split("\n")
     assert first.startswith("the Python environments of the hosts differ: ") and blank == ""
-    assert [row.split() for row in rows] == [["a", "b"], ["trainyard", "0.1.0", "0.2.0"]]
+    assert [row.split() for row in rows] == [["a", "b"], ["trainyard-cluster", "0.1.0", "0.2.0"]]
     # An environment that trainyard does not manage has no separate trainer.
     assert consistency_error({**other, "c": info(env="as-is", versions={"python": "3.11.2"})}) == ""
 

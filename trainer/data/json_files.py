@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 from trainer.common.errors import UserError, first_line
 from trainer.common.formats import quoted
 from trainer.common.inputs import open_regular
+from trainer.common.packages import how_to_install
 from trainer.common.text_encoding import first_not_utf8, not_utf8
 from trainer.data.dataset_files import format_of
 
@@ -120,7 +121,9 @@ def _unpacked(raw: BinaryIO, path: Path) -> BinaryIO:
         try:
             import pyarrow
         except ImportError:
-            raise UserError(f"dataset: {path} needs the package 'pyarrow': pip install pyarrow, or use .gz") from None
+            raise UserError(
+                f"dataset: {path} needs the package pyarrow: {how_to_install('pyarrow')}; or use .gz"
+            ) from None
         return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd")))
     return raw
 

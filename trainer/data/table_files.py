@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.common.errors import UserError, first_line
 from trainer.common.formats import printable, quoted
 from trainer.common.inputs import open_regular, path_kind, read_regular
+from trainer.common.packages import how_to_install
 from trainer.common.text_encoding import first_not_utf8, not_utf8
 from trainer.config.dataset_source import COLUMNS, MESSAGE_KEYS, SHAPES
 from trainer.data.dataset_files import COLUMNAR, TABLES, WHOLE, all_files, format_of
@@ -65,7 +66,7 @@ def _library_errors(what: str) -> Iterator[None]:
 
 def _no_library(what: str) -> UserError:
     return UserError(
-        f"dataset: {what} needs the package 'datasets', which is not installed: pip install 'trainyard[node]'"
+        f"dataset: {what} needs the package datasets, which is not installed: {how_to_install('datasets')}"
     )
 
 

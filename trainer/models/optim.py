@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.common.errors import UserError, first_line
+from trainer.common.packages import how_to_install
 from trainer.config import RunSpec
 
 
@@ -45,7 +46,7 @@ def import_bitsandbytes(needed_by: str) -> Any:
     except Exception as error:  # without a matching CUDA it raises the errors of the libraries that it loads
         field = needed_by.partition(":")[0]
         raise UserError(
-            f"{needed_by} needs bitsandbytes ({first_line(error)}): pip install 'trainyard[gpu]', or remove {field}"
+            f"{needed_by} needs bitsandbytes ({first_line(error)}): {how_to_install('bitsandbytes', 'gpu')}; or remove {field}"
         ) from None
 
 

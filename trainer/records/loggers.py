@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.common.errors import UserError
+from trainer.common.packages import how_to_install
 from trainer.config import RunSpec
 
 
@@ -105,5 +106,5 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
-            f"loggers: {name} is not installed on this host ({error}): pip install 'trainyard[{name}]', or set loggers=tensorboard"
+            f"loggers: {name} is not installed on this host ({error}): {how_to_install('mlflow-skinny' if name == 'mlflow' else name, name)}; or set loggers=tensorboard"
         ) from None

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import UserError
 from trainer.common.lazy import LazyModule
+from trainer.common.packages import how_to_install
 from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.costs.cost import (
     PCI_EXPRESS,
@@ -239,7 +240,7 @@ def import_deepspeed(world: World) -> Any:
     except Exception as error:  # DeepSpeed searches for compilers and CUDA at import
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"strategy: cannot import deepspeed ({why[0]}): pip install 'trainyard[deepspeed]', or set strategy=fsdp"
+            f"strategy: cannot import deepspeed ({why[0]}): {how_to_install('deepspeed', 'deepspeed')}; or set strategy=fsdp"
         ) from None
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -47,7 +47,7 @@ try:
     from torchft.checkpointing._serialization import _streaming_load
 except ImportError:
     raise UserError(
-        "diloco_membership: torchft is not installed: pip install 'trainyard[torchft]', or set diloco_membership=fixed"
+        "diloco_membership: torchft is not installed: add it to python_extras and run site.yml, or set diloco_membership=fixed"
     ) from None
 
 _CHUNK = 4 << 20  # numbers of one all-reduce; a slow link carries them within _STALL_LIMIT

@@ -17,7 +17,7 @@ from trainer.common.formats import quoted
 from trainer.common.utf8 import require_utf8
 from trainyard import front_end
 from trainyard.cli.output import Output
-from trainyard.project_folder import project_folder
+from trainyard.project_folder import FOREIGN, foreign_package, pip_install, project_folder
 
 INTERRUPTED = 99
 _UTF8_LOCALE = "C.UTF-8"
@@ -27,9 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = with_verb(list(sys.argv[1:] if argv is None else argv))
     if importlib.util.find_spec("ansible") is None:
-        command = f"{sys.executable} -m pip install ansible-core"
+        command = pip_install(["ansible-core"])
         print(f"error: the command line needs the package ansible: run {command}", file=sys.stderr)
         return 2
+    if foreign := foreign_package():
+        print(f"warning: {FOREIGN.format(version=foreign, python=sys.executable)}", file=sys.stderr)
     output = Output(as_json="--json" in words)  # for errors in the words themselves
     try:
         require_utf8()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from trainer.common.errors import UserError
 from trainer.config.fields import declare
 from trainyard.dashboard.project import Project
 from trainyard.playbook_options import PlaybookOptions
+from trainyard.project_folder import pip_install
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.wire.connection import Host, HostConnection
 
@@ -86,9 +86,8 @@ def run_dashboard(
             reach the address and there is no password.
     """
     if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
-        raise UserError(
-            f"the dashboard needs the package {missing[0]}: run {sys.executable} -m pip install 'trainyard[dashboard]'"
-        )
+        names = [package.replace("_", "-") for package in missing]
+        raise UserError(f"the dashboard needs the package {names[0]}: run {pip_install(names)}")
     from trainyard.dashboard.server import login_method, serve
 
     method = login_method(options, password, project.work / "dashboard", check)

@@ -10,6 +10,7 @@ from typing import Any
 from trainyard import front_end
 from trainyard.preflight.findings import Finding
 from trainyard.preflight.host_state import HostState
+from trainyard.remote.package_versions import FOREIGN
 
 CLOCK_SKEW = 2.0  # s from the median of all clocks
 SLOW_LINK = 300.0  # Mbit/s: a 100 Mbit port or Wi-Fi, not a gigabit link under load
@@ -67,7 +68,8 @@ def package_versions(states: Sequence[HostState]) -> list[Finding]:
         if first is None or state is first or not state.facts["versions"]:
             continue
         expected, actual = first.facts["versions"], state.facts["versions"]
-        names = [name for name in sorted({*expected, *actual} - {"python"}) if expected.get(name) != actual.get(name)]
+        names = sorted({*expected, *actual} - {"python", FOREIGN})
+        names = [name for name in names if expected.get(name) != actual.get(name)]
         if names:
             shown = ", ".join(f"{name} {expected.get(name, 'none')} / {actual.get(name, 'none')}" for name in names)
             text = f"{first.name} and {state.name} have different environments: {shown}"

@@ -10,7 +10,9 @@ from typing import Any
 from trainyard import front_end
 from trainyard.preflight.findings import Finding
 from trainyard.preflight.host_state import HostState
+from trainyard.project_folder import FOREIGN, pip_install
 from trainyard.python_env.resolve import is_supported_python
+from trainyard.remote import package_versions
 
 RUN_OVERHEAD = (
     200 << 20
@@ -19,6 +21,7 @@ DISK_LOW = 10 << 30  # bytes
 MEMORY_LOW = 2048  # MiB
 LINK_LOW = 1000  # Mbit/s that a wired NIC should have negotiated
 SLOW_LOOKUP = 3.0  # s to resolve the names of all peers
+NODE = ("torch", "transformers", "peft", "datasets", "tensorboard")  # what a run imports
 CORE_SHARE = 0.75  # minimum share of a core that a busy loop should get
 WSL_CONFIG = r"[wsl2] in %UserProfile%\.wslconfig of Windows"
 WSL_MEMORY = f"set memory under {WSL_CONFIG}, and run wsl --shutdown there"
@@ -69,8 +72,11 @@ def environment(state: HostState) -> list[Finding]:
         out.failure("python", f"{python} is Python {version}, 3.11 to 3.14 is required", remedy)
     elif "torch" not in facts["versions"]:
         # The environment of the controller is the user's own: site.yml does not change it.
-        own = f"{python} -m pip install 'trainyard[node]'" if python == sys.executable else front_end.playbook("site")
+        own = pip_install(NODE) if python == sys.executable else front_end.playbook("site")
         out.failure("torch", f"{python} has no torch", f"run {own}, or correct cluster_python")
+    if foreign := facts["versions"].get(package_versions.FOREIGN):
+        text, _, remedy = FOREIGN.format(version=foreign, python=python).partition(": ")
+        out.warning("python", text, remedy)
     if not facts["may_write"]:
         out.failure("disk", f"cannot write to {data_dir}", "correct its permissions, or set cluster_data_dir")
     if facts.get("busy_with") and not state.host.lease:  # Slurm has leased other processors to that run

@@ -24,13 +24,13 @@ def trainer_version() -> str:
 def trainer_wheel(work: Path) -> Path:
     """Return the path of the trainer's wheel in `work`; write it if it is missing. The same sources result in the same bytes."""
     version = trainer_version()
-    target = work / f"trainyard-{version}-py3-none-any.whl"
+    target = work / f"trainyard_cluster-{version}-py3-none-any.whl"
     if target.exists():
         return target
-    info = f"trainyard-{version}.dist-info"
+    info = f"trainyard_cluster-{version}.dist-info"
     files = package_files(trainer) | {
         f"{info}/licenses/LICENSE": (shared_folder() / "LICENSE").read_bytes(),
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: trainyard\nVersion: {version}\n".encode(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: trainyard-cluster\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: trainyard\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     digests = {name: base64.urlsafe_b64encode(hashlib.sha256(content).digest()) for name, content in files.items()}

@@ -16,6 +16,7 @@ from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
 from trainyard.python_env.conda_lock import about, rattler_wheel, solve_lock
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
+from trainyard.remote.package_versions import FOREIGN
 from trainyard.wire.connection import Host
 
 UNCHANGED = {"key": "", "todo": "none", "flavour": "", "tag": "", "serves": False, "fetches": False}
@@ -220,7 +221,9 @@ def consistency_error(infos: Infos, check_mode: bool = False) -> str:
         return f"{empty}: there is no working Python at {python}: correct cluster_python, or set python_env: venv"
     # An environment that trainyard does not manage needs no trainer wheel: a run brings its own trainer.
     if any(info["env"] == "as-is" for info in infos.values()):
-        versions = {host: {k: v for k, v in found.items() if k != "trainyard"} for host, found in versions.items()}
+        versions = {
+            host: {k: v for k, v in found.items() if k != "trainyard-cluster"} for host, found in versions.items()
+        }
     lines = differences({host: found for host, found in versions.items() if found})
     return "\n".join([DIFFERENT, "", *lines]) if lines else ""
 
@@ -234,7 +237,7 @@ def differences(versions: Mapping[str, Mapping[str, str]]) -> list[str]:
     The version of Python may differ: ranks exchange tensors and plain values, which every supported version reads.
     """
     hosts = list(versions)
-    names = sorted({name for entry in versions.values() for name in entry} - {"python"})
+    names = sorted({name for entry in versions.values() for name in entry} - {"python", FOREIGN})
     rows = [[name, *(versions[host].get(name, "none") for host in hosts)] for name in names]
     rows = [row for row in rows if len(set(row[1:])) > 1]
     return table([["", *hosts], *rows]) if rows else []

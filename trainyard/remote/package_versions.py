@@ -10,6 +10,7 @@ OPTIONAL = (
     *("datasets", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn", "deepspeed", "torchft"),
     *("wandb", "trackio", "mlflow-skinny"),  # a part of mlflow, which has all that a run needs
 )
+FOREIGN = "trainyard of another project"  # a distribution of the package index, whose files have the names of ours
 TIME_LIMIT = 60.0  # s
 # Reads the versions of CUDA and NCCL without importing torch, which takes seconds.
 _PROGRAM = """
@@ -20,6 +21,10 @@ for name in %r:
         versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
+for found in importlib.metadata.distributions(name="trainyard"):
+    files = {str(file) for file in found.files or ()}
+    if "trainyard/__init__.py" in files and "trainer/__init__.py" not in files:
+        versions[%r] = found.version
 torch = importlib.util.find_spec("torch")
 if torch and torch.origin:
     cuda = runpy.run_path(str(pathlib.Path(torch.origin).with_name("version.py"))).get("cuda")
@@ -39,11 +44,11 @@ def package_versions(python: str, more: tuple[str, ...] = ()) -> dict[str, str]:
 
     Returns:
         {package: version}, without packages that are not installed; `cuda` is the version for which torch is built, and
-        `nccl` the library beside it. Empty if the interpreter does not run.
+        `nccl` the library beside it, and `FOREIGN` another project's `trainyard`. Empty if the interpreter does not run.
     """
     try:
         done = subprocess.run(
-            [python, "-I", "-c", _PROGRAM % (PACKAGES + OPTIONAL + more,)],
+            [python, "-I", "-c", _PROGRAM % (PACKAGES + OPTIONAL + more, FOREIGN)],
             capture_output=True,
             text=True,
             timeout=TIME_LIMIT,
