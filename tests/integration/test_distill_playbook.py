@@ -138,36 +138,6 @@ def test_the_circle_of_students(bed: Path, model_folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_log_probabilities(bed: Path, model_folder: Path, tokenizer: Any) -> None:
-    """They reach the loss of the student; a server that is too old is refused before it receives prompts."""
-    name = f"rich{MODEL}"
-    answers = [f"After {n} comes {n + 1}." for n in range(120)]
-    encoded = {answer: tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers}
-    splits = {answer: [tokenizer.decode([token]) for token in tokens] for answer, tokens in encoded.items()}
-    (bed / "tokens.json").write_text(json.dumps(splits))
-    given = {"teacher": name, "prompts": str(bed / "prompts.jsonl"), "model": str(model_folder), "distill_alpha": 0.5}
-    document = yaml.safe_load((bed / "inventory.yml").read_text())
-    groups = document["all"]["children"]["cluster"]["children"]
-    try:
-        for version in ("0.12.10", "0.12.11"):
-            teacher = Teacher(
-                "127.0.0.4", free_port(), model=f"{name}:latest", version=version, tokens=str(bed / "tokens.json")
-            )
-            for group, host in (("head", "node1"), ("workers", "node2")):
-                groups[group]["hosts"][host]["ollama_url"] = teacher.url
-            (bed / "rich.yml").write_text(yaml.safe_dump(document, sort_keys=False))
-            with serve(teacher):
-                played = run_playbook("playbooks/distill.yml", bed / "rich.yml", {**given, **FIELDS, "run": name})
-            if version == "0.12.10":
-                assert played.rc and "Ollama gives from 0.12.11 on (node1 has 0.12.10)" in played.stdout, played.stdout
-        assert played.rc == 0, played.stdout
-        assert "have no log-probabilities" not in played.stdout
-        assert "120 answers to train on" in played.stdout
-    finally:
-        remove_answers(name)
-
-
-@pytest.mark.slow
 def test_mistakes_before_a_host_is_contacted(bed: Path) -> None:
     prompts = str(bed / "prompts.jsonl")
     for playbook, given, message in (

@@ -3,9 +3,7 @@
 python fake_teacher.py '{"address": "127.0.0.2", "port": 11434, "slots": 1, "seconds": 0.05, "log": "asked.txt"}'
 
 Prints `ready`. An answer takes `seconds` (a random time around it with `spread`) in one of `slots`; it depends on the
-question alone. Every question that was answered completely is a line of the log. With a `version` of 0.12.11 and more, it
-gives log-probabilities in the format of that version; older ones ignore the request, as Ollama does. `tokens` is a JSON file
-with the tokens of each answer; by default, its words are its tokens.
+question alone. Every question that was answered completely is a line of the log.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ class Teacher:
     model: str = "teacher:latest"
     digest: str = DIGEST
     version: str = "0.12.3"
-    tokens: str = ""
 
     @property
     def url(self) -> str:
@@ -88,24 +85,6 @@ def text_of(body: dict[str, Any]) -> str:
     return " ".join(f"w{draw.randrange(10_000)}" for _ in range(24))
 
 
-def split(text: str) -> list[str]:
-    """Return the words of a text with the space before each."""
-    return re.findall(r"\s?\S+|\s+$", text)
-
-
-def logprobs_of(tokens: list[str], count: int) -> list[dict[str, Any]]:
-    """Return log-probabilities as Ollama 0.12.11 does."""
-    return [
-        entry(token, -0.1)
-        | {"top_logprobs": [entry(token, -0.1), *(entry(f" other{n}", -3.0 - n) for n in range(count - 1))]}
-        for token in tokens
-    ]
-
-
-def entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     teacher: Teacher
@@ -137,10 +116,6 @@ class _Handler(BaseHTTPRequestHandler):
         last = {"message": {"role": "assistant", "content": text[half:]}, "done": True, "done_reason": "stop"}
         last |= {"total_duration": int(total * 1e9), "eval_duration": int((total - queued) * 1e9), "eval_count": 24}
         first = {"message": {"role": "assistant", "content": text[:half]}, "done": False}
-        version = tuple(map(int, self.teacher.version.split(".")))
-        if body.get("logprobs") and version >= (0, 12, 11):
-            known = json.loads(Path(self.teacher.tokens).read_text()) if self.teacher.tokens else {}
-            last["logprobs"] = logprobs_of(known.get(text) or split(text), body["top_logprobs"])
         data = "".join(json.dumps(line) + "\n" for line in (first, last)).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import numpy as np
 
 LINES = ["user assistant system model tool name arguments word value \n\n \n the answer is a1word u1word"] * 50
 MARKERS = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
@@ -103,24 +100,3 @@ def byte_letters() -> list[str]:
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     more = iter(range(256, 512))
     return [chr(byte) if byte in kept else chr(next(more)) for byte in range(256)]
-
-
-def with_logprobs(tokenizer: Any, row: dict[str, Any], seed: int = 1, top: int = 20) -> dict[str, Any]:
-    """Return an Alpaca record with log-probabilities for the tokens of its output, as the distillation writes them."""
-    draw = np.random.default_rng(seed)
-    names = {number: tokenizer.convert_ids_to_tokens(number) for number in range(len(tokenizer))}
-    special = set(tokenizer.added_tokens_encoder)
-    plain = {c: b for b, c in enumerate(byte_letters())}
-
-    def text(number: int) -> str:
-        name = names[number]
-        return (name.encode() if name in special else bytes(plain[c] for c in name)).hex()
-
-    places = []
-    for number in tokenizer(row["output"], add_special_tokens=False)["input_ids"]:
-        others = [int(each) for each in draw.choice(len(tokenizer), top, replace=False) if each != number][: top - 1]
-        logits = draw.normal(size=top)
-        values = logits - math.log(np.exp(logits).sum()) - 0.1
-        pairs = zip([number, *others], values, strict=False)
-        places.append({"token": text(number), "top": {text(each): float(value) for each, value in pairs}})
-    return row | {"teacher_logprobs": places}

@@ -109,11 +109,3 @@ def test_what_only_the_hosts_have_is_left_to_them(model_folder: Path, tmp_path: 
     made = prepared(tmp_path / "slow", records(5), tmp_path)
     assert made.data is None and data_lines(made) == ["data: the ranks count it before the first step"]
     assert data_lines(PreparedRun(make_spec({"fake_data": True}, "the test"), [], {})) == []
-
-
-def test_a_dataset_without_the_log_probabilities_that_a_run_needs(model_folder: Path, tmp_path: Path) -> None:
-    prepared(model_folder, records(3), tmp_path)
-    with pytest.raises(UserError, match="distill_alpha: no row of the dataset has teacher_logprobs"):
-        prepared(model_folder, records(3), tmp_path, distill_alpha=0.5)
-    row = records(1)[0] | {"teacher_logprobs": [{"token": "61", "top": {"61": -0.1}}]}
-    assert prepared(model_folder, [row, *records(2)], tmp_path, distill_alpha=0.5).data.samples == 3

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from trainer_fixtures import dataset, model_folder
-from trainer_runs import records, write_jsonl
 
 from trainer.common.errors import UserError
 from trainer.spec import make_spec
@@ -103,14 +102,6 @@ def test_an_unusable_teacher_is_refused_before_a_host_is_asked(
         with pytest.raises(UserError, match=why) as caught:
             prepared(tmp_path, model=model_folder, teacher=teacher, dataset=dataset, distill_alpha=0.5)
         assert "\n" not in str(caught.value)
-
-
-def test_invalid_log_probabilities_are_refused_before_a_host_is_asked(model_folder: Path, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "d.jsonl", [records(1)[0] | {"teacher_logprobs": [{"token": "6", "top": {}}]}])
-    assert prepared(tmp_path, model=model_folder, dataset=path).run
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"d\.jsonl:1: token 0 of 'teacher_logprobs'"):
-            prepared(tmp_path, model=model_folder, dataset=path, distill_alpha=0.5)
 
 
 @pytest.mark.parametrize("where", ["src", "config"])

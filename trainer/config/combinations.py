@@ -79,6 +79,11 @@ def _check_distillation(spec: RunSpec) -> None:
     for name in ("teacher_host", "teacher_top_k"):
         if getattr(spec, name) and not spec.teacher:
             raise ValueError(f"{name}: {getattr(spec, name)} requires a teacher model: set teacher, or omit {name}")
+    if spec.distill_alpha and not spec.teacher:
+        raise ValueError(
+            f"distill_alpha: {spec.distill_alpha:g} requires a teacher model, whose probabilities the ranks compute: "
+            "set teacher in the run spec, or distill_alpha=0"
+        )
     if spec.teacher and not spec.distill_alpha:
         raise ValueError("teacher: it has no effect with distill_alpha 0: set distill_alpha=0.5")
     if spec.teacher == TINY:

@@ -27,7 +27,7 @@ class MethodFields(BasicFields):
     teacher: str = declare(
         "",
         "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
-        "host:/folder for one that every host has, or a hub id (org/name); empty: the dataset has them as teacher_logprobs",
+        "host:/folder for one that every host has, or a hub id (org/name)",
     )
     teacher_host: str = declare(
         "",

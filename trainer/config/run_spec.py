@@ -302,11 +302,6 @@ class RunSpec(MethodFields):
         return (int(part), int(parts)) if kind == "shard" else None
 
     @property
-    def needs_logprobs(self) -> bool:
-        """Whether the loss needs log-probabilities of a teacher in the rows of the dataset."""
-        return self.distill_alpha > 0 and not self.teacher and not self.fake_data
-
-    @property
     def dataset_name(self) -> str:
         """The paths of all datasets, separated by commas, for messages."""
         return ", ".join(source.path for source in self.sources)

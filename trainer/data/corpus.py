@@ -15,7 +15,6 @@ import numpy as np
 
 from trainer.common.files import write_atomic
 from trainer.data.data_report import NO_DATA, DataReport
-from trainer.data.logprobs import NO_TARGETS, Targets, join_targets
 
 _OF_SAMPLES = ("splits", "desirable", "references")  # arrays of a corpus with an entry for each sample
 
@@ -26,8 +25,7 @@ class Corpus:
 
     `tokens`, int32 [total]: the token ids. `trained`, bool [total]: whether a token carries loss. `starts`, int64
     [samples + 1]: where each sample starts, followed by the total. `report`: what became of all samples. `sources`, int32
-    [samples]: the number of the dataset of every sample; None if there is one dataset. `targets`: the teacher's distributions,
-    if the run uses those of the dataset. `splits`, int64 [samples]: of pairs, the tokens of the chosen sequence, which the rejected one follows.
+    [samples]: the number of the dataset of every sample; None if there is one dataset. `splits`, int64 [samples]: of pairs, the tokens of the chosen sequence, which the rejected one follows.
     `desirable`, bool [samples]: the labels of the answers. `references`, float64 [samples, 2]: log-probabilities of the untrained model, as the
     method defines them. `records`: of samples that are prompts without answers, the prompt and the other columns of each (see `to_prompt`).
     """
@@ -37,7 +35,6 @@ class Corpus:
     starts: np.ndarray
     report: DataReport = NO_DATA
     sources: np.ndarray | None = None
-    targets: Targets | None = None
     splits: np.ndarray | None = None
     desirable: np.ndarray | None = None
     references: np.ndarray | None = None
@@ -49,10 +46,9 @@ class Corpus:
         return np.diff(self.starts)
 
     def digest(self) -> str:
-        """Return the SHA-256 (hex) of the tokens, the loss mask, the boundaries, labels and records of samples and the teacher's distributions."""
+        """Return the SHA-256 (hex) of the tokens, the loss mask, the boundaries, labels and records of samples."""
         total = hashlib.sha256()
-        arrays = [self.starts, self.tokens, self.trained, self.sources, *(self.targets or NO_TARGETS).arrays()]
-        for array in (*arrays, self.splits, self.desirable):
+        for array in (self.starts, self.tokens, self.trained, self.sources, self.splits, self.desirable):
             total.update(b"" if array is None else array.tobytes())
         if self.records is not None:
             total.update(json.dumps(self.records).encode())
@@ -87,7 +83,6 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         np.concatenate([*starts, [ends[-1]]]).astype(np.int64),
         sum((corpus.report for corpus in corpora), NO_DATA),
         np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
-        join_targets([corpus.targets for corpus in corpora if corpus.targets]) if corpora[0].targets else None,
         records=_joined_records(corpora),
         **more,
     )
@@ -109,9 +104,6 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
     report = np.array(json.dumps(corpus.report.as_dict()))
     arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "report": report}
     arrays |= {name: array for name in _OF_SAMPLES if (array := getattr(corpus, name)) is not None}
-    if found := corpus.targets:
-        arrays |= {"taught": found.taught, "top_ids": found.ids, "top_values": found.values}
-        arrays["matches"] = np.array([found.matched, found.unmatched], dtype=np.int64)
     if corpus.records is not None:
         arrays["records"] = np.frombuffer(json.dumps(corpus.records).encode(), np.uint8)
     np.savez(buffer, allow_pickle=False, **arrays)
@@ -124,14 +116,10 @@ def load_corpus(path: Path) -> Corpus | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             report = DataReport.of(json.loads(str(arrays["report"])))
-            targets = None
-            if "taught" in arrays:
-                matched, unmatched = map(int, arrays["matches"])
-                targets = Targets(arrays["taught"], arrays["top_ids"], arrays["top_values"], matched, unmatched)
             tokens, trained, starts = (arrays[name] for name in ("tokens", "trained", "starts"))
             more = {name: arrays[name] for name in _OF_SAMPLES if name in arrays}
             records = json.loads(arrays["records"].tobytes()) if "records" in arrays else None
-            return Corpus(tokens, trained, starts, report, targets=targets, records=records, **more)
+            return Corpus(tokens, trained, starts, report, records=records, **more)
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
@@ -161,7 +149,6 @@ def select(corpus: Corpus, indices: Sequence[int]) -> Corpus:
         np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
         corpus.report,
         None if corpus.sources is None else corpus.sources[list(indices)],
-        corpus.targets.select(spans) if corpus.targets else None,
         *(None if (array := getattr(corpus, name)) is None else array[list(indices)] for name in _OF_SAMPLES),
     )
     return replace(made, records=None if corpus.records is None else [corpus.records[index] for index in indices])

@@ -23,7 +23,6 @@ from trainer.data.corpus import Corpus, joined, load_corpus, save_corpus
 from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, SAME, TOO_LONG, DataReport
 from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
-from trainer.data.logprobs import COLUMN, MatchedTargets, Targets, Vocabulary
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.template_process import limited_template
@@ -103,7 +102,6 @@ class Encoder:
         *,
         seq_length: int,
         train_on: str,
-        logprobs: bool = False,
         system: str = "keep",
         data: Data = "answers",
         today: datetime.datetime | None = None,
@@ -112,7 +110,6 @@ class Encoder:
     ) -> None:
         """Args:
         tokenizer: one of transformers, or a `TextTokenizer`.
-        logprobs: also match the log-probabilities of the teacher.
         system: the field of the run spec.
         data: what the samples are, see `METHODS`.
         today: the date of the run, for templates that print one; None for now.
@@ -123,7 +120,6 @@ class Encoder:
             UserError: the chat template is not valid.
         """
         self.prompt_length = prompt_length
-        self.vocabulary = Vocabulary(tokenizer) if logprobs else None
         self.seq_length, self.train_on, self._system, self.data = seq_length, train_on, system, data
         self._text = tokenizer if isinstance(tokenizer, TextTokenizer) else TextTokenizer.of(tokenizer)
         self._today = today or datetime.datetime.now()
@@ -134,7 +130,7 @@ class Encoder:
         """Return the encoder of a run.
 
         Args:
-            tokenizer: as for the class; a `TextTokenizer` does not match log-probabilities.
+            tokenizer: as for the class.
             date: the date of the run, for templates that print one; None for that of the spec, or today.
             rows: as for the class.
 
@@ -145,7 +141,6 @@ class Encoder:
             tokenizer,
             seq_length=spec.seq_length,
             train_on=spec.train_on,
-            logprobs=spec.needs_logprobs and not isinstance(tokenizer, TextTokenizer),
             system=spec.system,
             data=METHODS[spec.method].data,
             today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
@@ -189,7 +184,6 @@ class Encoder:
         parts += [json.dumps(dict(text.tokens), sort_keys=True), self._system]
         parts += [self._today.isoformat()] if self.has_date else []
         parts += [str(self._rows)] if self._rows else []  # a token outside is refused
-        parts += [COLUMN] if self.vocabulary else []
         parts += [self.data] if self.data != "answers" else []
         parts += [str(self.prompt_length)] if self.data == "prompts" else []
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -375,7 +369,6 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     records: list[Mapping[str, Any]] = []
     splits: list[int] = []
     labels: list[bool] = []
-    matched = MatchedTargets()
     report = NO_DATA
     for sample in samples:
         encoded = encoder.encode(sample)
@@ -389,8 +382,6 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         records += [sample.record] if sample.record else []
         splits += [len(fitted.ids)] if other else []
         labels += [] if fitted.desirable is None else [fitted.desirable]
-        if encoder.vocabulary:
-            matched.add(encoder.vocabulary, sample, encoded.ids, encoded.answered, fitted.trained)
     if not all_ids and encoder.data == "prompts":
         raise UserError(
             f"dataset: none of {report.samples} prompts has at most {encoder.prompt_length} tokens, which seq_length leaves for "
@@ -407,7 +398,6 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
         np.fromiter(itertools.chain.from_iterable(all_masks), np.bool_, starts[-1]),
         starts,
         report,
-        targets=matched.targets() if encoder.vocabulary else None,
         splits=np.array(splits, dtype=np.int64) if splits else None,
         desirable=np.array(labels, dtype=np.bool_) if labels else None,
         records=records or None,
@@ -435,36 +425,12 @@ def encoded_dataset(
         rows: of the model's embedding; None if that is unknown.
 
     Raises:
-        UserError: a dataset is unavailable or invalid, or no sample of it is left; or the run needs log-probabilities of a
-            teacher, and the samples have none or too few that match.
+        UserError: a dataset is unavailable or invalid, or no sample of it is left.
     """
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
     encoder = Encoder.of(spec, tokenizer, date, rows)
-    corpus = joined([_encoded_source(source, encoder, store) for source in spec.sources])
-    if corpus.targets:
-        _check_targets(corpus.targets)
-    return corpus
-
-
-def no_logprobs() -> UserError:
-    """Return the error of a run whose datasets lack the log-probabilities of a teacher."""
-    return UserError(
-        f"distill_alpha: no row of the dataset has {COLUMN}: make the dataset with playbooks/distill.yml and "
-        "distill_alpha, set teacher to a model folder, or set distill_alpha=0"
-    )
-
-
-def _check_targets(targets: Targets) -> None:
-    """Raise UserError if no answer has log-probabilities, or more than half of those that do have other tokens."""
-    found = targets.matched + targets.unmatched
-    if not found:
-        raise no_logprobs()
-    if targets.unmatched > targets.matched:
-        raise UserError(
-            f"distill_alpha: the tokens of {COLUMN} differ from those of the model in {targets.unmatched} of {found} answers: "
-            "train a model with the teacher's vocabulary, or set distill_alpha=0"
-        )
+    return joined([_encoded_source(source, encoder, store) for source in spec.sources])
 
 
 def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Corpus:
@@ -483,6 +449,6 @@ def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Cor
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
     if is_local and (cached := load_corpus(cache)):
         return cached
-    corpus = encode_all(read_source(source, logprobs=encoder.vocabulary is not None, data=encoder.data), encoder)
+    corpus = encode_all(read_source(source, data=encoder.data), encoder)
     save_corpus(corpus, cache)
     return corpus

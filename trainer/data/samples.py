@@ -1,7 +1,6 @@
 """Read the samples of a run's datasets, and check every record. Needs no torch and no tokenizer."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,17 @@ def read_samples(path: Path) -> list[Sample]:
     return read_source(source_of(path))
 
 
-def read_source(source: DatasetSource, *, logprobs: bool = False, data: Data = "answers") -> list[Sample]:
+def read_source(source: DatasetSource, *, data: Data = "answers") -> list[Sample]:
     """Read a dataset and check every record.
 
     Args:
-        logprobs: also read the log-probabilities of a teacher.
         data: what a sample is, see `METHODS`.
 
     Raises:
         UserError: the dataset is missing, unreadable or empty, or a record is invalid (``file:line: reason`` for the
             first).
     """
-    samples = list(iter_source(source, logprobs=logprobs, data=data))
+    samples = list(iter_source(source, data=data))
     if not samples:
         raise _empty(source)
     return samples
@@ -59,20 +57,13 @@ def _empty(source: DatasetSource) -> UserError:
     return UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
 
 
-def iter_source(source: DatasetSource, *, logprobs: bool = False, data: Data = "answers") -> Iterator[Sample]:
+def iter_source(source: DatasetSource, *, data: Data = "answers") -> Iterator[Sample]:
     """Yield the samples of a dataset in their order; arguments and errors as for `read_source`, but it may be empty."""
     if source.path in (EMBEDDED_DATASET, OBSERVATORY):
         raise UserError(f"dataset: only ansible-playbook train.yml provides {source.path}: set dataset to a JSONL file")
-    read_logprobs = None
-    if logprobs:
-        # Imports numpy, which a program on the controller does not need.
-        from trainer.data.logprobs import LogprobReader
-
-        read_logprobs = LogprobReader()
     for before, (where, record) in enumerate(read_records(source)):
         try:
-            sample = to_record(data, record, source.columns, source.ignore_keys).at(where)
-            yield replace(sample, logprobs=read_logprobs(record)) if read_logprobs else sample
+            yield to_record(data, record, source.columns, source.ignore_keys).at(where)
         except ValueError as error:
             raise UserError(f"{where}: {_problem(error, before)}") from None
 
@@ -80,16 +71,15 @@ def iter_source(source: DatasetSource, *, logprobs: bool = False, data: Data = "
 def samples_of(spec: RunSpec) -> Iterator[Sample]:
     """Yield the samples of all datasets of the spec, in their order. Raises UserError as `read_source`."""
     for source in spec.sources:
-        yield from read_source(source, logprobs=spec.needs_logprobs, data=METHODS[spec.method].data)
+        yield from read_source(source, data=METHODS[spec.method].data)
 
 
-def check_source(source: DatasetSource, *, logprobs: bool = False, data: Data = "answers") -> list[Sample] | None:
+def check_source(source: DatasetSource, *, data: Data = "answers") -> list[Sample] | None:
     """Check a dataset as far as the installed packages allow: without `datasets`, JSON and CSV files.
 
     Returns its samples, or None if only a part of them can be read.
 
     Args:
-        logprobs: also check the log-probabilities of a teacher.
         data: what a sample is, see `METHODS`.
 
     Raises:
@@ -98,11 +88,11 @@ def check_source(source: DatasetSource, *, logprobs: bool = False, data: Data = 
     path = Path(source.path)
     kind = path_kind(path)
     if has_library() or not needs_library(source.path):
-        return read_source(source, logprobs=logprobs, data=data)
+        return read_source(source, data=data)
     _check_choice(source)
     if kind == "folder" and not is_saved(path) and not has_card(path):
         for file in data_files(path, source.split):
-            check_source(source.model_copy(update={"path": str(file), "split": WHOLE}), logprobs=logprobs, data=data)
+            check_source(source.model_copy(update={"path": str(file), "split": WHOLE}), data=data)
     return None
 
 

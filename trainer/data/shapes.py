@@ -6,16 +6,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.common.formats import printable, quoted
 from trainer.config.dataset_source import MESSAGE_KEYS, SHAPES
 from trainer.data.chat_marks import REASONING_KEYS
 from trainer.data.hf_template import BLOCK_MARKS
 from trainer.data.record_keys import LABEL, LOSS_KEYS, MESSAGE_KEYS_REFUSED, RECORD_KEYS, check_keys, has_loss
-
-if TYPE_CHECKING:
-    from trainer.data.logprobs import Logprobs  # imports numpy, which the controller does not need
 
 SHAPE_NAMES = (
     "messages; conversations; instruction and output (input if any); prompt and completion; text"  # in error messages
@@ -67,7 +64,7 @@ class Sample:
 
     Every message has `role` and `content`; an answer may have `reasoning_content` and `tool_calls`, and the result of a tool
     `name` and `tool_call_id`. `tools` are the descriptions of the tools of a chat, `variables` those of its chat template.
-    `silent` are the indices of the answers without loss; `has_weights` if their own keys say so. `logprobs` are those of a teacher for the last answer. Of a pair,
+    `silent` are the indices of the answers without loss; `has_weights` if their own keys say so. Of a pair,
     this is the chosen answer with its prompt, and `rejected` the other one; `desirable` is the label of an answer. `record` is that of a prompt without an answer, see `to_prompt`. `where` is the record's place, such
     as ``file:line``.
     """
@@ -78,7 +75,6 @@ class Sample:
     variables: Mapping[str, Any] = field(default_factory=dict)
     silent: frozenset[int] = frozenset()
     has_weights: bool = False
-    logprobs: "Logprobs | None" = None
     rejected: "Sample | None" = None
     desirable: bool | None = None
     record: Mapping[str, Any] | None = None

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.common.errors import UserError
-from trainer.common.formats import quoted
-from trainer.data.corpus import Corpus
-
 PADDING_OF_FILES = "padding_of_files"  # attribute of a tokenizer: the padding token before `set_padding`
 
 
@@ -30,22 +26,3 @@ def set_padding(tokenizer: Any, rows: int | None) -> None:
 
 def _inside(token: int | None, rows: int | None) -> bool:
     return token is not None and (rows is None or token < rows)
-
-
-def check_teacher_tokens(model: str, tokenizer: Any, corpus: Corpus, rows: int | None) -> None:
-    """Check that the embedding has a row for every token of the teacher's distributions; the encoder checks the samples.
-
-    Args:
-        model: its name in messages.
-        rows: of its embedding; None if that is unknown.
-
-    Raises:
-        UserError: it has not.
-    """
-    last = int(corpus.targets.ids.max(initial=0)) if corpus.targets else 0
-    if rows is not None and last >= rows:
-        raise UserError(
-            f"model: an answer of the teacher has the token {quoted(tokenizer.convert_ids_to_tokens(last))} (id {last}), and the "
-            f"embedding of {model} has {rows} rows: use the tokenizer of this model, or extend its embedding "
-            "(resize_token_embeddings) and save it"
-        )

@@ -55,7 +55,6 @@ class Answer:
         tokens: number of generated tokens.
         queued: time in the server's queue, before it loaded the model or read the prompt.
         seconds: time of the server from the request to the end of the answer.
-        logprobs: log-probabilities of its tokens, see trainyard/ollama/teacher_logprobs.py; empty if they were not requested.
     """
 
     text: str
@@ -64,7 +63,6 @@ class Answer:
     tokens: int
     queued: float
     seconds: float
-    logprobs: str = ""
 
 
 class Cancel:
@@ -212,9 +210,8 @@ class OllamaClient:
         Args:
             raw: the prompt is not put into the model's template.
             more: `options` of the model (temperature, num_predict, seed); `deadline` in seconds; `first` in seconds, until
-                the first byte, in which the server may load the model; `cancel`, to end it from another thread; `extra`
-                fields of the request; `read`, which receives each line of the reply, and `hear`, which receives its text; `keep`, the
-                maximum of its bytes.
+                the first byte, in which the server may load the model; `cancel`, to end it from another thread; `read`,
+                which receives each line of the reply, and `hear`, which receives its text; `keep`, the maximum of its bytes.
         """
         return self._answer("/api/generate", {"model": model, "prompt": prompt, "raw": raw}, **more)
 
@@ -227,12 +224,11 @@ class OllamaClient:
         deadline: float = 600.0,
         first: float = 600.0,
         cancel: Cancel | None = None,
-        extra: Mapping[str, Any] | None = None,
         read: Callable[[Mapping[str, Any]], None] | None = None,
         hear: Callable[[str], None] | None = None,
         keep: int = MAX_ANSWER,
     ) -> Answer:
-        body = body | {"stream": True, "options": dict(options or {}), **(extra or {})}
+        body = body | {"stream": True, "options": dict(options or {})}
         text, thinking = [], []
         last: dict[str, Any] = {}
         for line in self._lines("POST", path, body, deadline=deadline, first=first, cancel=cancel, keep=keep):

@@ -23,7 +23,6 @@ from trainer.loop.references import with_references
 from trainer.loop.run_dir import StopRequest
 from trainer.loop.training_inputs import Settle, TrainingInputs, as_it_is, load_inputs, with_packing
 from trainer.method import AheadContext, Method, Rows, RunContext, Work, method_of
-from trainer.models.loss import TopProbabilities
 from trainer.models.optim import learning_rate
 from trainer.models.peak import Utilisation
 from trainer.records.checkpoint import Saver, complete_checkpoints, find_checkpoint
@@ -77,13 +76,10 @@ class Batches:
     def with_teacher_targets(self, work: Work, rows: Rows) -> Batch:
         """Return the micro-batch of these rows, with the probabilities of the run's teacher if it has one."""
         batch = self.batch(work, rows)
-        if teacher := self._inputs.teacher:
-            with self._strategy.autocast():
-                return batch._replace(extra=teacher.judge(batch))
-        if work.corpus.targets is None:
+        if not (teacher := self._inputs.teacher):
             return batch
-        arrays = work.corpus.targets.lay_out(rows, work.corpus.starts, batch.ids.shape[1])
-        return batch._replace(extra=TopProbabilities(*map(self._on_device, arrays)))
+        with self._strategy.autocast():
+            return batch._replace(extra=teacher.judge(batch))
 
     def all_with_teacher_targets(self, work: Work) -> Iterator[Batch]:
         """Yield what `with_teacher_targets` returns for the rows of each micro-batch of an update.
@@ -339,11 +335,6 @@ def open_records(inputs: TrainingInputs, run_dir: Path, world: World, state: Run
         )
         for line in inputs.corpus.report.lines("data: "):
             print(line)
-        if targets := inputs.corpus.targets:
-            print(
-                f"{targets.matched} samples have log-probabilities of a teacher; {targets.unmatched} train on the text alone, "
-                "because the teacher splits their answers into other tokens"
-            )
     return recorder
 
 

@@ -17,7 +17,7 @@ from trainer.data.encode import encoded_dataset
 from trainer.data.mixture import describe_mixture
 from trainer.data.order import Order, held_out, training_samples
 from trainer.data.tiny import with_tiny_model
-from trainer.data.token_ids import check_teacher_tokens, usable_tokens
+from trainer.data.token_ids import usable_tokens
 from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
 from trainer.distillation.teacher_client import RemoteTeacher
 from trainer.distributed.world import World
@@ -134,7 +134,6 @@ def load_inputs(
         for note in notes if world.rank == 0 else ():
             print(note)
     data = common_digest(corpus, world)
-    check_teacher_tokens(spec.model, tokenizer, corpus, rows)
     out = held_out(spec, len(corpus), corpus.sources)
     chosen = training_samples(spec, len(corpus), out)
     train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))

@@ -68,7 +68,6 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
     from trainer.data.encode import encoded_dataset
     from trainer.data.order import Order
     from trainer.data.tiny import with_tiny_model
-    from trainer.data.token_ids import check_teacher_tokens
     from trainer.model_files.base_weights import embedding_rows
     from trainer.models.model import load_tokenizer
 
@@ -78,7 +77,6 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
         tokenizer = load_tokenizer(local.model)
         rows = embedding_rows(local.model)
         corpus = encoded_dataset(local, tokenizer, store, rows=rows)
-        check_teacher_tokens(local.model, tokenizer, corpus, rows)
     one_epoch = spec.model_copy(update={"epochs": 1})
     epoch = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0)
     filled = [length for row in epoch for length in _row_lengths(corpus, row)]

@@ -8,7 +8,6 @@ is removed when the file is opened.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import json
@@ -31,14 +30,7 @@ _BLOCK = 1 << 20
 def answer_key(digest: str, prompt: Prompt) -> str:
     """Return the SHA-256 (hex) of the inputs of an answer: the digest of the teacher and the prompt."""
     parts = [digest, [dict(message) for message in prompt.messages], dict(prompt.options), prompt.sample]
-    parts += ["logprobs"] if prompt.logprobs else []
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def answer_keys(digest: str, prompt: Prompt) -> list[str]:
-    """Return the keys of the answers that a prompt accepts: with log-probabilities also where it needs none."""
-    both = [dataclasses.replace(prompt, logprobs=each) for each in (prompt.logprobs, True)]
-    return list(dict.fromkeys(answer_key(digest, each) for each in both))
 
 
 class AnswersInUseError(UserError):
@@ -129,8 +121,6 @@ class AnswerFile:
                 "node": node,
                 "time": round(time.time(), 3),
             }
-            if answer.logprobs:
-                record["logprobs"] = answer.logprobs
             lines.append(json.dumps(record) + "\n")
         if not lines:
             return

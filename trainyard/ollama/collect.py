@@ -14,7 +14,7 @@ from trainer.common.files import write_atomic
 from trainer.common.formats import clock, printable, quoted, thousands
 from trainer.generation.ollama_client import Answer
 from trainer.generation.pool import Listed, PoolResult, ServerPool
-from trainyard.ollama.answers import AnswerFile, answer_keys
+from trainyard.ollama.answers import AnswerFile, answer_key
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
 from trainyard.ollama.teacher_nodes import Prompt, Teacher
@@ -30,13 +30,11 @@ class Questions:
         chats: the prompts.
         options: see DistillOptions.
         seed: seed of the first sample of each prompt.
-        logprobs: whether the answers shall have the log-probabilities of their tokens.
     """
 
     chats: Sequence[list[dict[str, str]]]
     options: DistillOptions
     seed: int = 1
-    logprobs: bool = False
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield one prompt per answer, all first samples first."""
@@ -46,7 +44,7 @@ class Questions:
                 "num_predict": self.options.max_tokens,
                 "seed": self.seed + sample,
             }
-            yield from (Prompt(chat, settings, sample, self.logprobs) for chat in self.chats)
+            yield from (Prompt(chat, settings, sample) for chat in self.chats)
 
     def __len__(self) -> int:
         return len(self.chats) * self.options.samples
@@ -59,9 +57,7 @@ def missing_prompts(questions: Questions, digests: Iterable[str], answers: Answe
     """Return the prompts that no teacher with one of these digests has answered."""
     known = list(digests)
     return [
-        prompt
-        for prompt in questions.prompts()
-        if not any(key in answers for digest in known for key in answer_keys(digest, prompt))
+        prompt for prompt in questions.prompts() if not any(answer_key(digest, prompt) in answers for digest in known)
     ]
 
 
@@ -95,7 +91,7 @@ def wanted_records(questions: Questions, digests: Iterable[str], answers: Answer
     places = {
         key: (place, choice)
         for place, prompt in enumerate(prompts)
-        for choice, key in enumerate(key for digest in known for key in answer_keys(digest, prompt))
+        for choice, key in enumerate(answer_key(digest, prompt) for digest in known)
     }
     found: dict[int, tuple[int, dict[str, Any]]] = {}
     for record in answers.records():
@@ -154,7 +150,6 @@ def make_dataset(
         keep_cut=options.keep_cut,
         similarity=options.near_duplicates,
         evaluation=evaluation,
-        logprobs=questions.logprobs,
     )
     if missing := len(questions) - len(records):
         filtered.counts["unanswered"] = missing

@@ -12,7 +12,6 @@ from typing import Any
 
 from trainer.data.data_report import Dropped
 from trainer.data.reasoning import split_reasoning
-from trainyard.ollama.teacher_logprobs import align, unpack
 
 REASONS = {
     "cut": "cut off at max_tokens",
@@ -42,13 +41,11 @@ _OVERLAP = 13  # words in a row that a prompt shares with an evaluation prompt
 class Filtered:
     """The samples to train on, and how many answers were left out for each reason of REASONS.
 
-    `samples` are records of the dataset shape `messages`, with `teacher_logprobs` where these are wanted. `without_logprobs`
-    counts the samples that have none, although they are wanted: None where they are not.
+    `samples` are records of the dataset shape `messages`.
     """
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    without_logprobs: int | None = None
 
     @property
     def dropped(self) -> Dropped:
@@ -62,8 +59,6 @@ class Filtered:
         left_out, warning = self.dropped.by_reason, self.dropped.warning()
         lines = [f"{len(self.samples)} answers to train on" + (f"; left out: {left_out}" if left_out else "")]
         lines += [warning] if warning else []
-        if self.without_logprobs:
-            lines.append(f"{self.without_logprobs} of them have no log-probabilities and train on the text alone")
         return lines
 
 
@@ -74,7 +69,6 @@ def filter_answers(
     keep_cut: bool = False,
     similarity: float = 0.9,
     evaluation: Sequence[str] = (),
-    logprobs: bool = False,
 ) -> Filtered:
     """Return the samples of these answers.
 
@@ -84,9 +78,8 @@ def filter_answers(
         keep_cut: keep answers that the limit of tokens has cut off.
         similarity: Jaccard similarity of two samples (of their runs of 3 words) from which the second is left out; 0: none is.
         evaluation: texts of the evaluation prompts.
-        logprobs: give the samples the log-probabilities of the answers.
     """
-    result = Filtered(without_logprobs=0 if logprobs else None)
+    result = Filtered()
     blocked = _Overlap(evaluation)
     seen: set[bytes] = set()
     near = None
@@ -113,13 +106,7 @@ def filter_answers(
             reason = "near_duplicate"
         else:
             seen.add(digest)
-            sample: dict[str, Any] = {"messages": [*record["messages"], {"role": "assistant", "content": text}]}
-            if result.without_logprobs is not None:
-                if found := align(unpack(record.get("logprobs")), text):
-                    sample["teacher_logprobs"] = found
-                else:
-                    result.without_logprobs += 1
-            result.samples.append(sample)
+            result.samples.append({"messages": [*record["messages"], {"role": "assistant", "content": text}]})
             continue
         result.counts[reason] += 1
     return result

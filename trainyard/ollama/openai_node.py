@@ -12,8 +12,7 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
-from trainer.generation.ollama_client import MAX_ANSWER, Answer, Cancel, OllamaClient, OllamaError
-from trainyard.ollama.teacher_logprobs import TOP, LogprobReader
+from trainer.generation.ollama_client import Answer, Cancel, OllamaClient, OllamaError
 from trainyard.ollama.teacher_nodes import Prompt
 
 URL = re.compile(r"(http://[^/\s]+)(/[A-Za-z0-9._~/-]*)?")
@@ -64,14 +63,10 @@ class OpenAINode:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        reader, keep = LogprobReader(), MAX_ANSWER
-        if prompt.logprobs:
-            body |= {"logprobs": True, "top_logprobs": TOP}
-            keep = reader.request(int(options["num_predict"]))["keep"]
         text: list[str] = []
         thinking: list[str] = []
         began, first, reason, tokens = time.monotonic(), 0.0, "", 0
-        more = {"headers": self._headers(), "cancel": cancel, "first": self.limit, "keep": keep}
+        more = {"headers": self._headers(), "cancel": cancel, "first": self.limit}
         for event in self._client.events(f"{self._path}/chat/completions", body, **more):
             for choice in _choices(event):
                 message = choice.get("delta") or choice.get("message") or {}
@@ -85,16 +80,13 @@ class OpenAINode:
                 first = first or (time.monotonic() if message else 0.0)
                 tokens += bool(message)
                 reason = choice.get("finish_reason") or reason
-                found = choice.get("logprobs")
-                if prompt.logprobs and isinstance(found, dict):
-                    reader.add({"logprobs": found.get("content")})
             tokens = _count(event.get("usage")) or tokens
         if not reason:
             raise OllamaError("the reply of /chat/completions has no complete answer")
         seconds = time.monotonic() - began
         finished = "length" if reason == "length" else "stop"
         queued = first - began if len(text) > 1 else 0.0  # unknown where the answer comes in one piece
-        return Answer("".join(text), "".join(thinking), finished, tokens, queued, seconds, reader.packed())
+        return Answer("".join(text), "".join(thinking), finished, tokens, queued, seconds)
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}

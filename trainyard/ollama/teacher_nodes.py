@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.generation import pool
 from trainer.generation.ollama_client import Answer, Cancel, OllamaClient
-from trainyard.ollama.teacher_logprobs import LogprobReader
 
 
 @dataclass
@@ -17,15 +15,13 @@ class Prompt(pool.Task):
     """One chat to answer.
 
     Attributes:
-        options: options of the model, with `num_predict` where log-probabilities are wanted.
+        options: options of the model.
         sample: counts repeated answers to the same chat.
-        logprobs: whether the answer shall have the log-probabilities of its tokens.
     """
 
     messages: Sequence[Mapping[str, str]]
     options: Mapping[str, Any]
     sample: int = 0
-    logprobs: bool = False
 
 
 class Teacher(pool.Node[Prompt], Protocol):
@@ -57,11 +53,7 @@ class OllamaNode:
     def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
         """Return the answer to a prompt."""
         more: dict[str, Any] = {"deadline": self.limit, "first": self.limit, "cancel": cancel}
-        reader = LogprobReader()
-        if prompt.logprobs:
-            more |= reader.request(int(prompt.options["num_predict"]))
-        answer = self.client.chat(self.model, prompt.messages, options=prompt.options, **more)
-        return dataclasses.replace(answer, logprobs=reader.packed())
+        return self.client.chat(self.model, prompt.messages, options=prompt.options, **more)
 
     def probe(self) -> None:
         """Return if the server answers at all."""

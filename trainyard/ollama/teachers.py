@@ -12,7 +12,6 @@ from trainer.common.formats import printable
 from trainer.generation.ollama_client import OllamaClient, OllamaError, full_name
 from trainyard import front_end
 from trainyard.ollama.servers import server_urls
-from trainyard.ollama.teacher_logprobs import FIRST_VERSION
 from trainyard.ollama.teacher_nodes import OllamaNode
 
 MAX_SHOWN = 5  # machines named in a message
@@ -68,7 +67,6 @@ class Found:
     client: OllamaClient | None = None
     digest: str = ""
     error: str = ""
-    version: tuple[int, int, int] = (0, 0, 0)
 
 
 def find_teachers(
@@ -78,7 +76,6 @@ def find_teachers(
     untrusted: bool = False,
     mixed: bool = False,
     pull: bool = False,
-    logprobs: bool = False,
     limit: float = 1800.0,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[OllamaNode]:
@@ -89,11 +86,10 @@ def find_teachers(
         untrusted: include machines that are not trusted.
         mixed: accept different digests of the model.
         pull: let servers without the model pull it.
-        logprobs: the servers must give log-probabilities.
         limit: seconds for one answer.
 
     Raises:
-        UserError: no server has the model, the digests differ, or a server is too old for log-probabilities.
+        UserError: no server has the model, or the digests differ.
     """
     allowed = [machine for machine in machines if machine.trusted or untrusted]
     if left_out := [machine.name for machine in machines if machine not in allowed]:
@@ -130,20 +126,7 @@ def find_teachers(
             f"teacher: the hosts have different models under the name {model} ({shown}): pull it again on them, or accept "
             f"answers of all with {front_end.option('teacher_mixed')}"
         )
-    if logprobs:
-        _require_logprobs([each for each in found if each.digest])
     return teachers
-
-
-def _require_logprobs(found: Sequence[Found]) -> None:
-    """Raise UserError if a server is older than log-probabilities: it would ignore the request silently."""
-    first = ".".join(map(str, FIRST_VERSION))
-    if old := [each for each in found if each.version < FIRST_VERSION]:
-        shown = shown_names(f"{each.candidate.name} has {'.'.join(map(str, each.version))}" for each in old)
-        raise UserError(
-            f"teacher: distill_alpha needs log-probabilities, which Ollama gives from {first} on ({shown}): update it there, "
-            "or set distill_alpha=0"
-        )
 
 
 def _none(model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate], found: Sequence[Found]) -> str:
@@ -170,7 +153,7 @@ def find_model(machine: Candidate, model: str) -> Found:
     """Ask a server for a model."""
     try:
         client = OllamaClient(machine.url)
-        return Found(machine, client, client.digest(model), version=client.version())
+        return Found(machine, client, client.digest(model))
     except OllamaError as error:
         return Found(machine, error=str(error))
 

@@ -72,11 +72,10 @@ def ask_teachers(
         options.teacher,
         untrusted=options.teachers == "all",
         mixed=options.teacher_mixed,
-        logprobs=spec.needs_logprobs,
         limit=options.answer_limit,
         report=report,
     )
-    questions = Questions(read_prompts(paths[PROMPTS]), options, spec.common_seed, spec.needs_logprobs)
+    questions = Questions(read_prompts(paths[PROMPTS]), options, spec.common_seed)
     evaluation = [prompt_text(chat) for chat in read_prompts(paths[EVAL_PROMPTS])] if EVAL_PROMPTS in paths else []
     watched(f"{options.teacher} teaches on {', '.join(node.name for node in nodes)}: {len(questions)} answers")
     waiting = False

@@ -103,7 +103,7 @@ def distill(
     if queue:
         queue.check(specs)
     questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
-    nodes, collect = _teachers(options, cluster, launch, questions.logprobs, top, report, check)
+    nodes, collect = _teachers(options, cluster, launch, top, report, check)
     names = ", ".join(printable(node.name, 40) for node in nodes)
     report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
     if check:
@@ -168,14 +168,13 @@ def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mappin
     for spec in specs:
         if spec.model != TINY:
             check_prompts(spec, models[spec.model], chats, printable(options.prompts))
-    return Questions(chats, options, first.common_seed, any(spec.needs_logprobs for spec in specs))
+    return Questions(chats, options, first.common_seed)
 
 
 def _host_teachers(
     options: DistillOptions,
     cluster: Cluster,
     launch: LaunchOptions,
-    logprobs: bool,
     top: Path,
     report: Report,
     check: bool,
@@ -183,11 +182,6 @@ def _host_teachers(
     """Return the hosts that teach with transformers. Raises UserError."""
     if options.teacher_url:
         raise UserError("distill: teacher_url names servers: omit it, or teacher_with=transformers")
-    if logprobs:
-        raise UserError(
-            "distill: teacher_with=transformers writes text only: to learn the probabilities of a model folder, set the run spec's "
-            "teacher for the training, or distill_alpha=0"
-        )
     return HostTeachers(cluster, launch, options.teacher, top, report, check)
 
 
@@ -195,23 +189,20 @@ def _teachers(
     options: DistillOptions,
     cluster: Cluster,
     launch: LaunchOptions,
-    logprobs: bool,
     top: Path,
     report: Report,
     check: bool,
 ) -> tuple[Sequence[Any], Collect | None]:
     """Return what teaches, and what asks it if it is no server. Raises UserError."""
     if options.teacher_with == "transformers":
-        hosts = _host_teachers(options, cluster, launch, logprobs, top, report, check)
+        hosts = _host_teachers(options, cluster, launch, top, report, check)
         return hosts.nodes, hosts.collect
     if options.teacher_url:
         return openai_teachers(options.teacher_url, options.teacher, options.answer_limit), None
-    return _ollama_teachers(options, cluster, logprobs, report, check), None
+    return _ollama_teachers(options, cluster, report, check), None
 
 
-def _ollama_teachers(
-    options: DistillOptions, cluster: Cluster, logprobs: bool, report: Report, check: bool
-) -> list[OllamaNode]:
+def _ollama_teachers(options: DistillOptions, cluster: Cluster, report: Report, check: bool) -> list[OllamaNode]:
     """Return the Ollama servers that teach. Raises UserError."""
     return find_teachers(
         candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables),
@@ -219,7 +210,6 @@ def _ollama_teachers(
         untrusted=options.teachers == "all",
         mixed=options.teacher_mixed,
         pull=options.teacher_pull and not check,
-        logprobs=logprobs,
         limit=options.answer_limit,
         report=report,
     )

@@ -23,7 +23,7 @@ from trainer.model_files.model_shape import read_shape
 from trainer.spec import make_spec
 from trainyard.evaluate.side_by_side import MAX_ANSWERED
 from trainyard.inventory import Cluster
-from trainyard.ollama.answers import AnswerFile, answer_keys
+from trainyard.ollama.answers import AnswerFile, answer_key
 from trainyard.ollama.collect import Questions
 from trainyard.ollama.filters import prompt_text
 from trainyard.ollama.teacher_nodes import Prompt
@@ -109,11 +109,7 @@ class HostTeachers:
         digest = nodes[0].digest
         ordered = sorted(questions.prompts(), key=lambda prompt: (prompt.sample, len(prompt_text(prompt.messages))))
         batches = [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
-        missing = [
-            batch
-            for batch in batches
-            if not all(any(key in answers for key in answer_keys(digest, prompt)) for prompt in batch)
-        ]
+        missing = [batch for batch in batches if not all(answer_key(digest, prompt) in answers for prompt in batch)]
         if not missing:
             return f"{len(ordered)} of {len(ordered)} answers are already in {answers.path}"
         most = min(LARGEST, MAX_ANSWERED // questions.options.max_tokens) // BATCH  # that one reply may have

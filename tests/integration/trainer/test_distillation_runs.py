@@ -9,19 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_kinds import with_logprobs
-from trainer_runs import WORDS, Cluster, Here, records, write_jsonl
+from trainer_runs import WORDS, Cluster, Here, write_jsonl
 
 from trainer.spec import make_spec
 
 FEW = {"max_steps": 6, "eval_split": 0.1}
-
-
-@pytest.fixture(scope="session")
-def taught(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A dataset with log-probabilities for the answers of its rows; one in four has none."""
-    rows = [with_logprobs(tokenizer, row, number) if number % 4 else row for number, row in enumerate(records(120))]
-    return write_jsonl(tmp_path_factory.mktemp("taught") / "train.jsonl", rows)
 
 
 def error(here: Here) -> str:
@@ -29,24 +21,6 @@ def error(here: Here) -> str:
     errors = [line for line in here.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in here.err, here.err
     return errors[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"lora_r": 0, "packing": False}, {"train_on": "all"}], ids=str)
-def test_log_probabilities_change_the_loss_and_not_its_evaluation(
-    fields: dict[str, Any], here: Here, taught: Path
-) -> None:
-    assert here("text", dataset=taught, eval_start=True, **FEW, **fields) == 0, here.err
-    options = {"distill_alpha": 0.5, "distill_temperature": 2, "eval_start": True}
-    assert here("kl", dataset=taught, **options, **FEW, **fields) == 0, here.err
-    assert "samples have log-probabilities of a teacher" in here.out
-    assert here.losses("kl")[0] != here.losses("text")[0]
-    assert here.result("kl")["eval_loss_first"] == pytest.approx(here.result("text")["eval_loss_first"])
-
-
-def test_a_dataset_without_log_probabilities_is_refused(here: Here) -> None:
-    assert here(distill_alpha=0.5, **FEW) == 1
-    assert "no row of the dataset has teacher_logprobs" in error(here)
 
 
 # A teacher model ----------------------------------------------------------------------------------------------------------
@@ -91,13 +65,9 @@ def test_a_teacher_model_changes_the_loss_and_not_its_evaluation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["log-probabilities", "teacher"])
-def test_micro_batches_and_a_resume_do_not_change_the_losses(
-    kind: str, here: Here, teacher: Path, taught: Path
-) -> None:
+def test_micro_batches_and_a_resume_do_not_change_the_losses(here: Here, teacher: Path) -> None:
     """The run that resumes has lost everything after its checkpoint at step 4."""
-    fields = {"dataset": taught} if kind != "teacher" else {"teacher": teacher, "gkd_beta": 0.3}
-    fields |= {"distill_alpha": 0.7, "checkpoint_interval": 2, **FEW}
+    fields = {"teacher": teacher, "gkd_beta": 0.3, "distill_alpha": 0.7, "checkpoint_interval": 2, **FEW}
     for size in (1, 4):
         assert here(f"b{size}", batch_size=size, **fields) == 0, here.err
     straight = here.losses("b1")
@@ -140,21 +110,6 @@ def test_ranks_agree_with_a_teacher(strategy: str, cluster: Cluster, teacher: Pa
     assert len(found) == 6 and all(map(math.isfinite, found))
     if strategy in ("ddp", "fsdp", "deepspeed"):
         assert cluster.run(1, run="one", **fields) == pytest.approx(found, abs=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields",
-    [{}, *(pytest.param({"strategy": one}, marks=pytest.mark.long) for one in ("fsdp", "deepspeed"))],
-    ids=str,
-)
-def test_any_number_of_ranks_has_the_same_losses(fields: dict[str, Any], cluster: Cluster, taught: Path) -> None:
-    if fields.get("strategy") == "deepspeed":
-        pytest.importorskip("deepspeed")
-    cluster.spec |= {"dataset": taught, "distill_alpha": 0.5, "max_steps": 8, "balance": "even"}
-    one = cluster.run(1, run="one")
-    assert math.isfinite(one[-1])
-    assert cluster.run(2, run="two", **fields) == pytest.approx(one, abs=2e-5)
 
 
 # What it is for ------------------------------------------------------------------------------------------------------------

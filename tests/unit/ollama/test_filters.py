@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import random
 import time
-import zlib
 from typing import Any
 
 import pytest
 
 from trainyard.ollama.filters import filter_answers, repeats_itself
 from trainyard.ollama.near_duplicates import NearDuplicates
-from trainyard.ollama.teacher_logprobs import LogprobReader
 
 
 def record(text: str, prompt: str = "Why?", **more: Any) -> dict[str, Any]:
@@ -73,72 +70,6 @@ def test_every_spelling_of_thinking(begin: str, end: str) -> None:
     assert filter_answers([record(f"only this {end}")]).counts == {"empty": 1}
     for text in (f"Write `{end}`.", f"Between {begin} and {end} it thinks."):
         assert filter_answers([record(text)]).samples[0]["messages"][-1]["content"] == text
-
-
-def reply(*tokens: bytes) -> list[dict[str, Any]]:
-    """Return the log-probabilities of a reply with one alternative for each token."""
-    return [
-        {"token": token.decode(errors="replace"), "bytes": [*token], "logprob": -0.5}
-        | {
-            "top_logprobs": [
-                {"token": "?", "bytes": [*other], "logprob": value} for other, value in ((token, -0.5), (b"?", -2))
-            ]
-        }
-        for token in tokens
-    ]
-
-
-def packed(entries: Any) -> str:
-    reader = LogprobReader()
-    reader.add({"logprobs": entries})
-    return reader.packed()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "text", "found"),
-    [
-        ((b"Yes", b" it", b" is"), "Yes it is", [b"Yes", b" it", b" is"]),
-        ((b"<think>", b"it", b"</think>", b"\n\n", b"it", b"\n"), "<think>it</think>\n\nit\n", [b"it"]),
-        ((b"\xf0\x9f", b"\x98\x80"), "\U0001f600", [b"\xf0\x9f", b"\x98\x80"]),
-        ((b" Yes",), " Yes", None),  # the space is part of the token, but not of the sample
-        ((b"\xef\xbf\xbd", b"!"), "\u00e9!", None),  # the server replaced the bytes of the token
-    ],
-)
-def test_log_probabilities_of_the_trained_text(tokens: tuple[bytes, ...], text: str, found: list[bytes] | None) -> None:
-    result = filter_answers([record(text, logprobs=packed(reply(*tokens)))], logprobs=True)
-    assert result.without_logprobs == (0 if found else 1)
-    tops = result.samples[0].get("teacher_logprobs")
-    expected = [{"token": each.hex(), "top": {each.hex(): -0.5, "3f": -2.0}} for each in found or []]
-    assert (tops or []) == expected
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"top_logprobs": []},
-        {"top_logprobs": None},
-        {"top_logprobs": [{"token": "a", "logprob": -1}] * 21},
-        {"top_logprobs": [{"token": "a", "logprob": float("nan")}]},
-        {"top_logprobs": [{"token": "a", "logprob": 5}]},
-        {"top_logprobs": [{"token": "a", "logprob": "x"}]},
-        {"top_logprobs": [{"token": "a", "logprob": True}]},
-        {"top_logprobs": [7]},
-        {"bytes": [256]},
-        {"bytes": [1] * 2000},
-        {"bytes": 10**9},
-        {"bytes": None, "token": "\ud83d"},
-        {"bytes": None, "token": 7},
-    ],
-)
-def test_malformed_log_probabilities(change: dict[str, Any]) -> None:
-    assert packed([reply(b"a")[0] | change]) == ""
-
-
-def test_damaged_log_probabilities_of_the_file() -> None:
-    whole = packed(reply(*(f" word{n % 50}".encode() for n in range(300))))
-    for damaged in (whole[:-20], "AAAA", "\u00e9", 7, None, base64.b64encode(zlib.compress(b"[[1]]")).decode()):
-        result = filter_answers([record("word1", logprobs=damaged)], logprobs=True)
-        assert (len(result.samples), result.without_logprobs) == (1, 1)
 
 
 def test_an_evaluation_prompt_within_a_longer_prompt() -> None:

@@ -1,4 +1,4 @@
-"""Teachers with the API of OpenAI: answers that arrive in pieces, log-probabilities, keys, and servers without the model."""
+"""Teachers with the API of OpenAI: answers that arrive in pieces, keys, and servers without the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from trainer.common.errors import UserError
 from trainer.generation.ollama_client import Cancel, OllamaError
 from trainyard.ollama.distill_options import make_distill_options
 from trainyard.ollama.openai_node import KEY, OpenAINode, openai_teachers
-from trainyard.ollama.teacher_logprobs import unpack
 from trainyard.ollama.teacher_nodes import Prompt
 
 SETTINGS = {"temperature": 0.7, "num_predict": 9, "seed": 3}
@@ -60,36 +59,22 @@ def piece(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
     return {"choices": [{"delta": {"content": text}, "finish_reason": reason} | more]}
 
 
-def logprobs(token: str, other: str) -> dict[str, Any]:
-    top = [
-        {"token": word, "logprob": value, "bytes": list(word.encode())}
-        for word, value in ((token, -0.25), (other, -2.0))
-    ]
-    return {"logprobs": {"content": [top[0] | {"top_logprobs": top}]}}
-
-
 def test_an_answer_in_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "secret")
     [node] = openai_teachers([server.url], "m", 30.0)
     server.events = [
         {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
         {"choices": [{"delta": {"reasoning_content": "I think"}}]},
-        piece("It is", **logprobs("It is", "no")),
-        piece(" ü.", "length", **logprobs(" ü.", "!")),
+        piece("It is"),
+        piece(" ü.", "length"),
         {"choices": [], "usage": {"completion_tokens": 7}},
     ]
     answer = node.ask(PROMPT, Cancel())
     assert (answer.text, answer.thinking, answer.finished, answer.tokens) == ("It is ü.", "I think", "length", 7)
-    assert 0 < answer.queued < answer.seconds and not answer.logprobs
+    assert 0 < answer.queued < answer.seconds
     asked = server.asked[-1]
     assert (asked["model"], asked["temperature"], asked["max_tokens"], asked["seed"]) == ("m", 0.7, 9, 3)
-    assert asked["key"] == "Bearer secret" and "logprobs" not in asked
-    with_logprobs = node.ask(Prompt(PROMPT.messages, SETTINGS, logprobs=True), Cancel())
-    assert server.asked[-1]["logprobs"] is True and server.asked[-1]["top_logprobs"] == 20
-    assert unpack(with_logprobs.logprobs) == [
-        (b"It is", {b"It is": -0.25, b"no": -2.0}),
-        (" ü.".encode(), {" ü.".encode(): -0.25, b"!": -2.0}),
-    ]
+    assert asked["key"] == "Bearer secret"
 
 
 @pytest.mark.parametrize(

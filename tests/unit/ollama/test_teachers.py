@@ -94,43 +94,6 @@ def test_prompts_of_every_shape(tmp_path: Path) -> None:
     assert all(chat[0] == {"role": "system", "content": "s"} for chat in read_prompts(path, "s"))
 
 
-def test_log_probabilities_need_a_version() -> None:
-    servers = [
-        Teacher("127.0.0.2", free_port(), version="0.12.11"),
-        Teacher("127.0.0.3", free_port(), version="0.12.10"),
-    ]
-    new, old = (Candidate(f"node{n}", server.url, True) for n, server in enumerate(servers, 1))
-    with serve(*servers):
-        assert len(find_teachers([new], "teacher", logprobs=True)) == 1
-        assert len(find_teachers([new, old], "teacher")) == 2
-        with pytest.raises(UserError, match=r"gives from 0\.12\.11 on \(node2 has 0\.12\.10\): update it"):
-            find_teachers([new, old], "teacher", logprobs=True)
-
-
-def test_log_probabilities_from_the_server_to_the_dataset(tmp_path: Path) -> None:
-    server = Teacher("127.0.0.2", free_port(), version="0.12.11", log=str(tmp_path / "asked"))
-    chats = [[{"role": "user", "content": f"What follows {n}?"}] for n in range(6)]
-    options = make_distill_options({"teacher": "teacher", "prompts": "p", "near_duplicates": 0})
-    plain, rich = Questions(chats, options), Questions(chats, options, logprobs=True)
-
-    def dataset(questions: Questions) -> list[dict[str, Any]]:
-        with serve(server), AnswerFile(tmp_path / "a.jsonl") as answers:
-            nodes = find_teachers([Candidate("node1", server.url, True)], "teacher", logprobs=questions.logprobs)
-            path, filtered = make_dataset(questions, [], nodes, answers, tmp_path, print)
-        assert not filtered.without_logprobs
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    assert not any("teacher_logprobs" in row for row in dataset(plain))
-    rows = dataset(rich)  # the answers without log-probabilities do not suffice
-    for row in rows:
-        tokens = row["teacher_logprobs"]
-        assert b"".join(bytes.fromhex(token["token"]) for token in tokens).decode() == row["messages"][-1]["content"]
-        assert all(len(token["top"]) == 20 and token["top"][token["token"]] == -0.1 for token in tokens)
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert dataset(rich) == rows and dataset(plain)
-    assert (tmp_path / "asked").read_text().splitlines() == asked and len(asked) == 12
-
-
 @pytest.mark.parametrize(
     ("cut", "unanswered", "outcome"),
     [

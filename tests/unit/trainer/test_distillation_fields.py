@@ -26,6 +26,7 @@ def test_a_teacher_on_another_host_sends_20_tokens_by_default_and_its_host_may_c
     ("fields", "why"),
     [
         ({"gkd_beta": 0.5}, "gkd_beta: 0.5 requires a teacher model"),
+        ({"distill_alpha": 0.5}, "distill_alpha: 0.5 requires a teacher model"),
         ({"teacher": "t"}, "teacher: it has no effect with distill_alpha 0"),
         ({"teacher": "tiny", "distill_alpha": 1}, "teacher: tiny has random weights"),
         ({"teacher_host": "a"}, "teacher_host: a requires a teacher model"),

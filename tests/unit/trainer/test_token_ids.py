@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 from safetensors.torch import load_file, save_file
 
-from trainer.common.errors import UserError
-from trainer.data.corpus import Corpus
-from trainer.data.logprobs import Targets
-from trainer.data.token_ids import check_teacher_tokens, set_padding, usable_tokens
+from trainer.data.token_ids import set_padding, usable_tokens
 from trainer.models.model import load_tokenizer
 
 
@@ -31,19 +25,6 @@ def with_rows(model: Path, folder: Path, rows: int) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
     return folder
-
-
-def test_tokens_of_the_teacher_are_checked(tokenizer: Any) -> None:
-    flags: np.ndarray = np.ones(1, np.bool_)
-    targets = Targets(flags, np.array([[3, 30]], np.int32), np.zeros((1, 2), np.float32))
-    corpus = Corpus(np.array([3], np.int32), flags, np.array([0, 1]), targets=targets)
-    for enough in (31, None):
-        check_teacher_tokens("m", tokenizer, corpus, enough)
-    check_teacher_tokens("m", tokenizer, replace(corpus, targets=None), 1)
-    with pytest.raises(
-        UserError, match=r"an answer of the teacher has the token .* \(id 30\), and the embedding of m has 30 "
-    ):
-        check_teacher_tokens("m", tokenizer, corpus, 30)
 
 
 def test_padding_uses_an_id_of_the_embedding(model_folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trainer.config import RunSpec
 from trainer.config.reward_source import check_columns
 from trainer.data.check import check_samples
 from trainer.data.data_report import DataReport
-from trainer.data.encode import Encoder, no_logprobs
+from trainer.data.encode import Encoder
 from trainer.data.samples import needs_missing_library, samples_of
 from trainer.data.shapes import Sample
 from trainer.data.text_tokenizer import TextTokenizer
@@ -40,7 +40,7 @@ def check_data(
         return None
     encoder = Encoder.of(spec, tokenizer)
     settings = [source.model_dump(mode="json", exclude={"path", "weight"}) for source in spec.sources]
-    known = json.dumps([digest, settings, encoder.fingerprint(), spec.needs_logprobs], sort_keys=True)
+    known = json.dumps([digest, settings, encoder.fingerprint()], sort_keys=True)
     file = work / "checked" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
     totals = _read(file)
     if any(reward.use == "exact" for reward in spec.reward):
@@ -48,8 +48,6 @@ def check_data(
         check_columns(spec.reward, [sample.record["columns"] for sample in samples if sample.record])
     if totals is None:
         samples = samples or list(samples_of(spec))
-        if spec.needs_logprobs and not any(sample.logprobs for sample in samples):
-            raise no_logprobs()
         totals = check_samples(samples, encoder)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, json.dumps(totals.as_dict()).encode())

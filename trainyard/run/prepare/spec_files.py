@@ -151,7 +151,7 @@ def dataset_entries(
             file = dataset_entry(path, digests)
             if not spec.script:  # which may read any format
                 here = source.model_copy(update={"path": str(path)})
-                if samples := _check_samples(here, file.digest, work, spec.needs_logprobs, METHODS[spec.method].data):
+                if samples := _check_samples(here, file.digest, work, METHODS[spec.method].data):
                     read[place] = samples
             files.append(dataclasses.replace(file, source=place))
         elif fetched := hub_dataset(source.path, access and access_for(access, spec, "dataset"), digests, report):
@@ -276,15 +276,13 @@ def _suggest(path: Path) -> str:
     return f" (did you mean {known[near[0]]!r}?)" if near else ""
 
 
-def _check_samples(source: DatasetSource, digest: str, work: Path, logprobs: bool, data: Data) -> list[Sample] | None:
+def _check_samples(source: DatasetSource, digest: str, work: Path, data: Data) -> list[Sample] | None:
     """Check the records of a dataset, once for each content and way to read it; return them if they are read. Raises UserError."""
-    settings = (
-        source.model_dump_json(exclude={"path", "weight"}) + " logprobs" * logprobs + f" {data}" * (data != "answers")
-    )
+    settings = source.model_dump_json(exclude={"path", "weight"}) + f" {data}" * (data != "answers")
     mark = work / "checked" / hashlib.sha256(f"{digest} {settings}".encode()).hexdigest()
     if mark.exists():
         return None
-    samples = check_source(source, logprobs=logprobs, data=data)
+    samples = check_source(source, data=data)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.touch()
     return samples
