@@ -40,7 +40,7 @@ from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
 
 Special = Callable[[random.Random, Path], Path]
 Connect = Callable[[bytes], HostConnection]
-PLAN = [{"host": "h", "node_rank": 0, "ranks": [0], "run_dir": "/data/runs/r", "replica": None, "teaches": False}]
+PLAN = [{"host": "h", "node_rank": 0, "ranks": [0], "run_dir": "/data/runs/r", "replica": None}]
 START = {"spec": {"model": "tiny"}, "folder": "/srv", "launch": {"min_nodes": 1}, "hosts": ["h"], "variables": ["a=1"]}
 STEP = "checkpoints/step-00000005"
 # Of the run r on a host, and of the project folder of its controller.

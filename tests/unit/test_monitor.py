@@ -57,29 +57,6 @@ def test_the_cause_beats_its_consequences(broken: HostRun, says: str) -> None:
     assert found[0].sure
 
 
-def test_the_teacher_is_named_as_such() -> None:
-    dead = part("b", 1, "failed", node=failed(1, -9, "SIGKILL") | {"oom": True})
-    dead.teaches = True
-    lost = part("a", 0, "failed", state=error("the teacher on b did not answer", secondary=True))
-    found = causes([lost, dead], lost_limit=10)
-    assert found[0].text == "the teacher on b was killed by SIGKILL, while its machine was out of memory"
-    dead.answer = {"status": "stopped", "node": {}, "ranks": {"1": {"status": "teaching"}}}
-    assert killed_ranks(dead) == []
-
-
-def test_a_stall_does_not_name_a_teacher_that_waits_for_questions() -> None:
-    progress = Progress(1, 2.0, stall_limit=60)
-    waits = part("b", 1, state={"status": "teaching", "step": 0})
-    waits.teaches = True
-    assert progress.stalled([part("a", 0), waits], 0.0) is None
-    found = progress.stalled([part("a", 0), waits], 61.0)
-    assert found and "rank 0 on a is the slowest rank" in found.text
-    halted = part("b", 1, state={"status": "teaching", "step": 0, "process": "T"})
-    halted.teaches = True
-    found = progress.stalled([part("a", 0), halted], 62.0)
-    assert found and "the teacher on b is halted" in found.text
-
-
 @pytest.mark.parametrize(
     "weak",
     [

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.common.errors import UserError
 from trainer.records.run_state import RunHistory
 from trainer.spec import make_spec
 from trainer.supervise.link_free import link_free
@@ -34,10 +33,8 @@ from trainyard.run.follow.restart_policy import RestartPolicy
 from trainyard.run.launch.launch_scripts import sbatch, script
 from trainyard.run.launch_options import make_options
 from trainyard.run.plan.gather_facts import _space_needed
-from trainyard.run.plan.isolation import Isolation
 from trainyard.run.plan.make_plan import check_layers, check_torchft, surplus
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, environment, head_first, plan_nodes
-from trainyard.run.prepare.teacher_host import check_teacher_host, staged_groups
 from trainyard.run.stage.stage_files import packed, plan_file, small_files
 from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
 from trainyard.wire.connection import Host
@@ -133,61 +130,13 @@ def test_elastic_names_the_host_of_the_store() -> None:
     assert "--local-addr=10.0.0.2" in second.command and not any("--master" in word for word in second.command)
 
 
-def test_the_host_of_the_teacher_is_the_last_node_and_trains_nothing() -> None:
-    train, teacher = [host("a", gpus=2), host("bb", cpus=6)], host("ccc", gpus=1, free_ports=[29500, 29501])
-    teacher.gpus = [{"name": "A", "memory_mib": 1000, "uuid": "GPU-00000000-0000-0000-0000-000000000001"}]
-    nodes = plan_nodes(train, run="r", port=29500, isolation=Isolation(), teacher=teacher)
-    assert [node.ranks for node in nodes] == [[0, 1], [2], [3]] and [node.teaches for node in nodes] == [0, 0, 1]
-    assert all("--nnodes=2" in node.command for node in nodes[:2])
-    assert nodes[2].command[1:3] == ["-m", "trainer.launch.teacher_server"] and "--rank=3" in nodes[2].command
-    assert nodes[2].devices == [teacher.gpus[0]["uuid"]] and nodes[2].interface == "ccc0"
-    for node in nodes:
-        assert node.teacher == "10.0.0.3:29501" and "\nTRAINYARD_TEACHER=10.0.0.3:29501\n" in environment(node, {})
-        assert {"10.0.0.1", "10.0.0.2", "10.0.0.3"} <= set(node.peers)
-    teacher.facts["free_ports"] = [29500]
-    with pytest.raises(PlanError, match="no port for the teacher is free on ccc"):
-        plan_nodes(train, run="r", port=29500, teacher=teacher)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "why"),
-    [
-        (
-            "node9",
-            {},
-            "teacher_host: node9 is not a host of this run; its hosts are node1, node2",
-        ),
-        ("node2", {"head": "node2"}, "head: node2 is the teacher's host"),
-        ("node2", {"elastic": True, "min_nodes": 1}, "elastic: a run with teacher_host cannot be started this way"),
-        ("node2", {"render_only": True}, "render_only: a run with teacher_host cannot be started this way"),
-    ],
-)
-def test_a_host_that_cannot_teach_is_named_before_any_contact(name: str, options: dict[str, Any], why: str) -> None:
-    hosts = [Host(each, "10.0.0.1", data_dir="/d", python="/p") for each in ("node1", "node2")]
-    spec = make_spec({"teacher": "/t", "teacher_host": name, "distill_alpha": 1}, "test")
-    with pytest.raises(UserError, match=re.escape(why)):
-        check_teacher_host(spec, hosts, make_options(options))
-    with pytest.raises(UserError, match="the only host"):
-        check_teacher_host(spec, [Host(name, "10.0.0.1", data_dir="/d", python="/p")], make_options({}))
-
-
-def test_the_teacher_is_copied_to_its_host_alone() -> None:
+def test_the_space_that_a_host_needs() -> None:
     files = [
         StagedFile(kind, "", kind, {}, "", size)
         for kind, size in (("model", 1), ("teacher", 2), ("dataset", 4), ("trainer", 8))
     ]
-    states, sizes = [host("a"), host("b")], {"a": 13, "b": 10}
-    spec = make_spec({"teacher": "/t", "distill_alpha": 0.5, "teacher_host": "b"}, "test")
-    prepared = PreparedRun(spec, files, {})
-    assert _space_needed(states, prepared, "a", 1, "ddp") == sizes
     prepared = PreparedRun(make_spec({}, "test"), files, {})
-    assert _space_needed(states, prepared, "a", 2, "ddp") == {"a": 15, "b": 15}
-    groups = staged_groups([PlanEntry("a"), PlanEntry("b", teaches=True)], files)
-    assert [[entry.host for entry in entries] for entries, _ in groups] == [["a"], ["b"]]
-    assert [[file.kind for file in each] for _, each in groups] == [
-        ["model", "dataset", "trainer"],
-        ["teacher", "trainer"],
-    ]
+    assert _space_needed([host("a"), host("b")], prepared, "a", 2, "ddp") == {"a": 15, "b": 15}
 
 
 def test_replicas_with_a_torchrun_each() -> None:

@@ -70,10 +70,9 @@ def test_a_changed_trainer_or_package_is_noticed(tmp_path: Path, monkeypatch: py
 
 
 def test_only_torchrun_of_this_interpreter_is_served() -> None:
-    assert may_serve([sys.executable, *LAUNCHER, "--nnodes=1"], teaches=False)
-    assert not may_serve([sys.executable, *LAUNCHER, "--nnodes=1"], teaches=True)
-    assert not may_serve(["/other/python", *LAUNCHER], teaches=False)
-    assert not may_serve([sys.executable, "-m", "trainer.launch.teacher_server", "spec.yml"], teaches=False)
+    assert may_serve([sys.executable, *LAUNCHER, "--nnodes=1"])
+    assert not may_serve(["/other/python", *LAUNCHER])
+    assert not may_serve([sys.executable, "-m", "trainer.other", "spec.yml"])
 
 
 def test_a_unit_serves_starts_that_need_no_other_addresses() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.config.dataset_source import columns_error
-from trainer.config.presets import MAX_ANSWER, TINY
+from trainer.config.presets import TINY
 from trainer.config.strategies import DEFAULT_STRATEGY
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def check_combinations(spec: RunSpec) -> None:
             "batch_size: auto cannot be combined with gradient_accumulation, which counts micro-batches: set total_batch_size"
         )
     if spec.ddp_larger_batches is True:
-        for name in ("gradient_accumulation", "teacher_host", "script"):
+        for name in ("gradient_accumulation", "script"):
             if getattr(spec, name):
                 raise ValueError(f"ddp_larger_batches: true cannot be combined with {name}: set it to auto, or omit it")
     if spec.gradient_accumulation and spec.total_batch_size:
@@ -76,9 +76,6 @@ def _check_distillation(spec: RunSpec) -> None:
     """Check the fields of a run with a teacher. Raises ValueError with one line."""
     if spec.gkd_beta and not spec.teacher:
         raise ValueError(f"gkd_beta: {spec.gkd_beta:g} requires a teacher model: set teacher, or gkd_beta=0")
-    for name in ("teacher_host", "teacher_top_k"):
-        if getattr(spec, name) and not spec.teacher:
-            raise ValueError(f"{name}: {getattr(spec, name)} requires a teacher model: set teacher, or omit {name}")
     if spec.distill_alpha and not spec.teacher:
         raise ValueError(
             f"distill_alpha: {spec.distill_alpha:g} requires a teacher model, whose probabilities the ranks compute: "
@@ -88,24 +85,3 @@ def _check_distillation(spec: RunSpec) -> None:
         raise ValueError("teacher: it has no effect with distill_alpha 0: set distill_alpha=0.5")
     if spec.teacher == TINY:
         raise ValueError("teacher: tiny has random weights: give a model folder, host:/folder, or a hub id (org/name)")
-    _check_teacher_host(spec)
-
-
-def _check_teacher_host(spec: RunSpec) -> None:
-    """Check the fields of a run that learns the most probable tokens of a teacher. Raises ValueError with one line."""
-    if spec.teacher_host and not spec.teacher_top_k:
-        raise ValueError(
-            "teacher_top_k: 0 would send the probabilities of all tokens from teacher_host at every place: "
-            "set teacher_top_k=20, or omit teacher_host"
-        )
-    numbers = spec.batch_size * spec.seq_length * spec.teacher_top_k
-    if spec.teacher_host and numbers > MAX_ANSWER:
-        raise ValueError(
-            f"teacher_top_k: the answer to a micro-batch has up to {numbers} tokens (batch_size x seq_length x teacher_top_k), "
-            f"of at most {MAX_ANSWER}: decrease batch_size or teacher_top_k"
-        )
-    if spec.teacher_top_k and spec.gkd_beta:
-        raise ValueError(
-            f"gkd_beta: {spec.gkd_beta:g} compares the probabilities of all tokens, but teacher_top_k is {spec.teacher_top_k}: "
-            "set gkd_beta=0, or teacher_top_k=0 and no teacher_host"
-        )

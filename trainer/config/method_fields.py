@@ -4,7 +4,6 @@ from typing import Literal
 
 from trainer.config.basic_fields import BasicFields
 from trainer.config.fields import MAX_NUMBER, MAX_SECONDS, Words, declare
-from trainer.config.presets import MAX_TEACHER_TOP_K, TEACHER_TOP_K
 from trainer.config.reward_source import EXPECTED as EXPECTED_REWARD
 from trainer.config.reward_source import Rewards
 
@@ -28,20 +27,6 @@ class MethodFields(BasicFields):
         "",
         "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
         "host:/folder for one that every host has, or a hub id (org/name)",
-    )
-    teacher_host: str = declare(
-        "",
-        "host of the run that computes the teacher's probabilities for all ranks, and trains nothing; empty: every rank holds the teacher",
-        mutable=True,
-    )
-    teacher_top_k: int = declare(
-        0,
-        "number of the teacher's most probable tokens that the student learns at each place; 0 or -1: all tokens; "
-        f"with teacher_host: {TEACHER_TOP_K}",
-        ge=0,
-        minus_one=0,
-        le=MAX_TEACHER_TOP_K,
-        unit="tokens",
     )
     gkd_beta: float = declare(
         0.0,

@@ -7,9 +7,6 @@ TINY = "tiny"
 SMOLLM2, SMOLLM2_ON_HUB = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 EMBEDDED_DATASET = "ansible-docs"
 OBSERVATORY = "observatory"  # questions about an invented observatory
-TEACHER_TOP_K = 20  # default of teacher_top_k with teacher_host
-MAX_TEACHER_TOP_K = 1000
-MAX_ANSWER = 2**26  # tokens in the answer of a teacher on another host to one micro-batch: 512 MiB
 # Defaults that depend on the model. Any value that is set explicitly takes precedence.
 PRESETS: dict[str, dict[str, Any]] = {
     TINY: {  # a few million random weights
@@ -39,6 +36,4 @@ def preset_of(given: Mapping[str, Any]) -> dict[str, Any]:
     preset = dict(PRESETS.get(model, {})) if isinstance(model, str) else {}
     if given.get("gradient_accumulation") is not None:
         preset.pop("total_batch_size", None)
-    if given.get("teacher_host"):
-        preset["teacher_top_k"] = TEACHER_TOP_K
     return preset

@@ -24,7 +24,6 @@ _LATER_FIELDS = (
     "distill_alpha",
     "distill_temperature",
     "teacher",
-    "teacher_top_k",
     "gkd_beta",
     "averaging_rank",
     "pipeline_comm_dtype",

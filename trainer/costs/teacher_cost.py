@@ -32,35 +32,9 @@ def _bytes_per_number(spec: RunSpec) -> int:
 
 
 def teacher_weights(spec: RunSpec) -> int:
-    """Return the bytes of the teacher's weights, which every rank holds in full unless the teacher is on another host."""
-    shape = None if spec.teacher_host else teacher_shape(spec)
+    """Return the bytes of the teacher's weights, which every rank holds in full."""
+    shape = teacher_shape(spec)
     return shape.parameters * _bytes_per_number(spec) if shape else 0
-
-
-def teacher_process_memory(spec: RunSpec, shape: Shape) -> int:
-    """Return the peak bytes of a teacher on another host, besides Python and its libraries: weights and one micro-batch.
-
-    Every place of the micro-batch counts as one with loss.
-
-    Args:
-        shape: shape of the teacher.
-    """
-    places = spec.batch_size * spec.seq_length
-    logits = places * shape.vocabulary * _bytes_per_number(spec)
-    chunk = min(places * shape.vocabulary, max(LOSS_CHUNK, shape.vocabulary)) * 4 * _PLAIN
-    # Without gradients only one layer's activations are in memory.
-    hidden = 2 * places * (shape.hidden + max(each.out for each in shape.linear)) * _bytes_per_number(spec)
-    return shape.parameters * _bytes_per_number(spec) + logits + chunk + hidden
-
-
-def teacher_step_bytes(spec: RunSpec, rows: RowStats) -> float:
-    """Return the bytes that ranks and a teacher on another host exchange in a step; 0 without one.
-
-    A token and its position take 4 bytes each, a place with loss 4, and each of its most probable tokens 8.
-    """
-    if not spec.teacher_host:
-        return 0.0
-    return spec.rows_per_step * rows.places * (8 + rows.trained * (4 + 8 * spec.teacher_top_k))
 
 
 def teacher_memory(spec: RunSpec, vocabulary: int, rows: RowStats) -> int:
@@ -70,24 +44,19 @@ def teacher_memory(spec: RunSpec, vocabulary: int, rows: RowStats) -> int:
         vocabulary: vocabulary of the student.
         rows: rows of the dataset.
     """
-    if not spec.distill_alpha:
+    shape = teacher_shape(spec)
+    if not shape:
         return 0
     places = spec.batch_size * rows.places * rows.trained
     copies = _MIXED if 0 < spec.gkd_beta < 1 else _PLAIN
     chunk = min(places * vocabulary, max(LOSS_CHUNK, vocabulary)) * 4 * copies
-    if spec.teacher_top_k:
-        chunk += spec.batch_size * rows.places * spec.teacher_top_k * 8 * (2 if spec.teacher_host else 1)
-    if not spec.teacher_host and (shape := teacher_shape(spec)):
-        chunk += places * shape.vocabulary * _bytes_per_number(spec)
+    chunk += places * shape.vocabulary * _bytes_per_number(spec)
     return teacher_weights(spec) + round(chunk)
 
 
 def teacher_flops(spec: RunSpec, rows: RowStats) -> float:
-    """Return the floating point operations of the teacher's forward pass for one row (a multiply-add counts as two).
-
-    It is 0 if another host computes it, which takes no time if that host keeps up with the ranks.
-    """
-    shape = None if spec.teacher_host else teacher_shape(spec)
+    """Return the floating point operations of the teacher's forward pass for one row (a multiply-add counts as two)."""
+    shape = teacher_shape(spec)
     if not shape:
         return 0.0
     return 2 * sum(forward_products(shape, rows)) * rows.places

@@ -2,5 +2,3 @@
 
 SHARED_GPUS = "TRAINYARD_SHARED_GPUS"  # 1 if ranks of several hosts, which are one machine, use the same GPU
 COPY_STAGES = "TRAINYARD_COPY_STAGES"  # 1 if every host of a pipeline sends its stages of a checkpoint to the next host
-TEACHER_ADDRESS = "TRAINYARD_TEACHER"  # ADDRESS:PORT of the teacher on another host
-TEACHER_TOKEN = "TRAINYARD_TEACHER_TOKEN"  # the secret with which ranks and teacher authenticate each other

@@ -1,1 +1,1 @@
-"""Programs that start ranks, and the server of a teacher model."""
+"""Programs that start ranks."""

@@ -4,8 +4,8 @@ import math
 import shutil
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,6 @@ class Batches:
             return batch
         with self._strategy.autocast():
             return batch._replace(extra=teacher.judge(batch))
-
-    def all_with_teacher_targets(self, work: Work) -> Iterator[Batch]:
-        """Yield what `with_teacher_targets` returns for the rows of each micro-batch of an update.
-
-        A teacher on another host receives the next micro-batch before the caller trains on this one.
-        """
-        ready: deque[Batch] = deque()
-        for rows in work.parts:
-            ready.append(self.with_teacher_targets(work, rows))
-            if len(ready) > (self._inputs.teacher.ahead if self._inputs.teacher else 0):
-                yield ready.popleft()
-        yield from ready
 
     def take_metrics(self) -> list[float]:
         """Return the sums of the method's metrics on this rank since the last call, in the order of `MethodPlan.sums`."""
@@ -201,7 +189,8 @@ def train_step(
         work = batches.prepare(update, step)
         for _ in range(inputs.module.method.iterations):
             remaining, weight = len(work.parts), weight + work.weight
-            for batch in batches.all_with_teacher_targets(work):
+            for part in work.parts:
+                batch = batches.with_teacher_targets(work, part)
                 # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed
                 # run draws the same numbers as an uninterrupted one.
                 torch.manual_seed(spec.seed + 1_000_003 * (step + 1) + 7919 * (global_rank + 1) + position)
@@ -442,7 +431,7 @@ def train(
     )
     recorder.close()
     clean_up(run_dir, world, all_ranks, stop_request, finished)
-    release(inputs)
+    inputs.module.method.end()
     return result
 
 
@@ -454,10 +443,3 @@ def clean_up(run_dir: Path, world: World, all_ranks: World, stop_request: StopRe
     all_ranks.barrier()
     if finished and world.is_host_leader:
         shutil.rmtree(run_dir / LAYERS, ignore_errors=True)
-
-
-def release(inputs: TrainingInputs) -> None:
-    """End what the teacher and the method of the run have opened."""
-    if inputs.teacher:
-        inputs.teacher.close()
-    inputs.module.method.end()

@@ -18,8 +18,7 @@ from trainer.data.mixture import describe_mixture
 from trainer.data.order import Order, held_out, training_samples
 from trainer.data.tiny import with_tiny_model
 from trainer.data.token_ids import usable_tokens
-from trainer.distillation.teacher import TeacherModel, isolates_samples, load_teacher
-from trainer.distillation.teacher_client import RemoteTeacher
+from trainer.distillation.teacher import TeacherModel, load_teacher
 from trainer.distributed.world import World
 from trainer.loop import unsloth_backend
 from trainer.loop.final_export import read_origin
@@ -60,7 +59,7 @@ class TrainingInputs:
     eval_set: Corpus
     data: str
     train_samples: int
-    teacher: TeacherModel | RemoteTeacher | None = None
+    teacher: TeacherModel | None = None
     template_date: str = ""
     base: str = ""
 
@@ -137,7 +136,7 @@ def load_inputs(
     out = held_out(spec, len(corpus), corpus.sources)
     chosen = training_samples(spec, len(corpus), out)
     train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
-    teacher = load_teacher(spec, tokenizer, world.device, lambda note: heartbeat("starting", note=note))
+    teacher = load_teacher(spec, tokenizer, world.device)
     if spec.automatic or spec.ddp_larger_batches is True:
         if "torch_compile" in spec.automatic:
             heartbeat("starting", note="measuring torch.compile")
@@ -170,8 +169,9 @@ def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> Tr
     with strategy.autocast():
         vocabulary = usable_tokens(inputs.tokenizer, embedding_rows(inputs.spec.model))
         packing = resolve_packing(inputs.spec, inputs.module.model, vocabulary, world)
-        if packing and inputs.teacher:
-            name, packing = "the teacher", isolates_samples(inputs.spec, inputs.teacher, world)
+        if packing and (teacher := inputs.teacher):
+            name = "the teacher"
+            packing = resolve_packing(inputs.spec, teacher.model, teacher.vocabulary, world, name)
     if inputs.spec.packing and not packing and world.rank == 0:
         print(f"packing: off, because {name} mixes the samples of a packed row")
     return replace(inputs, spec=inputs.spec.model_copy(update={"packing": packing}))

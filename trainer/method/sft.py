@@ -46,5 +46,5 @@ class SFT(Method):
         selected = places_of(batch)
         if batch.extra is not None:
             taught = module.selected_logits(batch.ids, batch.positions, selected)
-            return distillation_loss(taught, targets[selected], selected + 1, batch.extra, self.divergence)
+            return distillation_loss(taught, targets[selected], batch.extra, self.divergence)
         return module.summed_cross_entropy(batch.ids, batch.positions, selected, targets[selected])

@@ -138,8 +138,8 @@ def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
     line = f"auto: this run started with {', '.join(f'{name}={shown(value)}' for name, value in kept.items())}"
     undecided = tuple(name for name in spec.automatic if name in before.automatic)
     if spec.ddp_larger_batches == "auto":
-        # True was decided for the earlier size and hosts, not for a size or a host of the teacher that the user sets now.
-        replaced = before.ddp_larger_batches is True and ("batch_size" not in kept or spec.teacher_host)
+        # True was decided for the earlier size and hosts, not for a size that the user sets now.
+        replaced = before.ddp_larger_batches is True and "batch_size" not in kept
         kept["ddp_larger_batches"] = False if replaced else before.ddp_larger_batches
     return spec.model_copy(update=kept | {"automatic": undecided}), [line]
 
@@ -288,7 +288,7 @@ def _own_sizes(spec: RunSpec, hosts: Hosts, shape: Shape) -> list[int]:
     """Return the rows of a micro-batch that the ranks of each host choose; nothing if all ranks need the same."""
     if "batch_size" not in spec.automatic or spec.ddp_larger_batches is False or len(hosts) == 1:
         return []
-    if spec.teacher_host or not have_gpus(hosts) or not plan_of(spec).shares_rows_by_speed:
+    if not have_gpus(hosts) or not plan_of(spec).shares_rows_by_speed:
         return []
     return [own_size(spec, [host] * len(hosts), shape) for host in hosts]
 

@@ -24,7 +24,7 @@ from trainer.costs.cost import Layout, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
 from trainer.costs.packing_forecast import packing_text
 from trainer.costs.speeds import read_speeds
-from trainer.costs.teacher_cost import teacher_flops, teacher_process_memory, teacher_shape, teacher_step_bytes
+from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.data.data_report import DataReport
 from trainer.method import METHODS, method_of
 from trainer.model_files.model_shape import Shape, shape_of
@@ -299,14 +299,7 @@ def _teacher_lines(spec: RunSpec) -> list[str]:
     shape = teacher_shape(spec)
     if not shape:
         return []
-    rows = RowStats.full(spec)
-    where = "in full on every process"
-    if spec.teacher_host:
-        where = (
-            f"on {spec.teacher_host}: {mib(teacher_process_memory(spec, shape))} MiB, "
-            f"at most {teacher_step_bytes(spec, rows) / 1e6:.3g} MB/step over the network"
-        )
-    return [f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, {where}"]
+    return [f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, in full on every process"]
 
 
 def _row(option: Option) -> list[str]:

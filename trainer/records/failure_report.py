@@ -7,7 +7,7 @@ from trainer.common.errors import ScriptError, UserError
 from trainer.records.telemetry import Heartbeat
 
 # Errors of a rank whose peer failed first: these types, or a RuntimeError with one of these texts.
-_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "TeacherLostError")
+_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _PEER_ERROR_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -144,7 +144,6 @@ class DDP(Strategy):
         )
         self._fresh = self.replica_group.size > 1  # no step has run yet
         self._forwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._waited = 0.0  # seconds of these forward passes in which a teacher on another host computed
         # The end of the computation of gradients, and of the backward pass, which also waits for the averages.
         self._backwards: list[float | tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._computed: float | torch.cuda.Event = 0.0
@@ -157,7 +156,6 @@ class DDP(Strategy):
         with self.module.no_sync() if skip_reduce else contextlib.nullcontext():  # type: ignore[operator]
             with self.autocast(), self._timed():
                 loss = self.module(*batch)
-            self._waited += getattr(batch.extra, "waited", 0.0)
             # DDP averages over ranks; multiply by world size so that every token, or sample, has equal weight.
             self.scaler.scale(loss * (self.replica_group.size / max(1, total))).backward()
         if self.replica_group.size > 1 and last:
@@ -200,7 +198,7 @@ class DDP(Strategy):
             self._forwards.append(time.perf_counter() - start)
 
     def rank_seconds(self) -> float:
-        total = max(0.0, self._total(self._forwards) - self._waited)
+        total = self._total(self._forwards)
         self._waited = 0.0
         return total
 

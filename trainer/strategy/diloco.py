@@ -138,11 +138,6 @@ class DiLoCoPlan(StrategyPlan):
             raise ValueError(
                 "diloco_comm_dtype: int4 requires diloco_membership fixed, got torchft: set diloco_comm_dtype=bf16"
             )
-        if self.separate_launchers(spec) and spec.teacher_host:
-            raise ValueError(
-                "teacher_host: replicas that leave and rejoin cannot share a teacher: set diloco_membership=fixed, or omit "
-                "teacher_host"
-            )
         if spec.diloco_fragments > 1:
             self._validate_fragments(spec)
         if not self.sharded_weights(spec):

@@ -29,8 +29,6 @@ LATE = frozenset(
         "TRAINYARD_RESTARTS",
         "TRAINYARD_SHARED_GPUS",
         "TRAINYARD_COPY_STAGES",
-        "TRAINYARD_TEACHER",
-        "TRAINYARD_TEACHER_TOKEN",
     }
 )
 LAUNCHER = ["-m", "trainer.launch.torchrun"]
@@ -188,6 +186,6 @@ class Standby:
         self._channel.close()
 
 
-def may_serve(command: list[str], teaches: bool) -> bool:
+def may_serve(command: list[str]) -> bool:
     """Return whether a command is a torchrun that a standby process can fork."""
-    return not teaches and command[0] == sys.executable and command[1 : 1 + len(LAUNCHER)] == LAUNCHER
+    return command[0] == sys.executable and command[1 : 1 + len(LAUNCHER)] == LAUNCHER

@@ -31,7 +31,6 @@ class StartRequest:
     replica: int | None = None  # the replica of this host, if every replica has its own torchrun
     restarts: int = 0  # maximum consecutive restarts of torchrun without progress
     lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
-    teaches: bool = False  # the command is the run's teacher and not torchrun; its only "rank" is its number
     writable: list[str] = field(
         default_factory=list
     )  # paths of variables of the ranks; folders stay writable in the unit

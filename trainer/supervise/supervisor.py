@@ -24,7 +24,7 @@ from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.logs import limit_logs
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
-from trainer.supervise.ranks import RankMonitor, failure
+from trainer.supervise.ranks import RankMonitor
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_log, write_json
 from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve
 from trainer.supervise.start_request import StartRequest
@@ -86,7 +86,7 @@ class Supervisor:
         self.lighthouse_started, self.lighthouse_exits = 0.0, 0
         self.logs_limited = -LOG_INTERVAL
         self.stop_requested = self.to_be_started = False
-        self.may_fork = request.standby > 0 and may_serve(request.command, request.teaches)
+        self.may_fork = request.standby > 0 and may_serve(request.command)
         self.oom_kills = oom_kills()
         stat = process_stat(os.getpid())
         self.node: dict[str, Any] = {
@@ -98,7 +98,6 @@ class Supervisor:
             "attempt": request.attempt,
             "restarts": self.elastic or request.restarts > 0,
             "replica": request.replica,
-            "teaches": request.teaches,
             "standby": request.standby > 0,
             "backend": "systemd" if request.unit else "process",
             "unit": request.unit or None,
@@ -204,7 +203,7 @@ class Supervisor:
                 self.to_be_started = caught.si_signo == signal.SIGUSR2
                 self.kill_all(torchrun, spare=self.kept() if self.to_be_started else [])
             importing = self.standby and self.standby.pending
-            if not importing and not self.request.teaches and self.ranks.update(torchrun.pid):
+            if not importing and self.ranks.update(torchrun.pid):
                 self.save()
             self.keep_lighthouse()
             if time.monotonic() - self.logs_limited >= LOG_INTERVAL:
@@ -342,8 +341,6 @@ class Supervisor:
     def end(self, code: int) -> None:
         """Record how the run ended. The reports of the ranks take precedence: torchrun can fail although its workers have finished."""
         self.ranks.read_log()
-        if self.request.teaches and code and not self.stop_requested:
-            self.ranks.failures = [failure(self.ranks.ranks[0], code, 0)]
         statuses = {self.ranks.rank_state(rank).get("status") for rank in self.ranks.ranks}
         self.ranks.failures = [entry for entry in self.ranks.failures if not self.ranks.ended_well(entry["rank"])]
         if statuses <= set(ENDED_WELL) or (code == 0 and not self.ranks.failures):

@@ -21,7 +21,6 @@ class HostRun:
         silent: seconds since the latest status.
         error: why the latest request failed.
         replica: number of the replica group, if every group has its own torchrun; else None.
-        teaches: whether this is the host of the teacher, which the supervisor counts as a rank after those that train.
     """
 
     host: str
@@ -32,7 +31,6 @@ class HostRun:
     silent: float = 0.0
     error: str = ""
     replica: int | None = None
-    teaches: bool = False
 
     @property
     def status(self) -> str:
@@ -56,12 +54,12 @@ class HostRun:
 
     def name_of(self, rank: int) -> str:
         """Return what messages call a rank of this host."""
-        return f"the teacher on {self.host}" if self.teaches else f"rank {rank} on {self.host}"
+        return f"rank {rank} on {self.host}"
 
 
 def killed_ranks(part: HostRun) -> list[int]:
     """Return the ranks of a stopped part that did not exit by themselves with a checkpoint."""
-    if part.status != "stopped" or part.teaches:
+    if part.status != "stopped":
         return []
     return [rank for rank, state in sorted(part.states.items()) if state.get("status") not in (*ENDED_WELL, "failed")]
 

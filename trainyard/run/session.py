@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +20,7 @@ from typing import Any, cast
 from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.costs.speeds import DeviceSpeed, add_speeds
-from trainer.distributed import COPY_STAGES, TEACHER_TOKEN
+from trainer.distributed import COPY_STAGES
 from trainer.supervise.start import STOPPED
 from trainyard.run.follow.absent_hosts import end_standby, stop_absent, watch_absent
 from trainyard.run.follow.announce import Announcer
@@ -40,7 +39,6 @@ from trainyard.run.plan.make_plan import check_plan_mesh, plan_run, stopped_line
 from trainyard.run.prepare.host_files import HostAccess
 from trainyard.run.prepare.model_files import fetch_models_again
 from trainyard.run.prepare.spec_files import prepare
-from trainyard.run.prepare.teacher_host import check_teacher_host, training_entries
 from trainyard.run.stage.stage_files import release_claims, stage_files
 from trainyard.run.types import (
     PlanEntry,
@@ -188,7 +186,6 @@ class RunSession:
             raise RunError("the run has no spec")
         with contextlib.ExitStack() as stack:
             self.announce.check()
-            check_teacher_host(self.spec, list(self.hosts.values()), self.options)
             work = self.home / ".trainyard"
             if self.check:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -311,9 +308,7 @@ class RunSession:
         if self.check or self.options.render_only or left or state.status == "stopped" or state.phase == "failed":
             return _SKIPPED
         base_model = self.prepared.base_model if state.prepared else ""
-        collected = collect_artifacts(
-            training_entries(state.plan), self.connect, self.options.collect_to, base_model, state.spec
-        )
+        collected = collect_artifacts(state.plan, self.connect, self.options.collect_to, base_model, state.spec)
         if state.phase == "finished":
             collected["lines"].insert(0, f"run {self.run_name} is finished: nothing to do")
         if self.push:
@@ -370,7 +365,7 @@ class RunSession:
                     state.staged = sorted({*state.staged, *(entry.host for entry in state.plan)})
                 return done
             except LostSourceError:
-                hosts = [self.hosts[entry.host] for entry in training_entries(state.plan)]
+                hosts = [self.hosts[entry.host] for entry in state.plan]
                 files = fetch_models_again(self.prepared.files, self.prepared.spec, self._access(hosts), self.report)
                 if fetched or files == self.prepared.files:
                     raise
@@ -388,11 +383,10 @@ class RunSession:
 
     def _environments(self) -> dict[str, dict[str, str]]:
         """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
-        secret = {TEACHER_TOKEN: secrets.token_hex(32)} if self.prepared.spec.teacher_host else {}
         # Hosts of a pipeline copy their stages of a checkpoint where the run may continue with fewer hosts.
         fewer = self.options.max_restarts and 0 < self.options.min_nodes < len(self.hosts)
         copies = {COPY_STAGES: "1"} if fewer else {}
-        return {name: {**copies, **host.env, **self.options.run_env, **secret} for name, host in self.hosts.items()}
+        return {name: {**copies, **host.env, **self.options.run_env} for name, host in self.hosts.items()}
 
     def _launch(self) -> StepResult:
         try:

@@ -212,8 +212,6 @@ class PlanEntry:
         hide_gpus: whether the ranks use the CPU of a host with GPUs.
         shared_gpus: whether ranks of two hosts of the run, which are one machine, use the same GPU.
         lease: under the queue, the file on the host that is locked while the run may use it; else empty.
-        teacher: ADDRESS:PORT of the teacher of a run with `teacher_host`; else empty.
-        teaches: whether this is the teacher's host. Its only "rank" is the teacher, with the number after those that train.
         versions: of the packages on the host, by name.
         gpus: names of the GPUs of the ranks.
         memory_mib: of the smallest of these GPUs; of the host without one.
@@ -251,8 +249,6 @@ class PlanEntry:
     hide_gpus: bool = False
     shared_gpus: bool = False
     lease: str = ""
-    teacher: str = ""
-    teaches: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     gpus: list[str] = field(default_factory=list)
     memory_mib: int = 0

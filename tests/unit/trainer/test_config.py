@@ -60,7 +60,6 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
         "ignore_keys": ("score, weight", ("score", "weight")),
         "deepspeed_stage": ("3", 3),
-        "teacher_host": ("node3", "node3"),
         "script": ("worker.py", "worker.py"),
         "reward": ("mine.py:0.5", (RewardSource(use="mine.py", weight=0.5),)),
         "rollout_servers": ("http://a:1, http://b:2", ("http://a:1", "http://b:2")),
@@ -96,8 +95,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "method": {"dataset": "pairs.jsonl"},
     "teacher": {"distill_alpha": 0.5},
     "gkd_beta": {"distill_alpha": 0.5, "teacher": "folder"},
-    "teacher_host": {"distill_alpha": 0.5, "teacher": "folder", "teacher_top_k": 20},
-    "teacher_top_k": {"distill_alpha": 0.5, "teacher": "folder"},
 }
 
 

@@ -23,14 +23,13 @@ from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout, Memory, RowStats
 from trainer.costs.host_memory import BASE, available_bytes, own_memory_mib, read_hosts
-from trainer.costs.teacher_cost import teacher_step_bytes, teacher_weights
+from trainer.costs.teacher_cost import teacher_weights
 from trainer.distributed.world import World
 from trainer.method import method_of
 from trainer.method.method_base import loss_positions
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.method.orpo import Answers
 from trainer.model_files.model_shape import Shape, read_shape, shape_of
-from trainer.models.loss import TeacherLogits
 from trainer.models.model import add_lora, lora_config
 from trainer.planner import plan_report as report
 from trainer.planner.plan_report import plan
@@ -96,7 +95,7 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
         batch = Batch(ids, positions, ids, extra)
         if teaching:
             with torch.no_grad():
-                batch = batch._replace(extra=TeacherLogits(teaching.logits(ids, positions, loss_positions(ids))))
+                batch = batch._replace(extra=teaching.logits(ids, positions, loss_positions(ids)))
         strategy.backward(batch, ids.numel(), True)
         strategy.step(1e-3)
 
@@ -197,13 +196,6 @@ def test_a_teacher_takes_time_and_is_named_by_the_plan(model_folder: Path, tmp_p
     # The student computes two passes and those of its adapters, the teacher one.
     assert 1.2 < found["speed"]["part"] / plain["speed"]["part"] < 1.6
     assert any(line.startswith(f"teacher {model_folder}: 0.") for line in found["lines"])
-    away = make_spec(common | taught | {"teacher_host": "big", "total_batch_size": 8}, "here")
-    elsewhere = plan(away, hosts, None, fast=True, data_dir=tmp_path)
-    assert elsewhere["speed"]["part"] == plain["speed"]["part"], "the teacher computes beside the ranks"
-    assert teacher_weights(away) == 0
-    # 8 rows of 64 tokens: 8 bytes of each token, 4 + 20 x 8 of each place with loss.
-    assert teacher_step_bytes(away, RowStats.full(away)) == 8 * 64 * (8 + 4 + 160)
-    assert any("M parameters, on big: " in line and "at most 0.0881 MB/step" in line for line in elsewhere["lines"])
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     spec = make_spec(common | taught | {"teacher": str(tmp_path)}, "here")
     with pytest.raises(UserError, match="teacher: the planner does not support mamba"):

@@ -254,11 +254,10 @@ def follow_parts(
     Raises:
         RunFailedError: the run failed; its details hold `lines` (evidence), `cause`, `lost`, `stop_wanted`, `hosts`.
     """
-    world_size = sum(len(part.ranks) for part in parts if not part.teaches)
-    where = ", ".join(part.host for part in parts if not part.teaches)
-    teacher = "".join(f", teacher on {part.host}" for part in parts if part.teaches)
+    world_size = sum(len(part.ranks) for part in parts)
+    where = ", ".join(part.host for part in parts)
     if any(part.status not in ENDED for part in parts):
-        report(f"following {run}: {counted(world_size, 'rank')} on {where}{teacher}")
+        report(f"following {run}: {counted(world_size, 'rank')} on {where}")
         report(
             f"Ctrl-C leaves it running; to follow it again: {front_end.command('attach', run)}; "
             f"to stop it: {front_end.command('stop', run)}"

@@ -243,7 +243,7 @@ class Progress:
             (not is_halted(state), state.get("step") or 0, rank, part.host, part.name_of(rank), state)
             for part in parts
             for rank in part.ranks
-            if (state := part.state(rank)).get("status") not in ENDED_WELL and (is_halted(state) or not part.teaches)
+            if (state := part.state(rank)).get("status") not in ENDED_WELL
         ]
         since = f"no progress for {self.stall_limit:.0f} s"
         if not waiting:

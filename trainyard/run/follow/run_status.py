@@ -38,7 +38,6 @@ def planned_parts(entries: Iterable[PlanEntry]) -> list[HostRun]:
         HostRun(
             *(entry.host, entry.run_dir, entry.node_rank, list(entry.ranks)),
             replica=entry.replica,
-            teaches=entry.teaches,
         )
         for entry in entries
     ]
@@ -118,7 +117,7 @@ def newest_start(parts: Iterable[HostRun], *, every_start: bool = False) -> list
         if not part.node:
             continue
         part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
-        part.replica, part.teaches = part.node.get("replica"), bool(part.node.get("teaches"))
+        part.replica = part.node.get("replica")
     return sorted(found, key=lambda part: part.node_rank)
 
 

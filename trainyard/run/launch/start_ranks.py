@@ -109,7 +109,6 @@ def start_request(
         "hold": True,
         "standby": standby,
         "lease": entry.lease,
-        "teaches": entry.teaches,
         "command": entry.command,
     }
     if entry.replica is not None:

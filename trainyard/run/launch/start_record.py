@@ -121,15 +121,10 @@ def service_start(
         entries: the plan of the start. Each host that it names has the files that it needs.
     """
     head = next((entry.host for entry in entries if 0 in entry.ranks), entries[0].host)
-    teaching = prepared.spec.teacher_host or head
     record = StartRecord(
         spec=prepared.spec,
         launch=options.model_dump(mode="json", exclude_defaults=True, exclude=_NOT_IN_SERVICE),
-        files=[
-            _on_hosts(file, teaching if file.kind == "teacher" else head)
-            for file in prepared.files
-            if file.kind != "trainer"
-        ],
+        files=[_on_hosts(file, head) for file in prepared.files if file.kind != "trainer"],
         origin=prepared.origin,
         env={name: {**host.env, **options.run_env} for name, host in hosts.items()},
     )

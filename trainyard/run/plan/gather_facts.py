@@ -19,7 +19,6 @@ from trainyard.preflight.host_state import HostState
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.choose_fields import staged_spec
 from trainyard.run.plan.nodes import PORTS
-from trainyard.run.prepare.teacher_host import files_of
 from trainyard.run.prepare.weight_files import hosts_that_share, space_needed, staged_paths
 from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryError
@@ -54,21 +53,21 @@ def gather_facts(
     """Add `facts` (see trainyard/remote/host_facts.py) to every host.
 
     Args:
-        hosts: in rank order, the head first; then that of the teacher, if it has one of its own.
+        hosts: in rank order, the head first.
         lost: hosts that have not answered recently; they have a shorter timeout.
 
     Returns:
         Why a host did not answer, by name; such a host has no facts.
     """
     requested = [options.master_port] if options.master_port else []
-    apart, teacher = own_torchrun(prepared.spec), prepared.spec.teacher_host
-    ports = [*requested, *(PORTS if apart or teacher or not requested else [])]
+    apart = own_torchrun(prepared.spec)
+    ports = [*requested, *(PORTS if apart or not requested else [])]
     requests: dict[str, Callable[[], dict[str, Any]]] = {}
     for place, host in enumerate(hosts):
         request = {
             "head": hosts[0].address,
             "address": host.address,
-            "ports": ports if place == 0 or apart or host.name == teacher else [],
+            "ports": ports if place == 0 or apart else [],
             "python": host.host.python,
             "data_dir": host.host.data_dir,
             "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
@@ -112,9 +111,9 @@ def usable_hosts(
         preview: nothing will be started, so hosts where another run is in progress can take part.
 
     Raises:
-        PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can, or not that of the teacher.
+        PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can.
     """
-    minimum, teacher = options.min_nodes, prepared.spec.teacher_host
+    minimum = options.min_nodes
     left_out: dict[str, str] = {}
     any_unreachable = False
     while True:
@@ -129,10 +128,8 @@ def usable_hosts(
         if not minimum and unfit:
             raise PlanError(": ".join(next(iter(unfit.items()))))
         left_out |= unreachable | unfit
-        if teacher in left_out:
-            raise (HostUnreachableError if teacher in unreachable else PlanError)(f"{teacher}: {left_out[teacher]}")
         able = [host for host in hosts if host.name not in left_out]
-        count = len(able) - bool(teacher)
+        count = len(able)
         if count < minimum:
             raise (HostUnreachableError if any_unreachable else PlanError)(
                 f"{count} of {count + len(left_out)} hosts can take part, min_nodes is {minimum}: "
@@ -159,12 +156,8 @@ def _space_needed(
         first: the host of rank 0.
         count: number of hosts that train.
     """
-    teacher = prepared.spec.teacher_host
     share = 1 / hosts_that_share(prepared.spec.model_copy(update={"strategy": strategy}), count)
-    return {
-        host.name: space_needed(files_of(prepared.files, teacher, teaches=host.name == teacher), host, first, share)
-        for host in hosts
-    }
+    return {host.name: space_needed(prepared.files, host, first, share) for host in hosts}
 
 
 def unfitness(host: HostState, needed: int, preview: bool = False) -> str:

@@ -30,7 +30,6 @@ from trainyard.run.plan.gather_facts import (
 from trainyard.run.plan.isolation import choose_isolation, isolation_lines, unit_lines
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.plan.rollout_plan import plan_servers
-from trainyard.run.prepare.teacher_host import split_teacher, teacher_line
 from trainyard.run.types import Phase, PlanEntry, PreparedRun, PreviousStart, RunPlan
 from trainyard.wire.connection import Host
 from trainyard.wire.run_errors import PartlyActiveError, PlanError, RunError
@@ -59,33 +58,26 @@ def plan_run(
     """
     previous = previous or PreviousStart()
     run, spec = prepared.run, prepared.spec
-    train, teacher = split_teacher(hosts, spec.teacher_host)
-    ordered = [*head_first(train, options.head), *([teacher] if teacher else [])]
-    ordered = [host for host in ordered if host.name not in previous.barred]
-    ordered, left_out = usable_hosts(ordered, connect, prepared, options, previous.lost, preview)
-    check_consistency(ordered)
-    hosts, teacher = split_teacher(ordered, spec.teacher_host)
+    hosts = [host for host in head_first(hosts, options.head) if host.name not in previous.barred]
+    hosts, left_out = usable_hosts(hosts, connect, prepared, options, previous.lost, preview)
+    check_consistency(hosts)
     spec, chosen = _decide(hosts, connect, prepared)
     check_requirements(hosts, spec)
     check_own_gpus(hosts, spec)
     if apart := own_torchrun(spec):
         check_torchft([host.host for host in hosts], options)
-    last_attempt = max((part["attempt"] for host in ordered if (part := host.facts["part"])), default=0)
-    members = _running_members(ordered, run, last_attempt, options, previous)
+    last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
+    members = _running_members(hosts, run, last_attempt, options, previous)
     if not members and (extra := surplus([host.name for host in hosts], spec, options.min_nodes)):
         left_out |= extra
-        ordered = [host for host in ordered if host.name not in extra]
-        hosts, teacher = split_teacher(ordered, spec.teacher_host)
+        hosts = [host for host in hosts if host.name not in extra]
     port = 0 if members else _rendezvous_port(options.master_port, hosts[0], run)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec = spec.model_copy(update={"resume": "auto"})
     if members:
-        ordered = members
-        hosts, teacher = split_teacher(ordered, spec.teacher_host)
-    variables = {name: value for host in ordered for name, value in host.host.env.items()} | options.run_env
+        hosts = members
+    variables = {name: value for host in hosts for name, value in host.host.env.items()} | options.run_env
     isolation = choose_isolation(options.isolate, spec, prepared.has_dataset, variables)
-    if teacher:
-        teacher.gpus = teacher.gpus[:1]  # one process computes
     entries = plan_nodes(
         hosts,
         run=run,
@@ -97,27 +89,24 @@ def plan_run(
         # Scripts that start the run keep their id, so that rendering them again changes nothing.
         identity="" if options.render_only else f"{run}-{secrets.token_hex(16)}",
         isolation=isolation,
-        teacher=teacher,
     )
     if members:
         check_running_spec(members[0], prepared, entries[0].data_dir, spec)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"], spec)
-    if previous.begun and was_stopped(ordered, last_attempt):
+    if previous.begun and was_stopped(hosts, last_attempt):
         return RunPlan(entries, "stopped", port, [stopped_line(run)], spec)
     phase: Phase = "finished" if is_finished(hosts, prepared.spec_on(entries[0].data_dir, spec)) else "new"
     if phase == "finished" and not preview:
         return RunPlan(entries, phase, port, [], spec)
     lines = [finished_line(run)] if phase == "finished" else []
-    lines += _host_lines(ordered, left_out, preview)
+    lines += _host_lines(hosts, left_out, preview)
     lines += plan_lines(entries, spec, port, hosts[0].facts.get("rows", []))
     lines += plan_servers(spec, entries)
     if not spec.script:  # whose rows the plan does not know
         with spec_here(spec, prepared.files) as here:
-            check_layers(here, [len(node.ranks) for node in entries if not node.teaches])
+            check_layers(here, [len(node.ranks) for node in entries])
             lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *chosen]
-            if teacher:
-                lines.append(teacher_line(here, teacher, entries[-1].teacher, prepared.origin["teacher"]))
-    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, ordered) + unit_lines(ordered), spec)
+    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, hosts) + unit_lines(hosts), spec)
 
 
 def data_lines(prepared: PreparedRun) -> list[str]:

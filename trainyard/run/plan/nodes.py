@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import zlib
-from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trainer.common.formats import table
 from trainer.config import RunSpec
-from trainer.distributed import SHARED_GPUS, TEACHER_ADDRESS
+from trainer.distributed import SHARED_GPUS
 from trainer.distributed.listeners import PEERS
 from trainer.strategy import plan_named, plan_of
 from trainyard.preflight.gpu_choice import devices, numbers
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.commit import start_of
 from trainyard.run.plan.isolation import NO_ISOLATION, Isolation
-from trainyard.run.prepare.teacher_host import teacher_port
 from trainyard.run.types import PlanEntry
 from trainyard.wire.connection import Host
 from trainyard.wire.run_errors import PlanError
@@ -141,7 +140,6 @@ def plan_nodes(
     replica_hosts: int = 0,
     identity: str = "",
     isolation: Isolation = NO_ISOLATION,
-    teacher: HostState | None = None,
 ) -> list[PlanEntry]:
     """Plan a run over `hosts`, in order: the rank is the place in the list.
 
@@ -154,18 +152,15 @@ def plan_nodes(
             torchrun each, restarted by the supervisor up to `restarts` times in a row.
         identity: id of this start at the rendezvous.
         isolation: which connections of the ranks are filtered.
-        teacher: the host of the teacher, whose node is the last one.
 
     Raises:
         PlanError: a host cannot take part.
     """
-    everyone = [*hosts, teacher] if teacher else hosts
-    _check_routes(everyone)
+    _check_routes(hosts)
     counts = rank_counts(hosts)
-    threads = threads_per_rank(everyone, [*counts, 1][: len(everyone)])
-    addresses = meeting_addresses(everyone)[: len(hosts)]
-    peers = peer_addresses(everyone) if isolation.incoming else []
-    teacher_at = _teacher_address(everyone, port) if teacher else ""
+    threads = threads_per_rank(hosts, counts)
+    addresses = meeting_addresses(hosts)
+    peers = peer_addresses(hosts) if isolation.incoming else []
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
     shared_gpus = hosts_share_gpus(hosts)  # all ranks need the same backend
     nodes: list[PlanEntry] = []
@@ -195,11 +190,8 @@ def plan_nodes(
                 peers=peers,
                 isolated=isolation.outgoing,
                 shared_gpus=shared_gpus,
-                teacher=teacher_at,
             )
         )
-    if teacher:
-        nodes.append(_teacher_node(teacher, nodes[0], sum(counts), threads[-1], len(nodes)))
     return nodes
 
 
@@ -228,27 +220,6 @@ def _of_host(state: HostState, address: str) -> dict[str, Any]:
         "previous": start_of(facts["part"]),
         "stop_wanted": facts["stop_wanted"],
     }
-
-
-def _teacher_address(hosts: list[HostState], port: int) -> str:
-    """Return where the teacher on the last host listens. `port`: of the rendezvous; 0 for a run that is already running."""
-    return f"{meeting_addresses(hosts)[-1]}:{teacher_port(hosts[-1], port) if port else 0}"
-
-
-def _teacher_node(host: HostState, head: PlanEntry, world: int, threads: int, place: int) -> PlanEntry:
-    """Return the node of the teacher's host in the run of `head`. `world`: number of ranks."""
-    run_dir = f"{host.host.data_dir}/runs/{PurePosixPath(head.run_dir).name}"
-    module = [host.host.python, "-m", "trainer.launch.teacher_server", f"{run_dir}/spec.yml"]
-    return replace(
-        head,
-        **_of_host(host, head.teacher.rpartition(":")[0]),
-        node_rank=place,
-        ranks=[world],
-        threads=threads,
-        run_dir=run_dir,
-        command=[*module, f"--run-dir={run_dir}", f"--rank={world}"],
-        teaches=True,
-    )
 
 
 def threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
@@ -367,7 +338,6 @@ def environment(node: PlanEntry, extra: dict[str, str]) -> str:
         # Otherwise restarted ranks read their peers' previous addresses from torchrun's store, and wait for those.
         **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if node.elastic else {}),
         **({PEERS: ",".join(node.peers)} if node.peers else {}),
-        **({TEACHER_ADDRESS: node.teacher} if node.teacher else {}),
         # A library that still contacts the hub would wait for a timeout.
         **({"HF_HUB_OFFLINE": "1"} if node.isolated else {}),
     } | {name: str(value) for name, value in extra.items()}
@@ -401,7 +371,6 @@ def shared_rows(nodes: list[PlanEntry], spec: RunSpec, before: list[int]) -> lis
 
 def plan_lines(nodes: list[PlanEntry], spec: RunSpec, port: int, before: list[int]) -> list[str]:
     """Return the plan of the ranks as a table and a summary. `before`: rows by rank, of an earlier start."""
-    nodes = [node for node in nodes if not node.teaches]
     world = sum(len(node.ranks) for node in nodes)
     head = ["host", "node", "ranks", "address", "device", "threads"]
     rows = [

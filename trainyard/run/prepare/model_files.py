@@ -21,7 +21,6 @@ from trainer.model_files.model_shape import read_shape
 from trainyard.remote.digests import Digests
 from trainyard.run.prepare.host_files import HostAccess, HostFiles
 from trainyard.run.prepare.hub import fetch_again, fetch_on_controller, fetch_on_host, is_offline
-from trainyard.run.prepare.teacher_host import access_for
 from trainyard.run.types import Files, Report, StagedFile
 
 _MODEL_PARTS = (
@@ -69,13 +68,13 @@ def model_entries(
     for setting, name in model_settings(spec).items():
         if found := on_hosts.get(setting):
             file = found.entry("model")
-        elif fetched := hub_model(name, setting, access and access_for(access, spec, setting), report):
+        elif fetched := hub_model(name, setting, access, report):
             file = fetched
         else:
             folder = model_folder(spec, datasets, work, report, setting)
             stem = name.rpartition("/")[2] if is_hub_id(name) else folder.name
             file = StagedFile.of_folder(folder, f"store/models/{stem}", digests, "model")
-        if file.dest in [other.dest for other in files] and not spec.teacher_host:
+        if file.dest in [other.dest for other in files]:
             file = replace(file, bytes=0)  # a model that teaches itself is copied once
         files.append(replace(file, kind=setting))
     check_vocabularies(spec, [Path(file.src) for file in files if file.src])

@@ -31,7 +31,6 @@ from trainyard.remote.digests import Digests
 from trainyard.run.prepare.host_files import HostAccess, HostFiles, describe_files
 from trainyard.run.prepare.hub import fetch_on_controller, fetch_on_host, is_offline
 from trainyard.run.prepare.model_files import TINY_NEEDS_DATASET, check_names, model_entries, model_settings
-from trainyard.run.prepare.teacher_host import access_for
 from trainyard.run.types import Files, PreparedRun, Report, StagedFile
 from trainyard.wire.trainer_archive import trainer_archive
 
@@ -154,7 +153,7 @@ def dataset_entries(
                 if samples := _check_samples(here, file.digest, work, METHODS[spec.method].data):
                     read[place] = samples
             files.append(dataclasses.replace(file, source=place))
-        elif fetched := hub_dataset(source.path, access and access_for(access, spec, "dataset"), digests, report):
+        elif fetched := hub_dataset(source.path, access, digests, report):
             files.append(dataclasses.replace(fetched, source=place))
     return files
 
@@ -195,12 +194,7 @@ def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFi
         raise UserError(TINY_NEEDS_DATASET)
     if access is None:
         raise UserError(f"{', '.join(paths)}: host:/path needs hosts: start the run with {front_end.playbook('train')}")
-    elsewhere = {"teacher"} if spec.teacher_host else set()  # only one host needs it
-    found: dict[str, HostFiles] = {}
-    for names in (paths.keys() - elsewhere, paths.keys() & elsewhere):
-        if names:
-            where = access_for(access, spec, next(iter(names)))
-            found |= describe_files(where, {setting: paths[setting] for setting in names})
+    found = describe_files(access, paths)
     for setting in model_settings(spec):
         if model := found.get(setting):
             if model.kind != "folder":

@@ -19,7 +19,6 @@ import yaml
 from trainer.config import RunSpec
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.plan.nodes import environment
-from trainyard.run.prepare.teacher_host import staged_groups, training_entries
 from trainyard.run.prepare.weight_files import serves_layers, weight_groups
 from trainyard.run.stage.transfer import ask_hosts, copy_to_hosts
 from trainyard.run.types import PlanEntry, PreparedRun, Report
@@ -70,7 +69,7 @@ def stage_files(
     plan = packed(plan_file(entries))
     commits = {e.host: commit_request(e, plan, spec, prepared, environments.get(e.host, {}), token) for e in entries}
     changed: dict[str, list[str]] = {entry.host: [] for entry in entries}
-    for hosts, files in weight_groups(staged_groups(entries, prepared.files), spec):
+    for hosts, files in weight_groups([(entries, prepared.files)], spec):
         if group := [entry for entry in hosts if entry.host not in staged or serves_layers(entry, spec)]:
             changed |= copy_to_hosts(
                 *(group, files, connect, token), check=check, transfer=transfer, report=report, sources=entries
@@ -128,7 +127,7 @@ def commit_request(
 
 def plan_file(entries: list[PlanEntry]) -> str:
     """Return plan.json, which is the same on all hosts: one line per host, without the fields that are empty."""
-    rows = [asdict(entry) for entry in training_entries(entries)]
+    rows = [asdict(entry) for entry in entries]
     hosts = [
         {name: value for name, value in row.items() if name not in _PRIVATE and not is_empty(value)} for row in rows
     ]

@@ -50,7 +50,6 @@ class Node(OpenReply):
     error: NotRequired[Line | None]
     restarts: NotRequired[Flag]
     replica: NotRequired[Count | None]
-    teaches: NotRequired[Flag]
     restarted: NotRequired[Integer | None]
     unit: NotRequired[Line | None]
     backend: NotRequired[Line]
