@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from lab_hosts import NEEDS_LAB, Host, Lab, Played, inventory_with, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -113,6 +114,27 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
             lab.inside(two, f"rm {FOLDER}/01-no-keys.conf; systemctl reload ssh")
             connection.terminate()
     assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
+
+
+def test_the_login_with_a_key_goes_to_the_host(lab: Lab, tmp_path: Path) -> None:
+    """Also if only the configuration of ssh on the controller knows its address, and an argument of ssh has a space."""
+    two = lab.hosts[1]
+    (tmp_path / "config").write_text("".join(f"Host {host.name}\nHostName {host.address}\n" for host in lab.hosts))
+    document = yaml.safe_load(lab.inventory.read_text())
+    cluster = document["all"]["children"]["cluster"]
+    cluster["vars"]["ansible_ssh_common_args"] += f" -F {tmp_path}/config -o SetEnv='LAB=two words'"
+    for host in cluster["hosts"].values():
+        del host["ansible_host"]
+    (tmp_path / "inventory.yml").write_text(yaml.safe_dump(document))
+    lab.inside(two, f"mv {FOLDER}/50-cloud-init.conf /root/; systemctl reload ssh")
+    try:
+        assert sshd(lab, two)["passwordauthentication"] == "yes"
+        played = run_playbook("site.yml", tmp_path / "inventory.yml", {}, "--tags ssh --limit node2")
+        assert played.rc == 0, played.stdout
+        assert sshd(lab, two)["passwordauthentication"] == "no"
+        assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
+    finally:
+        lab.inside(two, f"mv /root/50-cloud-init.conf {FOLDER}/; systemctl reload ssh")
 
 
 def test_sshd_of_a_hardened_host_is_not_weakened(lab: Lab) -> None:
