@@ -28,7 +28,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 cards:
-  description: C(slot), C(device), C(generation) and C(module) (the kernel module in use) of every GPU.
+  description: C(slot), C(device) and C(module) (the kernel module in use) of every GPU.
   returned: always
   type: list
   elements: dict
@@ -37,8 +37,7 @@ driver:
   returned: always
   type: str
 wanted:
-  description: >-
-    The driver that the GPUs need: C(branch), C(modules) (open or closed), C(minimum), C(unknown) and C(error).
+  description: The driver that the GPUs need, C(branch), C(modules) (open or closed), C(minimum) and C(error).
   returned: always
   type: dict
 lines:
@@ -53,27 +52,60 @@ from typing import Any
 
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.gpus import find_cards, select_driver
 from ansible.module_utils.nvidia_smi import query
 
+DISPLAY = ("0x0300", "0x0302")  # PCI classes: VGA controller, 3D controller
+# The first PCI device numbers of a generation, see pci.ids.
+MAXWELL, TURING, BLACKWELL = 0x1340, 0x1E00, 0x2900
+LAST_CLOSED = 580  # the last driver branch for Maxwell, Pascal and Volta, which the open kernel modules do not support
+FIRST_OPEN = 525  # the first branch that torch supports
+FIRST_BLACKWELL = 570  # the first branch for Blackwell, which only the open kernel modules support
 
-def summary(cards: list[dict[str, Any]], version: str, wanted: dict[str, Any]) -> list[str]:
+
+def find_cards(sysfs: Path) -> list[dict[str, str]]:
+    """Return `slot`, `device` and `module` (the kernel module in use) of every NVIDIA GPU, without its audio functions."""
+    cards = []
+    for folder in sorted((sysfs / "bus/pci/devices").glob("*")):
+        try:
+            vendor, kind, device = (
+                (folder / name).read_text(encoding="utf-8").strip().lower() for name in ("vendor", "class", "device")
+            )
+        except OSError:
+            continue
+        if vendor == "0x10de" and kind.startswith(DISPLAY):
+            module = (folder / "driver").resolve().name if (folder / "driver").exists() else ""
+            cards.append({"slot": folder.name, "device": device, "module": module})
+    return cards
+
+
+def select_driver(cards: list[dict[str, str]], branch: int) -> dict[str, Any]:
+    """Return the driver for all cards of a host: `branch`, the preferred one or the nearest that supports them, `modules`, `minimum`, `error`.
+
+    A card that is newer than Blackwell gets its driver.
+    """
+    numbers = [int(card["device"], 16) for card in cards]
+    closed = any(number < TURING for number in numbers)
+    minimum = FIRST_BLACKWELL if any(number >= BLACKWELL for number in numbers) else FIRST_OPEN
+    error = ""
+    if any(number < MAXWELL for number in numbers):
+        error = "no driver that torch supports has a GPU as old as one of this host: train without this GPU"
+    elif closed and any(number >= BLACKWELL for number in numbers):
+        error = "no driver supports all GPUs of this host: remove the older or the newer ones"
+    branch = max(min(branch, LAST_CLOSED) if closed else branch, minimum)
+    return {"branch": branch, "modules": "closed" if closed else "open", "minimum": minimum, "error": error}
+
+
+def summary(cards: list[dict[str, str]], version: str, wanted: dict[str, Any]) -> list[str]:
     """Return one line per GPU, and one line about the driver."""
+    if not cards:
+        return []
     lines = [
-        f"{card['slot']}  10de:{card['device'].removeprefix('0x')}  {card['generation'] or 'unknown generation'}  "
+        f"{card['slot']}  10de:{card['device'].removeprefix('0x')}  "
         f"{'kernel module ' + card['module'] if card['module'] else 'no driver'}"
         for card in cards
     ]
-    if not cards:
-        return []
-    if wanted["error"]:
-        return [*lines, wanted["error"]]
-    if version:
-        return [*lines, f"driver {version} is loaded"]
-    return [
-        *lines,
-        f"no driver is loaded: the GPUs need branch {wanted['branch']} with {wanted['modules']} kernel modules",
-    ]
+    needed = f"no driver is loaded: the GPUs need branch {wanted['branch']} with {wanted['modules']} kernel modules"
+    return [*lines, wanted["error"] or (f"driver {version} is loaded" if version else needed)]
 
 
 def main() -> None:

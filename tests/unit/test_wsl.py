@@ -9,7 +9,7 @@ import lying_host
 import pytest
 from test_preflight_checks import findings, healthy_hosts, mesh
 
-from plugins.module_utils.gpus import find_cards
+from plugins.modules.nvidia_info import find_cards
 from trainer.supervise import nvidia_smi
 from trainyard.preflight.cluster_checks import HYPER_V
 from trainyard.remote import wsl
