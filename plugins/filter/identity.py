@@ -12,12 +12,11 @@ def find_duplicates(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return `machines`, `drop`, `warnings`, `verdict` and the `lines` to print.
 
     Args:
-        entries: entry -> `identity`, `login` and `aliases`, see trainyard.discovery.duplicates.
+        entries: entry -> `identity` and `login`, see trainyard.discovery.duplicates.
     """
     result = compare(
         {name: entry["identity"] for name, entry in entries.items()},
         {name: str(entry["login"]) for name, entry in entries.items()},
-        {name: entry["aliases"] for name, entry in entries.items()},
     )
     lines = [f"remove {name}: it is the same machine as {kept} ({why})" for name, (kept, why) in result.drop.items()]
     return {**asdict(result), "lines": [*lines, *result.warnings, result.verdict]}

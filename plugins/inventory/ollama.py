@@ -6,7 +6,7 @@ DOCUMENTATION = r"""
 name: ollama
 short_description: Find the machines of the local network that run Ollama
 description:
-  - Scans private networks for Ollama servers, groups the answers by machine, and adds the machines to the cluster.
+  - Scans private networks for Ollama servers, groups the answers by address, and adds the machines to the cluster.
   - A machine whose SSH host key is not in known_hosts is added to the group C(untrusted), with the command that accepts
     the key. All other machines are added to C(cluster), and there to C(head) or C(workers).
   - Sets variables with the prefix C(discovered_). An untrusted machine joins no group of O(groups) and O(keyed_groups).
@@ -158,8 +158,7 @@ try:
     from trainyard.discovery import networks
     from trainyard.discovery.engine import discover
     from trainyard.discovery.facts import machine_facts, model_groups, old_names, scan_facts
-    from trainyard.discovery.identity import Machine
-    from trainyard.discovery.scan_result import Report, advice, summary, verdict
+    from trainyard.discovery.scan_result import Machine, Report, advice, summary, verdict
     from trainyard.discovery.settings import Settings, SettingsError
     from trainyard.discovery.ssh import read_known_hosts
     from trainyard.discovery.trust import Trust, check_trust
@@ -248,13 +247,13 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         names = self.declared.names
         file = self.get_option("known_hosts")[0]
         checked = [(machine, check_trust(machine, known, names, file)) for machine in report.machines]
-        checked.sort(key=lambda pair: networks.address_order(_login_address(pair[0], pair[1], report)))
+        checked.sort(key=lambda pair: networks.address_order(_login_address(pair[0], report)))
         ready: list[str] = []
         trusted: list[str] = []
         untrusted: list[tuple[str, Trust]] = []
         for machine, trust in checked:
             declared = self.declared.hosts_of(machine, report.own_addresses)
-            hosts = declared or [_host_name(_login_address(machine, trust, report))]
+            hosts = declared or [_host_name(_login_address(machine, report))]
             for host in hosts:
                 self._add(host, machine, trust, report, bool(declared))
             if trust.ready:
@@ -277,12 +276,12 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         self.inventory.add_host(host, group="discovered")
         variables = machine_facts(machine, trust, report)
         if not declared:
-            variables["ansible_host"] = _login_address(machine, trust, report)
+            variables["ansible_host"] = _login_address(machine, report)
             if machine.local:
                 variables["ansible_connection"] = "local"
                 variables["ansible_python_interpreter"] = sys.executable  # as for the implicit localhost
-            elif trust.endpoint.ssh_port != 22:
-                variables["ansible_port"] = trust.endpoint.ssh_port
+            elif machine.ssh_port != 22:
+                variables["ansible_port"] = machine.ssh_port
         for name, value in variables.items():
             # Text from the network must not be marked as a template.
             self.inventory.set_variable(host, name, value)
@@ -341,7 +340,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         for name, value in scan_facts(report, ready, conclusion).items():
             self.inventory.set_variable("discovered", name, value)
         self._print(summary(report))
-        for line in (*report.skipped, *report.warnings[:20]):
+        for line in report.skipped:
             self.display.warning(f"ollama: {line}")
         for name in report.unresolved:
             self._warn(f"hosts: {name} does not resolve to an address; use its address instead")
@@ -422,11 +421,10 @@ class Declared:
         return len(self._cluster)
 
 
-def _login_address(machine: Machine, trust: Trust, report: Report) -> str:
+def _login_address(machine: Machine, report: Report) -> str:
     """Return the address at which other machines reach it: this machine may have answered only at 127.0.0.1."""
-    if trust.endpoint.address.startswith("127.") and report.own_addresses:
-        return report.own_addresses[0]
-    return trust.endpoint.address
+    address = machine.addresses[0]
+    return report.own_addresses[0] if address.startswith("127.") and report.own_addresses else address
 
 
 def _host_name(address: str) -> str:

@@ -8,7 +8,6 @@ Usage: PYTHONPATH=. python tests/support/fuzz.py [COUNT [SEED]]
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime
 import functools
@@ -22,6 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -57,6 +57,7 @@ from trainer.config.dataset_source import COLUMNS
 from trainer.data import template_process
 from trainer.data.samples import check_source, read_samples, read_source, source_of
 from trainer.data.template_process import LimitedTemplate
+from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainer.model_files.model_shape import layer_class, read_shape, shape_of
 from trainer.spec import make_spec, read_spec
 from trainer.strategy import STRATEGIES
@@ -65,7 +66,6 @@ from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import SupervisorError
 from trainyard import extra_vars
 from trainyard.discovery import ollama_replies as replies
-from trainyard.discovery.http import BadReply, get
 from trainyard.provision.addresses import address_errors
 from trainyard.run.launch_options import OPTIONS, make_options, options_from_variables
 from trainyard.run.plan.nodes import environment
@@ -80,7 +80,7 @@ TOP = Path(__file__).resolve().parents[2]
 LIMIT = 20.0  # seconds for one input, which takes milliseconds on an idle machine
 MAX_MESSAGE = 2000  # characters of an error message
 MEMORY = 1 << 30  # bytes that all inputs of a target may add to the process
-EXPECTED = (UserError, RunError, RemoteError, InventoryError, BadReply, ReplyError, SupervisorError)
+EXPECTED = (UserError, RunError, RemoteError, InventoryError, OllamaError, ReplyError, SupervisorError)
 SEED = 14
 
 
@@ -298,19 +298,28 @@ def fuzz_replies(rng: random.Random, folder: Path) -> None:
     )
     reply = head + body + (b"\r\n0\r\n\r\n" if b"chunked" in head else b"")
     reply = mutate(rng, reply) if rng.random() < 0.4 else reply
-    ours, theirs = socket.socketpair()
-    theirs.settimeout(LIMIT)
-    theirs.sendall(reply[:100_000])
-    theirs.shutdown(socket.SHUT_WR)
-    try:
-        body = asyncio.run(get("127.0.0.1", 11434, "/api/tags", 1.0, connected=ours))
-    finally:
-        theirs.close()
-    refusals = []
-    for parse in (replies.parse_version, replies.parse_tags, replies.parse_ps):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = OllamaClient(f"http://127.0.0.1:{server.getsockname()[1]}", deadline=1.0)
+
+        def answer() -> None:
+            with server.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.settimeout(LIMIT)
+                connection.sendall(reply[:100_000])
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+
+        answering = threading.Thread(target=answer)
+        answering.start()
         try:
-            parse(body)
-        except BadReply as error:
+            received = client.get("/api/tags", limit=2 << 20)
+        finally:
+            answering.join()
+    refusals = []
+    for parse in (replies.version, replies.models, replies.loaded):
+        try:
+            parse(received)
+        except OllamaError as error:
             refusals.append(error)
     if len(refusals) == 3:
         raise refusals[0]

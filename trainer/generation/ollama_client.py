@@ -321,7 +321,7 @@ class OllamaClient:
     # HTTP ---------------------------------------------------------------------------------------------------------------
 
     def get(self, path: str, **more: Any) -> dict[str, Any]:
-        """Return the reply of another API of the server, an object. `more`: `deadline` in seconds, `headers`."""
+        """Return the reply of another API of the server, an object. `more`: `deadline` in seconds, `headers`, `limit` in bytes."""
         return _parse_object(self._read("GET", path, **more), path)
 
     def post(self, path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -341,11 +341,11 @@ class OllamaClient:
     ) -> dict[str, Any]:
         return _parse_object(self._read(method, path, body, deadline=deadline), path)
 
-    def _read(self, method: str, path: str, body: Any = None, **more: Any) -> bytes:
+    def _read(self, method: str, path: str, body: Any = None, limit: int = MAX_BODY, **more: Any) -> bytes:
         with self._reply(method, path, body, **more) as reply:
-            data = reply.read(MAX_BODY + 1)
-        if len(data) > MAX_BODY:
-            raise OllamaError(f"the reply of {path} is larger than {MAX_BODY >> 20} MiB")
+            data = reply.read(limit + 1)
+        if len(data) > limit:
+            raise OllamaError(f"the reply of {path} is larger than {limit >> 20} MiB")
         return data
 
     def _lines(

@@ -1,7 +1,6 @@
-"""Find the Ollama servers of a local network, and group their answers by machine. Nothing here imports Ansible.
+"""Find the Ollama servers of a local network, and group their answers by address. Nothing here imports Ansible.
 
-Read in this order: `settings` (the options), `networks` (which addresses to scan), `scan` (which ports are open), `http`
-and `replies` (whether Ollama answers), `ssh` (host keys), `identity` (which answers come from one machine), `engine` (the
-complete scan), `report` (its result and messages), `trust` (whether a machine may be used). `duplicates` compares
-machines again after login, with facts instead of hints.
+Read in this order: `settings` (the options), `networks` (which addresses to scan), `scan` (which ports are open, and whether
+Ollama answers), `ollama_replies`, `ssh` (host keys), `engine` (the complete scan), `scan_result` (its machines and messages),
+`trust` (whether a machine may be used). `duplicates` finds the entries that are one machine after login.
 """

@@ -1,7 +1,6 @@
 """Find inventory entries that are one machine, by facts that are known after login."""
 
-import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -18,7 +17,7 @@ class Duplicates:
     Attributes:
         machines: number of different machines.
         drop: entry -> (the entry to keep, reason).
-        warnings: clones, shared GPUs, and addresses that discovery assigned to the wrong machine.
+        warnings: clones and shared GPUs.
         verdict: whether distributed training is useful, in one line.
         useful: whether it is, with some strategy.
     """
@@ -33,7 +32,6 @@ class Duplicates:
 def find_duplicates(
     identities: Mapping[str, Mapping[str, Any]],
     logins: Mapping[str, str],
-    aliases: Mapping[str, Sequence[str]],
 ) -> Duplicates:
     """Compare the entries that can be logged in to.
 
@@ -41,7 +39,6 @@ def find_duplicates(
         identities: entry -> result of the module machine_identity_info, in the order of the inventory. The first of
             several entries for one machine is kept.
         logins: entry -> the address at which it was reached.
-        aliases: entry -> all addresses that discovery assigned to the machine.
     """
     drop: dict[str, tuple[str, str]] = {}
     warnings: list[str] = []
@@ -54,15 +51,6 @@ def find_duplicates(
         else:
             warnings += _clones(a, one, b, other)
     kept = {name: facts for name, facts in identities.items() if name not in drop}
-    for name, facts in kept.items():
-        listed = {link["address"] for link in facts["links"]}
-        for address in aliases.get(name, []):
-            bare = address.partition("%")[0]
-            if bare not in listed and not ipaddress.ip_address(bare).is_loopback:
-                warnings.append(
-                    f"{name} does not have the address {address} that discovery assigned to it: "
-                    "declare that address as a separate machine"
-                )
     useful = len(kept) > 1 and not _share_gpu(kept)
     return Duplicates(len(kept), drop, tuple(warnings), _verdict(kept, drop, logins), useful)
 

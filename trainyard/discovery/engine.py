@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from trainyard.discovery import identity, networks
+from trainyard.discovery import networks
 from trainyard.discovery.scan import Findings, scan
-from trainyard.discovery.scan_result import Report
+from trainyard.discovery.scan_result import Report, machines
 from trainyard.discovery.settings import Settings
 
 
@@ -27,10 +27,7 @@ def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> 
     plan = networks.plan(settings, here, resolved)
     ports = dict(ssh_ports or {})
     found = asyncio.run(scan(plan.targets, settings, ports))
-    macs = networks.mac_addresses(any(":" in t.address for t in plan.targets)) if len(found.answers) > 1 else {}
-    endpoints = identity.endpoints(found.answers, macs, ports, settings.ssh_port)
     own = {str(a.address).partition("%")[0] for a in here}
-    machines, warnings = identity.machines(endpoints, own)
     return Report(
         networks=plan.networks,
         skipped=plan.skipped,
@@ -45,8 +42,7 @@ def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> 
         rejected=_rejected(found),
         left_out=sum(a.left_out for a in found.answers),
         own_addresses=_reachable(here, plan.networks),
-        machines=tuple(machines),
-        warnings=tuple(warnings),
+        machines=tuple(machines(found.answers, own, ports, settings.ssh_port)),
     )
 
 

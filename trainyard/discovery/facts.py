@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainyard.discovery.identity import Machine, Server
+from trainyard.discovery.networks import Target
 from trainyard.discovery.ollama_replies import MAX_MODELS
-from trainyard.discovery.scan_result import Report
+from trainyard.discovery.scan_result import Machine, Report
 from trainyard.discovery.trust import Trust
 
 PREFIX = "discovered_"
@@ -29,18 +29,18 @@ def machine_facts(machine: Machine, trust: Trust, report: Report) -> dict[str, A
 
     At most MAX_MODELS models are listed, the first by name.
     """
-    endpoints = [trust.endpoint, *(p for p in machine.endpoints if p is not trust.endpoint)]
-    servers = [(p.address, s) for p in endpoints for s in p.servers]
-    models = {m.name: m for _, s in reversed(servers) for m in s.models}
-    loaded = {m.name: m for _, s in reversed(servers) for m in s.loaded}
+    servers = machine.servers
+    urls = [Target(server.address, server.port).url for server in servers]
+    models = {m.name: m for s in reversed(servers) for m in s.models}
+    loaded = {m.name: m for s in reversed(servers) for m in s.loaded}
     facts = {
-        "url": _url(*servers[0]),
-        "urls": [_url(*server) for server in servers],
-        "version": servers[0][1].version,
+        "url": urls[0],
+        "urls": urls,
+        "version": servers[0].version,
         "models": [models[name].model_dump() for name in sorted(models)[:MAX_MODELS]],
         "loaded": [loaded[name].model_dump() for name in sorted(loaded)[:MAX_MODELS]],
         "vram": sum(m.vram for m in loaded.values()),
-        "response_ms": servers[0][1].response_ms,
+        "response_ms": servers[0].response_ms,
         "addresses": machine.addresses,
         "this_machine": machine.local,
         "ready": trust.ready,
@@ -86,11 +86,6 @@ def old_names(expressions: Any) -> list[str]:
     """Return the variables in expressions that had the prefix `ollama_` up to version 0.2, with their present names."""
     found = dict.fromkeys(match[0] for match in _OLD_NAME.finditer(str(expressions)))
     return [f"{old} is now {PREFIX}{old.removeprefix('ollama_')}" for old in found]
-
-
-def _url(address: str, server: Server) -> str:
-    host = f"[{address.replace('%', '%25')}]" if ":" in address else address
-    return f"http://{host}:{server.port}"
 
 
 def _group_names(kind: str, words: Iterable[str]) -> set[str]:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from trainyard.discovery.settings import Settings, SettingsError
@@ -41,6 +40,12 @@ class Target(NamedTuple):
 
     address: str
     port: int
+
+    @property
+    def url(self) -> str:
+        """The address of a server at this port."""
+        host = f"[{self.address.replace('%', '%25')}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -164,22 +169,6 @@ def resolve(names: Iterable[str], timeout: float = 1.0) -> dict[str, list[str]]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return {name: list(found.get(name, [])) for name in wanted}
-
-
-def mac_addresses(with_ipv6: bool) -> dict[str, str]:
-    """Return the MAC address of each neighbour with which the kernel has communicated recently.
-
-    `/proc/thread-self` shows the network namespace of this thread; `/proc/net` shows that of the process.
-    """
-    table = Path("/proc/thread-self/net/arp")
-    macs = {}
-    for line in table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []:
-        address, _, flags, mac = line.split()[:4]
-        if int(flags, 16) & 0x2:  # ATF_COM: the entry is complete
-            macs[address] = mac
-    if with_ipv6:
-        macs |= {n["dst"] + _scope(n): n["lladdr"] for n in _ip("-6", "neighbour") if "lladdr" in n}
-    return macs
 
 
 def _automatic(settings: Settings, here: list[Attached], taken: int) -> tuple[list[IPNetwork], list[str]]:

@@ -4,10 +4,11 @@ Text from the network must have no control, bidirectional or unassigned characte
 An entry that violates a rule is ignored and counted. A reply with another structure is not from Ollama.
 """
 
+import contextlib
+import ipaddress
 import re
 from typing import Annotated, Any, TypeVar
 
-import pydantic_core
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -20,7 +21,7 @@ from pydantic import (
     ValidationError,
 )
 
-from trainyard.discovery.http import BadReply
+from trainer.generation.ollama_client import OllamaError
 
 MAX_MODELS = 1000  # per server; further models are ignored and counted
 
@@ -39,6 +40,8 @@ Text = Annotated[str, StringConstraints(max_length=256), AfterValidator(_printab
 Optional = Annotated[Text, BeforeValidator(_empty_if_none)]
 Name = Annotated[Text, StringConstraints(min_length=1)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 53)]
+Address = Annotated[str, AfterValidator(lambda text: str(ipaddress.ip_address(text)))]
+Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class Strict(BaseModel):
@@ -72,62 +75,52 @@ class Loaded(Strict):
     vram: Annotated[Bytes, Field(validation_alias=AliasChoices("vram", "size_vram"))] = 0
 
 
+class Server(BaseModel):
+    """An Ollama server. `response_ms` is the time from the connection to the last byte of the reply of /api/version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: Address
+    port: Port
+    version: Text
+    models: tuple[Model, ...] = ()
+    loaded: tuple[Loaded, ...] = ()
+    response_ms: float = 0.0
+
+
 Entry = TypeVar("Entry", Model, Loaded)
+Reply = dict[str, Any]
 
 
-def parse_version(body: bytes) -> str:
-    """Return the version from a reply of /api/version.
-
-    Raises:
-        BadReply: the reply is not from Ollama.
-    """
-    reply = _object(body, "/api/version")
-    version = reply.get("version")
-    if not isinstance(version, str) or not re.fullmatch(r"\d{1,5}\.\d{1,5}\.\d{1,5}[\w.+-]{0,64}", version, re.ASCII):
-        raise BadReply("/api/version has no version")
-    return version
+def version(reply: Reply) -> str:
+    """Return the version from a reply of /api/version. Raises OllamaError if the reply is not from Ollama."""
+    text = reply.get("version")
+    if not isinstance(text, str) or not re.fullmatch(r"\d{1,5}\.\d{1,5}\.\d{1,5}[\w.+-]{0,64}", text, re.ASCII):
+        raise OllamaError("/api/version has no version")
+    return text
 
 
-def parse_tags(body: bytes) -> tuple[list[Model], int]:
+def models(reply: Reply) -> tuple[list[Model], int]:
     """Return the models from a reply of /api/tags, sorted by name, and the number of ignored entries.
 
-    Raises:
-        BadReply: the reply is not from Ollama.
+    Raises OllamaError if the reply is not from Ollama.
     """
-    models, dropped = _entries(body, "/api/tags", Model)
-    return sorted(models, key=lambda m: m.name), dropped
+    return _entries(reply, "/api/tags", Model)
 
 
-def parse_ps(body: bytes) -> list[Loaded]:
-    """Return the loaded models from a reply of /api/ps, sorted by name.
-
-    Raises:
-        BadReply: the reply is not from Ollama.
-    """
-    return sorted(_entries(body, "/api/ps", Loaded)[0], key=lambda m: m.name)
+def loaded(reply: Reply) -> list[Loaded]:
+    """Return the loaded models from a reply of /api/ps, sorted by name. Raises OllamaError if the reply is not from Ollama."""
+    return _entries(reply, "/api/ps", Loaded)[0]
 
 
-def _entries(body: bytes, path: str, kind: type[Entry]) -> tuple[list[Entry], int]:
-    reply = _object(body, path)
+def _entries(reply: Reply, path: str, kind: type[Entry]) -> tuple[list[Entry], int]:
     listed = reply.get("models", ...)
     if listed is None:  # how Go encodes an empty list
         listed = []
     if not isinstance(listed, list):
-        raise BadReply(f"{path} has no list of models")
+        raise OllamaError(f"{path} has no list of models")
     entries = []
     for entry in listed[:MAX_MODELS]:
-        try:
+        with contextlib.suppress(ValidationError):
             entries.append(kind.model_validate(entry))
-        except ValidationError:
-            continue
-    return entries, len(listed) - len(entries)
-
-
-def _object(body: bytes, path: str) -> dict:
-    try:
-        reply = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError:
-        raise BadReply(f"{path} is not JSON") from None
-    if not isinstance(reply, dict):
-        raise BadReply(f"{path} is not a JSON object")
-    return reply
+    return sorted(entries, key=lambda entry: entry.name), len(listed) - len(entries)

@@ -7,14 +7,16 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainyard.discovery import ollama_replies as replies
-from trainyard.discovery.http import BadReply, get
 from trainyard.discovery.networks import Target
 from trainyard.discovery.settings import Settings
 from trainyard.discovery.ssh import fetch_host_keys
 
+REPLY_LIMIT = 2 << 20  # bytes; a real /api/tags with 1,000 models is about 0.4 MB
 # The kernel's neighbour table has 1,024 entries for the entire machine. An address without an answer occupies one for 3 s.
 UNPACED = 512  # targets that are scanned without pauses
 RATE = 200  # targets per second with pauses
@@ -22,14 +24,10 @@ RATE = 200  # targets per second with pauses
 
 @dataclass(frozen=True)
 class Answer:
-    """An Ollama server. `response_ms` is the time from the request of /api/version to the last byte of the reply."""
+    """An Ollama server, the number of its malformed models, and the SSH host keys of its machine."""
 
-    target: Target
-    version: str
-    models: tuple[replies.Model, ...] = ()
-    loaded: tuple[replies.Loaded, ...] = ()
+    server: replies.Server
     left_out: int = 0
-    response_ms: float = 0.0
     host_keys: tuple[str, ...] = ()
 
 
@@ -63,7 +61,7 @@ async def scan(targets: Sequence[Target], settings: Settings, ssh_ports: dict[st
     order = {target: i for i, target in enumerate(targets)}
     found = scanner.findings
     found.silent = silent
-    found.answers.sort(key=lambda a: order[a.target])
+    found.answers.sort(key=lambda a: order[Target(a.server.address, a.server.port)])
     found.rejected.sort(key=lambda r: order[r[0]])
     return found
 
@@ -78,7 +76,9 @@ class _Scanner:
         # A target that is checked for Ollama uses three sockets; a target that is not connected yet uses one.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.at_once = max(1, min(settings.concurrency, (files - 128) // 4))
-        self.asking = asyncio.Semaphore(max(1, self.at_once // 2))
+        asking = max(1, self.at_once // 2)
+        self.asking = asyncio.Semaphore(asking)
+        self.threads = ThreadPoolExecutor(3 * asking)
 
     async def sweep(self, targets: Sequence[Target], timeout: float, at_once: int) -> list[Target]:
         """Connect to every target; return those that do not answer within `timeout` seconds."""
@@ -98,22 +98,23 @@ class _Scanner:
         """Wait for all open requests; each has its own timeout."""
         while self.tasks:
             await asyncio.wait(self.tasks)
+        self.threads.shutdown(wait=False)
 
-    def _opened(self, target: Target, connection: socket.socket) -> None:
-        task = asyncio.create_task(self._ask(target, connection))
+    def _opened(self, target: Target) -> None:
+        task = asyncio.create_task(self._ask(target))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _ask(self, target: Target, connection: socket.socket) -> None:
+    async def _ask(self, target: Target) -> None:
         async with self.asking:
             try:
                 identify = functools.partial(self._host_keys, target.address)
-                answer = await ask(target, self.settings.answer_timeout, connection, identify)
-            except BadReply as error:
+                answer = await ask(target, self.settings.answer_timeout, self.threads, identify)
+            except OllamaError as error:
                 self.findings.rejected.append((target, str(error)))
                 if self.settings.verify:
                     return
-                answer = Answer(target, version="")
+                answer = Answer(replies.Server(**target._asdict(), version=""))
             self.findings.answers.append(replace(answer, host_keys=await self._host_keys(target.address)))
 
     def _host_keys(self, address: str) -> asyncio.Task[tuple[str, ...]]:
@@ -128,7 +129,7 @@ class _Scanner:
 async def ask(
     target: Target,
     timeout: float,
-    connection: socket.socket | None = None,
+    threads: ThreadPoolExecutor | None = None,
     identify: Callable[[], object] = lambda: None,
 ) -> Answer:
     """Return version, models and loaded models of an Ollama server, which are requested at the same time.
@@ -138,53 +139,52 @@ async def ask(
     Args:
         target: the server.
         timeout: seconds for each reply, to its last byte.
-        connection: a socket that is already connected to the server.
+        threads: run the requests.
         identify: called as soon as the reply of /api/version is from Ollama, while the other replies are read.
 
     Raises:
-        BadReply: the reply of /api/version or /api/tags is not from Ollama.
+        OllamaError: the reply of /api/version or /api/tags is not from Ollama. The message contains no text from the network.
     """
-    took = 0.0
+    client = OllamaClient(target.url, connect_timeout=timeout, idle_timeout=timeout, deadline=timeout)
 
-    async def version() -> str:
-        nonlocal took
+    async def get(path: str) -> replies.Reply:
+        request = functools.partial(client.get, path, limit=REPLY_LIMIT)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, request)
+        except OllamaError as error:
+            raise OllamaError(f"HTTP status {error.status}" if error.status else str(error)) from None
+
+    async def version() -> tuple[str, float]:
         start = time.perf_counter()
-        body = await get(*target, "/api/version", timeout, connection)
+        found = replies.version(await get("/api/version"))
         took = time.perf_counter() - start
-        found = replies.parse_version(body)
         identify()
-        return found
+        return found, took
 
-    async def tags() -> tuple[list[replies.Model], int]:
-        return replies.parse_tags(await get(*target, "/api/tags", timeout))
+    async def models() -> tuple[list[replies.Model], int]:
+        return replies.models(await get("/api/tags"))
 
     async def loaded() -> list[replies.Loaded]:
         try:
-            return replies.parse_ps(await get(*target, "/api/ps", timeout))
-        except BadReply:
+            return replies.loaded(await get("/api/ps"))
+        except OllamaError:
             return []
 
-    wrong: BadReply | None = None
+    wrong: OllamaError | None = None
     try:
         async with asyncio.TaskGroup() as requests:
-            results = requests.create_task(version()), requests.create_task(tags()), requests.create_task(loaded())
-    except* BadReply as errors:
-        wrong = BadReply(str(errors.exceptions[0]))
+            results = requests.create_task(version()), requests.create_task(models()), requests.create_task(loaded())
+    except* OllamaError as errors:
+        wrong = OllamaError(str(errors.exceptions[0]))
     if wrong:  # raised inside the block, it would be an exception group in Python 3.11
         raise wrong
-    models, left_out = results[1].result()
-    return Answer(
-        target,
-        results[0].result(),
-        tuple(models),
-        tuple(results[2].result()),
-        left_out,
-        response_ms=round(took * 1000, 1),
-    )
+    (found, took), (listed, left_out) = results[0].result(), results[1].result()
+    more = {"models": listed, "loaded": results[2].result(), "response_ms": round(took * 1000, 1)}
+    return Answer(replies.Server(**target._asdict(), version=found, **more), left_out)
 
 
 async def _connect_all(
-    batch: Sequence[Target], timeout: float, opened: Callable[[Target, socket.socket], None]
+    batch: Sequence[Target], timeout: float, opened: Callable[[Target], None]
 ) -> tuple[list[Target], list[Target]]:
     """Connect to all targets of a batch at once; return the silent ones and those that refused.
 
@@ -198,11 +198,10 @@ async def _connect_all(
     all_done = asyncio.Event()
 
     def finish(target: Target, connection: socket.socket, error: int) -> None:
-        if error == 0:
-            opened(target, connection)
-            return
         connection.close()
-        if error in (errno.ECONNREFUSED, errno.ECONNRESET):
+        if error == 0:
+            opened(target)
+        elif error in (errno.ECONNREFUSED, errno.ECONNRESET):
             refused.append(target)
         else:  # unreachable, no route or no buffer: the target itself has not answered
             silent.append(target)

@@ -1,9 +1,58 @@
-"""The result of a scan, and its messages."""
+"""The result of a scan: its machines and its messages. Which of them are one machine shows after login, see `duplicates`."""
 
-from pydantic import BaseModel, ConfigDict
+import ipaddress
+from collections.abc import Iterable
+from typing import Annotated
 
-from trainyard.discovery.identity import Address, Machine, Port
-from trainyard.discovery.ollama_replies import Text
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from trainyard.discovery.networks import address_order
+from trainyard.discovery.ollama_replies import Address, Port, Server, Text
+from trainyard.discovery.scan import Answer
+from trainyard.discovery.ssh import KEY
+
+
+class Machine(BaseModel):
+    """The servers of one address, or of all addresses of the machine that scans (`local`), whose loopback is last."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    local: bool
+    ssh_port: Port = 22
+    host_keys: tuple[Annotated[str, StringConstraints(pattern=f"^{KEY.pattern}$")], ...] = ()
+    servers: Annotated[tuple[Server, ...], Field(min_length=1)]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the machine; the first is the one to use."""
+        return list(dict.fromkeys(server.address for server in self.servers))
+
+
+def machines(
+    answers: Iterable[Answer], own_addresses: set[str], ssh_ports: dict[str, int], ssh_port: int
+) -> list[Machine]:
+    """Return one machine per address, and one for all addresses of this machine, sorted by their first address."""
+    groups: dict[str, list[Answer]] = {}
+    for answer in sorted(answers, key=lambda a: (*_reachable_first(a.server.address), a.server.port)):
+        address = answer.server.address
+        own = ipaddress.ip_address(address).is_loopback or address.partition("%")[0] in own_addresses
+        groups.setdefault("" if own else address, []).append(answer)
+    result = [
+        Machine(
+            local=not address,
+            ssh_port=ssh_ports.get(group[0].server.address, ssh_port),
+            host_keys=group[0].host_keys,
+            servers=tuple(a.server for a in group),
+        )
+        for address, group in groups.items()
+    ]
+    return sorted(result, key=lambda machine: address_order(machine.addresses[0]))
+
+
+def _reachable_first(address: str) -> tuple:
+    """Return a sort key: addresses that other machines can reach first, IPv4 before IPv6, by number."""
+    ip = ipaddress.ip_address(address)
+    return (ip.is_loopback, ip.is_link_local, *address_order(ip))
 
 
 class Report(BaseModel):
@@ -25,7 +74,6 @@ class Report(BaseModel):
     left_out: int
     own_addresses: tuple[Address, ...]
     machines: tuple[Machine, ...]
-    warnings: tuple[str, ...]
 
 
 def summary(report: Report) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainyard.discovery.identity import Endpoint, Machine
+from trainyard.discovery.scan_result import Machine
 from trainyard.discovery.ssh import KnownHost, fingerprint, known_hosts_name
 
 _BEST_FIRST = ("ssh-ed25519", "ecdsa-", "ssh-rsa")
@@ -15,14 +15,12 @@ class Trust:
 
     Attributes:
         ready: whether it may be in the cluster.
-        endpoint: the address to use.
         reason: one line.
         fingerprint: fingerprint of the key that it presents, to compare on the machine itself; empty without a key.
         accept: the command that accepts this key; empty if there is nothing to accept.
     """
 
     ready: bool
-    endpoint: Endpoint
     reason: str
     fingerprint: str = ""
     accept: str = ""
@@ -38,35 +36,28 @@ def check_trust(machine: Machine, known: Sequence[KnownHost], names: Mapping[str
         file: the known_hosts file to which the accepting command writes.
     """
     if machine.local:
-        return Trust(True, machine.endpoints[0], "this machine")
-    results = [
-        _check_endpoint(endpoint, known, names.get(endpoint.address, ()), file) for endpoint in machine.endpoints
-    ]
-    return next((result for result in results if result.ready), results[0])
-
-
-def _check_endpoint(endpoint: Endpoint, known: Sequence[KnownHost], names: Sequence[str], file: str) -> Trust:
-    hosts = {known_hosts_name(host, endpoint.ssh_port) for host in (endpoint.address, *names)}
+        return Trust(True, "this machine")
+    address, port = machine.addresses[0], machine.ssh_port
     # ssh(1) also accepts a matching key from an entry without a port.
-    bare = {host.lower() for host in (endpoint.address, *names)}
+    bare = {host.lower() for host in (address, *names.get(address, ()))}
+    hosts = {known_hosts_name(host, port) for host in bare}
     entries = [e for e in known if any(e.names(host) for host in hosts)]
-    shown = set(endpoint.host_keys)
-    where = known_hosts_name(endpoint.address, endpoint.ssh_port)
+    shown = set(machine.host_keys)
+    where = known_hosts_name(address, port)
     if not shown:
-        return Trust(False, endpoint, f"no SSH server presents a key on port {endpoint.ssh_port}")
-    key = min(endpoint.host_keys, key=lambda k: [not k.startswith(kind) for kind in _BEST_FIRST])
+        return Trust(False, f"no SSH server presents a key on port {port}")
+    key = min(machine.host_keys, key=lambda k: [not k.startswith(kind) for kind in _BEST_FIRST])
     if any(e.revoked and e.key in shown for e in entries):
-        return Trust(False, endpoint, "its SSH host key is revoked in known_hosts", fingerprint(key))
+        return Trust(False, "its SSH host key is revoked in known_hosts", fingerprint(key))
     matching = entries + [e for e in known if any(e.names(host) for host in bare)]
     if any(e.key in shown and not e.revoked for e in matching):
-        return Trust(True, endpoint, "its SSH host key is known", fingerprint(key))
+        return Trust(True, "its SSH host key is known", fingerprint(key))
     accept = f"mkdir -p ~/.ssh && echo '{where} {key}' >> {file}"
     if any(not e.revoked for e in entries):
         return Trust(
             False,
-            endpoint,
             "its SSH host key is not the one in known_hosts: another machine has this address now, or intercepts the connection",
             fingerprint(key),
             f"ssh-keygen -f {file} -R '{where}'; {accept}",
         )
-    return Trust(False, endpoint, "its SSH host key has not been accepted", fingerprint(key), accept)
+    return Trust(False, "its SSH host key has not been accepted", fingerprint(key), accept)

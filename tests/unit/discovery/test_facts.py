@@ -28,9 +28,9 @@ from trainyard.discovery.facts import (
     old_names,
     scan_facts,
 )
-from trainyard.discovery.identity import Endpoint, Machine, Server, machines
-from trainyard.discovery.ollama_replies import MAX_MODELS, Model
-from trainyard.discovery.scan_result import Report
+from trainyard.discovery.ollama_replies import MAX_MODELS, Model, Server
+from trainyard.discovery.scan import Answer
+from trainyard.discovery.scan_result import Machine, Report, machines
 from trainyard.discovery.trust import Trust
 from trainyard.run.launch_options import LaunchOptions
 
@@ -41,24 +41,23 @@ def model(name: str, family: str = "f") -> Model:
     return Model(name=name, size=1, family=family)
 
 
-def endpoint(address: str, models: tuple[Model, ...] = (), *, key: str = "", mac: str = "", ports: int = 1) -> Endpoint:
+def machine_of(address: str, *models: tuple[Model, ...], key: str = "", local: bool = False) -> Machine:
+    """Return a machine with one server for each tuple of models."""
     servers = tuple(
-        Server(port=11434 + i, version="0.12.3", models=models, loaded=(), response_ms=1) for i in range(ports)
+        Server(address=address, port=11434 + i, version="0.12.3", models=each) for i, each in enumerate(models)
     )
-    return Endpoint(address=address, mac=mac, host_keys=(key,) if key else (), servers=servers)
+    return Machine(local=local, host_keys=(key,) if key else (), servers=servers)
 
 
 def report(*found: Machine) -> Report:
-    empty: dict[str, Any] = dict.fromkeys(
-        ("networks", "skipped", "unresolved", "rejected", "own_addresses", "warnings"), ()
-    )
+    empty: dict[str, Any] = dict.fromkeys(("networks", "skipped", "unresolved", "rejected", "own_addresses"), ())
     numbers = dict.fromkeys(("addresses", "passes", "seconds", "scanned_at", "silent", "refused", "left_out"), 0)
     return Report(**empty, **numbers, ports=(11434,), machines=found)
 
 
 def facts(*models: Model) -> dict[str, Any]:
-    machine = Machine(local=False, endpoints=(endpoint("10.0.0.1", models),))
-    return machine_facts(machine, Trust(True, machine.endpoints[0], "known"), report(machine))
+    machine = machine_of("10.0.0.1", models)
+    return machine_facts(machine, Trust(True, "known"), report(machine))
 
 
 def declared_names(tree: Any) -> Iterator[str]:
@@ -119,8 +118,8 @@ def test_old_names_are_found_in_expressions() -> None:
 def test_models_and_groups_are_limited() -> None:
     many = tuple(model(f"m{i:05}", f"family{i}") for i in range(900))
     more = tuple(model(f"n{i:05}", "f") for i in range(900))
-    machine = Machine(local=False, endpoints=(endpoint("10.0.0.1", many), endpoint("10.0.0.2", more)))
-    listed = machine_facts(machine, Trust(True, machine.endpoints[0], ""), report(machine))[f"{PREFIX}models"]
+    machine = machine_of("10.0.0.1", many, more)
+    listed = machine_facts(machine, Trust(True, ""), report(machine))[f"{PREFIX}models"]
     assert len(listed) == MAX_MODELS and listed[0]["name"] == "m00000"
     assert len(model_groups(listed)) == MAX_GROUPS
     names = ["a" * MAX_GROUP_NAME, "b" * (MAX_GROUP_NAME + 1), "../..", "Q:1"]
@@ -143,23 +142,14 @@ def count_calls(work: Callable[[], Any]) -> int:
     return sum(calls.values())
 
 
-@pytest.mark.parametrize("key", ["", KEY], ids=["no key", "one key"])
-def test_grouping_is_linear_in_addresses(key: str) -> None:
-    """A neighbour can have many addresses, and present one key on all of them."""
-
+def test_grouping_is_linear_in_addresses() -> None:
     def group(count: int) -> int:
-        found = [endpoint(f"10.0.{i // 250}.{i % 250}", key=key) for i in range(count)]
-        return count_calls(lambda: machines(found, set()))
+        answers = [
+            Answer(Server(address=f"10.0.{i // 250}.{i % 250}", port=1, version="1"), 0, (KEY,)) for i in range(count)
+        ]
+        return count_calls(lambda: machines(answers, set(), {}, 22))
 
-    assert group(2000) < 13 * group(200)
-
-
-def test_warnings_are_linear_in_machines() -> None:
-    clones = [
-        endpoint(f"10.0.{i // 250}.{i % 250}", key=KEY, mac=f"02:00:00:00:{i // 99:02}:{i % 99:02}") for i in range(900)
-    ]
-    found, warnings = machines(clones, set())
-    assert len(found) == 900 and len(warnings) == 899
+    assert group(2000) < 15 * group(200)
 
 
 def test_variables_are_linear_in_models() -> None:
@@ -191,11 +181,11 @@ def neighbours(count: int, models: int, local: bool = False) -> Report:
     """Return a report of machines with different models and families."""
     return report(
         *(
-            Machine(
+            machine_of(
+                f"10.0.0.{i + 1}",
+                tuple(model(f"m{i}-{j}", f"f{i}-{j}") for j in range(models)),
+                key=KEY,
                 local=local,
-                endpoints=(
-                    endpoint(f"10.0.0.{i + 1}", tuple(model(f"m{i}-{j}", f"f{i}-{j}") for j in range(models)), key=KEY),
-                ),
             )
             for i in range(count)
         )

@@ -28,7 +28,7 @@ def test_an_ssh_server_that_drips_takes_no_longer_than_the_limit_of_answers(kind
         start = time.perf_counter()
         findings = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(answer_timeout=0.4, ssh_port=18022), {}))
         assert time.perf_counter() - start < 0.75, "the host keys are fetched while the other replies are read"
-    assert [(answer.version, answer.host_keys) for answer in findings.answers] == [("0.12.3", ())]
+    assert [(answer.server.version, answer.host_keys) for answer in findings.answers] == [("0.12.3", ())]
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_all_hostile_servers_together_with_a_valid_one():
     start = time.perf_counter()
     with serve(servers), serve([good]):  # in another process, because the endless servers keep this one busy
         findings = asyncio.run(scan(targets, Settings(answer_timeout=3), {}))
-    assert [a.target.address for a in findings.answers] == ["127.0.7.200"]
+    assert [a.server.address for a in findings.answers] == ["127.0.7.200"]
     assert len(findings.rejected) == len(HOSTILE)
     assert time.perf_counter() - start < 15
 
@@ -59,11 +59,11 @@ def test_malformed_entries_are_ignored_and_counted():
     ]
     with serve([Server("127.0.7.1", 18434, models=[*bad, model("good"), model("bare", details=None)])]):
         [answer] = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(), {})).answers
-    assert [m.name for m in answer.models] == ["bare", "good"]
+    assert [m.name for m in answer.server.models] == ["bare", "good"]
     assert answer.left_out == len(bad)
 
 
 def test_verification_can_be_disabled():
     with serve([Server("127.0.7.1", 18434, kind="html")]):
         findings = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(verify=False), {}))
-    assert [(a.version, a.models) for a in findings.answers] == [("", ())]
+    assert [(a.server.version, a.server.models) for a in findings.answers] == [("", ())]

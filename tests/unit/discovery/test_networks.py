@@ -157,5 +157,5 @@ def test_ipv6_hosts_and_link_local_neighbours(lab):
     with serve([Server("::", namespace=node, models=[model("six")])]):  # also accepts IPv4, as Ollama does
         named = lab.run(lambda: discover(Settings(hosts=("[fd00:31::5]:11434", "fe80::5%eth0"), networks=())))
         neighbours = lab.run(lambda: discover(Settings(ipv6_neighbours=True, interfaces=("eth0",))))
-    assert [m.addresses for m in named.machines] == [["fd00:31::5", "fe80::5%eth0"]]
-    assert [m.addresses for m in neighbours.machines] == [["10.31.0.5", "fe80::5%eth0"]]
+    assert [m.addresses for m in named.machines] == [["fd00:31::5"], ["fe80::5%eth0"]]
+    assert [m.addresses for m in neighbours.machines] == [["10.31.0.5"], ["fe80::5%eth0"]]

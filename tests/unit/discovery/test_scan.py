@@ -24,7 +24,7 @@ def calls(lab, settings: Settings, limit: float) -> list[Report]:
 
 
 def found(report: Report) -> list[str]:
-    return [m.endpoints[0].address for m in report.machines]
+    return [m.addresses[0] for m in report.machines]
 
 
 @pytest.mark.lab
@@ -50,7 +50,7 @@ def test_servers_that_answer_in_450_ms_are_all_found_in_under_600_ms(lab24):
 
 
 @pytest.mark.lab
-def test_all_attached_networks_are_scanned_with_their_netmask_and_addresses_grouped(lab, monkeypatch):
+def test_all_attached_networks_are_scanned_with_their_netmask(lab, monkeypatch):
     """Without a default route. A local Ollama at two addresses is one machine, and does not end the search."""
     monkeypatch.setenv("OLLAMA_HOST", "0.0.0.0")
     lab.controller("10.30.0.1/23", "10.40.0.1/28")
@@ -63,8 +63,8 @@ def test_all_attached_networks_are_scanned_with_their_netmask_and_addresses_grou
     with serve([*servers, Server("0.0.0.0", namespace=lab.control), Server("10.40.0.200", namespace=beyond)]):
         report = lab.run(lambda: discover(Settings()))
     local = ["10.30.0.1", "10.40.0.1", "192.168.77.1", "127.0.0.1"]
-    assert [m.addresses for m in report.machines] == [local, ["10.30.1.5", "10.30.1.6"], ["192.168.77.5"]]
-    assert [m.local for m in report.machines] == [True, False, False]
+    assert [m.addresses for m in report.machines] == [local, ["10.30.1.5"], ["10.30.1.6"], ["192.168.77.5"]]
+    assert [m.local for m in report.machines] == [True, False, False, False]
     assert report.addresses == 510 + 14 + 254 + 1
 
 
@@ -89,11 +89,11 @@ def test_replies_are_read_to_their_end(kind):
     loaded = [{"name": "qwen2.5:0.5b", "size": 900, "size_vram": 700}]
     with serve([Server("127.0.4.1", 18434, kind=kind, models=models, loaded=loaded)]):
         [answer] = asyncio.run(scan([Target("127.0.4.1", 18434)], Settings(), {})).answers
-    assert [(m.name, m.family, m.parameters, m.quantisation) for m in answer.models] == [
+    assert [(m.name, m.family, m.parameters, m.quantisation) for m in answer.server.models] == [
         ("llama3.2:1b", "llama", "494.03M", "Q4_K_M"),
         ("qwen2.5:0.5b", "qwen2", "494.03M", "Q4_K_M"),
     ]
-    assert [(m.name, m.size, m.vram) for m in answer.loaded] == (
+    assert [(m.name, m.size, m.vram) for m in answer.server.loaded] == (
         [] if kind == "without_ps" else [("qwen2.5:0.5b", 900, 700)]
     )
 
@@ -103,7 +103,7 @@ def test_results_are_in_the_order_of_addresses():
     with serve([Server(a, 18434, delay=d) for a, d in delays.items()]):
         targets = [Target(a, 18434) for a in ("127.0.4.2", "127.0.4.9", "127.0.4.10")]
         answers = asyncio.run(scan(targets, Settings(), {})).answers
-    assert [a.target.address for a in answers] == ["127.0.4.2", "127.0.4.9", "127.0.4.10"]
+    assert [a.server.address for a in answers] == ["127.0.4.2", "127.0.4.9", "127.0.4.10"]
 
 
 def test_a_large_network_is_scanned_with_pauses(monkeypatch):

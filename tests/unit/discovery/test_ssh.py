@@ -11,8 +11,8 @@ import pytest
 from fake_ollama import Server, serve
 from netlab import daemon
 
-from trainyard.discovery.identity import Endpoint, Machine
-from trainyard.discovery.identity import Server as Seen
+from trainyard.discovery.ollama_replies import Server as Seen
+from trainyard.discovery.scan_result import Machine
 from trainyard.discovery.ssh import fetch_host_keys, fingerprint, known_hosts_name, read_known_hosts
 from trainyard.discovery.trust import check_trust
 
@@ -76,10 +76,9 @@ def test_fingerprints_equal_those_of_ssh(tmp_path, keys):
         assert done.split()[1] == fingerprint(key)
 
 
-def machine(*host_keys: str, address: str = "10.0.0.5", port: int = 22) -> Machine:
-    seen = Seen(port=11434, version="0.12.3", models=(), loaded=(), response_ms=1)
-    endpoint = Endpoint(address=address, ssh_port=port, host_keys=host_keys, servers=(seen,))
-    return Machine(local=False, endpoints=(endpoint,))
+def machine(*host_keys: str, port: int = 22) -> Machine:
+    seen = Seen(address="10.0.0.5", port=11434, version="0.12.3")
+    return Machine(local=False, ssh_port=port, host_keys=host_keys, servers=(seen,))
 
 
 @pytest.mark.parametrize(
@@ -128,14 +127,6 @@ def test_without_ssh_there_is_nothing_to_accept():
     trust = check_trust(machine(), [], {}, "known_hosts")
     assert not trust.ready and not trust.accept
     assert trust.reason == "no SSH server presents a key on port 22"
-
-
-def test_the_address_with_the_known_key_is_the_one_to_use(tmp_path, keys):
-    file = tmp_path / "known_hosts"
-    file.write_text(f"10.0.0.5 {keys[0]}\n")
-    one, other = machine(keys[0], address="10.0.0.4"), machine(keys[0], address="10.0.0.5")
-    both = Machine(local=False, endpoints=(*one.endpoints, *other.endpoints))
-    assert check_trust(both, read_known_hosts([str(file)]), {}, str(file)).endpoint.address == "10.0.0.5"
 
 
 def sshd(folder: Path, name: str, address: str, port: int, namespace: str | None = None, before: Sequence[str] = ()):
