@@ -126,13 +126,13 @@ def test_without_its_standby_process_a_run_starts_again_with_imports(bed: Bed, v
 
 
 def test_another_environment_is_not_served(bed: Bed) -> None:
-    prepare(bed, "OMP_NUM_THREADS=1\nTRAINYARD_PEERS=10.0.0.1\n")
+    prepare(bed, "OMP_NUM_THREADS=1\nTRAINYARD_RESTARTS=1\n")
     pid = start(bed)["pid"]
     fail(bed)
-    bed.write_env(0, f"FAKE_RANK={FAKE_RANK}\nOMP_NUM_THREADS=1\nTRAINYARD_PEERS=10.0.0.2\n")
+    bed.write_env(0, f"FAKE_RANK={FAKE_RANK}\nOMP_NUM_THREADS=1\nTRAINYARD_RESTARTS=2\n")
     assert start(bed)["pid"] == pid
     rank = bed.at_step(0, 1)["pid"]
-    assert environ(rank)["TRAINYARD_PEERS"] == "10.0.0.2" and "not used" not in log(bed)
+    assert environ(rank)["TRAINYARD_RESTARTS"] == "2" and "not used" not in log(bed)
     fail(bed)
     bed.write_env(0, f"FAKE_RANK={FAKE_RANK}\nOMP_NUM_THREADS=2\nSECRET=abc\n")
     start(bed)

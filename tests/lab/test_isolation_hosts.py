@@ -26,19 +26,10 @@ def listening(lab: Lab, host: Host) -> list[int]:
     return sorted(ports - {22})
 
 
-@pytest.mark.parametrize("run_env", [{}, {"TRACKER": "https://tracker.example"}], ids=["isolated", "open"])
-def test_no_other_machine_reaches_the_ranks(
-    lab: Lab, hosts: list[Host], tmp_path: Path, run_env: dict[str, str]
-) -> None:
-    # A return instruction: whether the kernel lets the login user attach a filter at all.
-    attach = "import socket, ctypes, struct; code = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 1)); "
-    attach += "socket.socket().setsockopt(1, 26, struct.pack('HP', 1, ctypes.addressof(code)))"
-    permitted = lab.inside(hosts[0], f'runuser -u tester -- /usr/bin/python3 -c "{attach}" 2>&1 || true') == ""
-    if run_env and not permitted:
-        pytest.skip("this kernel reserves socket filters for privileged processes, and the unit of this run has none")
+def test_no_other_machine_reaches_the_ranks(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
     dataset = tmp_path / "questions.jsonl"
     dataset.write_text("".join(json.dumps({"text": f"{n} and {n + 1}"}) + "\n" for n in range(60)))
-    variables = {"run": "seen", "dataset": str(dataset), "seq_length": 64, "total_batch_size": 6, "run_env": run_env}
+    variables = {"run": "seen", "dataset": str(dataset), "seq_length": 64, "total_batch_size": 6}
     variables |= {"max_steps": 4000, "epochs": 1000, "checkpoint_interval": 0, "eval_interval": 0}
     played: list[Played] = []
     playing = threading.Thread(target=lambda: played.append(run_playbook("train.yml", lab.inventory, variables)))
@@ -68,7 +59,7 @@ def test_no_other_machine_reaches_the_ranks(
         assert lab.in_lab(*client).strip() == "rejected"
         assert run_in_host(lab, hosts[2], client) == "connected"  # a host of the run
         denied = lab.inside(hosts[0], f"systemctl show --value -p IPAddressDeny {UNIT}").split()
-        assert sorted(denied) == ([] if run_env else ["0.0.0.0/0", "::/0"])
+        assert sorted(denied) == ["0.0.0.0/0", "::/0"]
     finally:
         for host in hosts:
             lab.inside(host, f"mkdir -p {RUN_DIR}; touch {RUN_DIR}/stop")

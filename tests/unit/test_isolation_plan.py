@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from trainer.config import RunSpec
-from trainer.distributed.listeners import PEERS, listen, peer_filter, restrict_listeners
-from trainer.supervise.socket_filter import permits_socket_filter
+from trainer.distributed.listeners import listen
 from trainyard.preflight.host_state import HostState
-from trainyard.remote.network import addresses
 from trainyard.run.launch.start_ranks import start_request
-from trainyard.run.plan.isolation import choose_isolation, isolation_lines, unit_lines
+from trainyard.run.plan.isolation import choose_isolation, exposed_hosts, isolation_lines, unit_lines
 from trainyard.run.plan.nodes import environment, plan_nodes
 from trainyard.wire.connection import Host
-from trainyard.wire.run_errors import PlanError
 
 SPEC = RunSpec()
-OWN = next(iter(addresses()), "")  # an address of this machine besides loopback
-NEEDS_ADDRESS = pytest.mark.skipif(not OWN, reason="this machine has no address besides loopback")
-
-NEEDS_FILTER = pytest.mark.privileged(
-    permitted=permits_socket_filter(), reason="this kernel permits no socket filter without privileges"
-)
 
 
 def host(name: str, address: str, **facts: Any) -> HostState:
@@ -36,101 +24,18 @@ def host(name: str, address: str, **facts: Any) -> HostState:
     return HostState(Host(name, address, data_dir="/d", python="/p"), facts=found | facts)
 
 
-def connects(address: str, port: int) -> bool:
-    try:
-        with socket.create_connection((address, port), 0.5):
-            return True
-    except TimeoutError:  # the filter drops the packets; a refusal would be another error
-        return False
+@pytest.mark.parametrize("place", ["127.0.0.1", "::1"])
+def test_a_listener_has_one_address(place: str) -> None:
+    with listen(place, 0) as server:
+        assert server.getsockname()[0] == place
+        socket.create_connection(server.getsockname()[:2], 5).close()
 
 
-# The filter of a listening socket ---------------------------------------------------------------------------------------
-
-
-@NEEDS_ADDRESS
-@NEEDS_FILTER
-@pytest.mark.parametrize(("peers", "reached"), [("198.51.100.7", False), (f"198.51.100.7,{OWN}", True), ("", True)])
-def test_a_listener_accepts_hosts_of_the_run_only(monkeypatch: pytest.MonkeyPatch, peers: str, reached: bool) -> None:
-    monkeypatch.setenv(PEERS, peers)
-    with listen(OWN, 0) as server:
-        assert server.getsockname()[0] == OWN
-        assert connects(OWN, server.getsockname()[1]) is reached
-
-
-@NEEDS_ADDRESS
-@NEEDS_FILTER
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_sockets_of_libraries_are_restricted_too(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily) -> None:
-    dual = family == socket.AF_INET6
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual) as server:
-        port = server.getsockname()[1]
-        assert connects(OWN, port)
-        monkeypatch.setenv(PEERS, "198.51.100.7")
-        assert restrict_listeners() >= 1
-        assert connects("127.0.0.1", port) and (not dual or connects("::1", port))
-        assert not connects(OWN, port)
-
-
-# In a network of its own, which has an IPv6 address of a peer and one of another machine.
-IPV6 = """
-import os, socket, subprocess
-from trainer.distributed.listeners import restrict_listeners
-for words in ("link set lo up", "addr add fd00::1/128 dev lo nodad", "addr add fd00::2/128 dev lo nodad"):
-    subprocess.run(["ip", *words.split()], check=True)
-os.environ["TRAINYARD_PEERS"] = "198.51.100.7,fd00::1"
-with socket.create_server(("fd00::1", 0), family=socket.AF_INET6) as server:
-    print(restrict_listeners())
-    for source in ("fd00::1", "fd00::2"):
-        try:
-            socket.create_connection(server.getsockname()[:2], 0.5, (source, 0)).close()
-            print("connected")
-        except TimeoutError:
-            print("dropped")
-"""
-UNSHARE = ["unshare", "--user", "--map-root-user", "--net"]
-
-
-@pytest.mark.privileged(
-    permitted=bool(shutil.which("ip")) and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0,
-    reason="network namespaces are unavailable (unshare --net)",
-)
-def test_packets_from_other_ipv6_addresses_are_dropped() -> None:
-    done = subprocess.run([*UNSHARE, sys.executable, "-c", IPV6], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "connected", "dropped"]
-
-
-@NEEDS_FILTER
 @pytest.mark.parametrize("name", ["198.51.100.7", "localhost"])
-def test_a_listener_at_all_addresses_is_still_restricted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(PEERS, "198.51.100.7")
+def test_a_listener_without_an_address_of_this_host_has_all(name: str) -> None:
     with listen(name, 0) as server:
         assert server.getsockname()[0] in ("0.0.0.0", "::")
-        assert connects("127.0.0.1", server.getsockname()[1])
-        assert not OWN or not connects(OWN, server.getsockname()[1])
-
-
-def test_the_filter_of_a_large_cluster_fits_into_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [f"10.0.{n // 250}.{n % 250}" for n in range(1000)]
-    assert len(peer_filter(many)) < 4096  # BPF_MAXINSNS
-    monkeypatch.setenv(PEERS, ",".join([*many, "fd00::1", "fe80::1%eth0"]))
-    with listen("127.0.0.1", 0) as server:
-        assert connects("127.0.0.1", server.getsockname()[1])
-
-
-def test_a_kernel_that_permits_no_filter_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reserved(socket.socket):
-        def setsockopt(self, *arguments: Any) -> None:
-            if arguments[1] == 26:
-                raise PermissionError(1, "Operation not permitted")
-            super().setsockopt(*arguments)
-
-    monkeypatch.setenv(PEERS, "198.51.100.7")
-    monkeypatch.setattr(socket, "socket", Reserved)
-    with listen("127.0.0.1", 0) as server:
-        assert server.getsockname()[0] == "127.0.0.1"
-
-
-# The plan ---------------------------------------------------------------------------------------------------------------
+        socket.create_connection(("127.0.0.1", server.getsockname()[1]), 5).close()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +47,6 @@ def test_ranks_of_one_machine_use_loopback(hosts: list[HostState], elastic: int)
     for node in plan_nodes(hosts, run="r", port=29500, elastic=elastic, isolation=isolation):
         assert (node.address, node.interface, node.peers) == ("127.0.0.1", "lo", ["127.0.0.1"])
         assert "10.0.0.1" not in " ".join(node.command)
-        assert f"\n{PEERS}=127.0.0.1\n" in environment(node, {})
 
 
 def test_ranks_of_several_hosts_accept_every_address_of_these() -> None:
@@ -199,50 +103,48 @@ def test_a_run_that_needs_other_machines_is_not_isolated(
     changed: dict[str, Any], has_dataset: bool, run_env: dict[str, str], reason: str
 ) -> None:
     isolation = choose_isolation("auto", SPEC.model_copy(update=changed), has_dataset, run_env)
-    assert (isolation.incoming, isolation.outgoing, isolation.reason) == (True, not reason, reason)
+    assert (isolation.limited, isolation.reason) == (not reason, reason)
     hosts = [host("a", "10.0.0.1"), host("b", "10.0.0.2")]
     entry = plan_nodes(hosts, run="r", port=29500, isolation=isolation)[1]
     reachable = start_request(entry, ["a", "b"], [])["reachable"]
     assert reachable == ([] if reason else ["10.0.0.1", "10.0.0.2"])
-    assert entry.peers == ["10.0.0.1", "10.0.0.2"]  # others cannot connect in any case
-    assert [reason in line for line in isolation_lines(isolation, hosts)] == ([True] if reason else [])
+    lines = isolation_lines(isolation, hosts)
+    assert [reason in line for line in lines[:1]] == ([True] if reason else [])
     always = choose_isolation("always", SPEC.model_copy(update=changed), has_dataset, run_env)
-    assert always.outgoing and not always.reason
+    assert always.limited and not always.reason
 
 
 def test_a_run_that_nothing_protects_is_warned_of() -> None:
     isolation = choose_isolation("never", SPEC, True, {})
     hosts = [host("a", "10.0.0.1", firewall="ufw"), host("b", "10.0.0.2", firewall="")]
     nodes = plan_nodes(hosts, run="r", port=29500, isolation=isolation)
-    assert PEERS not in environment(nodes[0], {}) and not nodes[0].isolated
+    assert not nodes[0].isolated and not nodes[0].peers
     (line,) = isolation_lines(isolation, hosts)
-    assert line.startswith("warning: isolate=never, and no firewall is active on b:") and "site.yml" in line
+    assert line.startswith("warning: nothing keeps other machines from the ports of the run on b,")
+    assert "site.yml" in line and line.endswith("or omit isolate")
     assert isolation_lines(isolation, hosts[:1]) == []
     hosts[1].facts["firewall"] = "nftables"
     assert isolation_lines(isolation, hosts) == []
 
 
-def test_a_kernel_without_socket_filters_is_warned_of() -> None:
+def test_a_run_that_needs_other_machines_has_no_unit_that_protects_it() -> None:
     isolation = choose_isolation("auto", SPEC.model_copy(update={"loggers": ("wandb",)}), True, {})
-    hosts = [host("a", "10.0.0.1", socket_filter=False, firewall="ufw"), host("b", "10.0.0.2", socket_filter=False)]
-    _, walled, bare = isolation_lines(isolation, hosts)
-    assert walled.startswith("a: the kernel permits no socket filter without privileges; their firewalls keep")
-    assert bare.startswith("warning: nothing keeps other machines from the ports of the run on b:")
+    hosts = [host("a", "10.0.0.1", firewall="ufw"), host("b", "10.0.0.2", system_unit=True)]
+    why, bare = isolation_lines(isolation, hosts)
+    assert why.endswith("because of loggers=wandb")
+    assert bare.startswith("warning: nothing keeps other machines from the ports of the run on b,")
     assert bare.endswith("or set isolate=always")
-    for each in hosts:
-        each.facts["socket_filter"] = True
-    assert len(isolation_lines(isolation, hosts)) == 1
 
 
-def test_the_plan_names_what_protects_a_run_without_a_socket_filter() -> None:
+def test_a_unit_protects_a_run_without_a_firewall() -> None:
     isolation = choose_isolation("auto", SPEC, True, {})
-    hosts = [host("a", "10.0.0.1"), host("b", "10.0.0.2", socket_filter=False, system_unit=True)]
-    (line,) = isolation_lines(isolation, hosts)
-    assert line.startswith("b: the kernel permits no socket filter") and "the systemd units of the run keep" in line
+    hosts = [host("a", "10.0.0.1", firewall="ufw"), host("b", "10.0.0.2", system_unit=True)]
+    assert isolation_lines(isolation, hosts) == []
     hosts[1].facts["system_unit"] = False  # a unit of the user's service manager, or none
+    assert exposed_hosts(isolation, hosts) == ["b"]
     (line,) = isolation_lines(isolation, hosts)
-    assert line.startswith("warning: nothing keeps other machines") and "isolate=always" not in line
-    assert isolation_lines(isolation, [host("a", "10.0.0.1", socket_filter=False)]) == []
+    assert "no system unit limits the ranks" in line and "isolate=" not in line
+    assert isolation_lines(isolation, [host("a", "10.0.0.1", system_unit=False)]) == []  # on loopback
 
 
 def test_the_plan_names_hosts_whose_login_user_nothing_protects() -> None:
@@ -250,9 +152,3 @@ def test_the_plan_names_hosts_whose_login_user_nothing_protects() -> None:
     (line,) = unit_lines(hosts)
     assert line.startswith("b: no system unit protects") and "sudo without a password" in line
     assert unit_lines([hosts[0], hosts[2]]) == []
-
-
-def test_the_addresses_cannot_be_set_by_run_env() -> None:
-    nodes = plan_nodes([host("a", "10.0.0.1")], run="r", port=29500, isolation=choose_isolation("auto", SPEC, True, {}))
-    with pytest.raises(PlanError, match=f"run_env: {PEERS} is set by the plan: use isolate=never"):
-        environment(nodes[0], {PEERS: "0.0.0.0"})

@@ -291,6 +291,16 @@ def test_artifacts_are_copied_below_the_name_of_the_plan(cluster: Cluster, tmp_p
     assert outside(tmp_path) == []
 
 
+def test_the_summary_names_hosts_that_nothing_protects(cluster: Cluster) -> None:
+    entries = cluster.entries()
+    assert "ports" not in "\n".join(collect_artifacts(entries, cluster.connect)["lines"])
+    entries[-1].exposed = True
+    lines = collect_artifacts(entries, cluster.connect)["lines"]
+    assert f"  warning      nothing kept other machines from the ports of the run on {entries[-1].host}" in "\n".join(
+        lines
+    )
+
+
 def test_the_copy_of_an_adapter_names_the_base_model_of_the_controller(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

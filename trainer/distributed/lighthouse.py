@@ -1,7 +1,7 @@
 """The lighthouse of torchft, which tells the replicas of a run which of them are alive.
 
 Usage: ``python -m trainer.distributed.lighthouse HOST:PORT``; see https://meta-pytorch.org/torchft/lighthouse.html.
-It listens only on that address, for the hosts of the run only, and ends with its parent process. It has no authentication:
+It listens only on that address, and ends with its parent process. It has no authentication:
 any process on these hosts can join or end the run.
 """
 
@@ -18,7 +18,6 @@ HEARTBEAT_TIMEOUT = 3000  # ms without a heartbeat after which a replica is lost
 
 def main(bind: str) -> None:
     """Serve at `bind` (HOST:PORT) until SIGTERM or SIGINT. Exits with an error if the address is unavailable."""
-    from trainer.distributed.listeners import restrict_listeners
     from trainer.distributed.worker_process import die_with_launcher
 
     die_with_launcher()
@@ -31,7 +30,6 @@ def main(bind: str) -> None:
         )
     except RuntimeError as error:
         sys.exit(f"cannot listen on {bind}: {error}")
-    restrict_listeners()
     print(f"lighthouse listens on {bind}", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     server.shutdown()

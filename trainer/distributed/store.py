@@ -10,7 +10,7 @@ from trainer.distributed.listeners import listen
 
 
 class RunStore(TCPStore):
-    """A TCPStore whose server listens at `host_name` only, for the hosts of the run only."""
+    """A TCPStore whose server listens at `host_name` only."""
 
     def __init__(
         self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest: Any, **more: Any

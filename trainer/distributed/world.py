@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from trainer.common.errors import UserError
 from trainer.distributed import SHARED_GPUS
-from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.distributed.store import RunStore
 from trainer.supervise.interface import interface_to
@@ -89,7 +88,6 @@ class World:
             timeout=limit,
             **options,
         )
-        restrict_listeners()
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
         return cls(rank, size, local_rank, node_rank, device, store=store, replica=replica, local_size=local_size)
 
@@ -106,7 +104,6 @@ class World:
         found = next((tuple(sorted(ranks)) for ranks in groups if self.rank in ranks), (self.rank,))
         lists = [sorted(ranks) for ranks in groups]
         group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit, backend=backend)
-        restrict_listeners()
         untimed = group if timeout is None else self.untimed_group
         rank, size = found.index(self.rank), len(found)
         return replace(self, rank=rank, size=size, ranks=found, group=group, untimed_group=untimed)
@@ -116,7 +113,6 @@ class World:
         if self.size == 1:
             return self
         group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
-        restrict_listeners()
         return replace(self, untimed_group=group)
 
     def require_own_gpus(self, strategy: str) -> None:

@@ -29,7 +29,6 @@ from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
 from trainer.common.formats import counted
 from trainer.config import RunSpec
-from trainer.distributed.listeners import restrict_listeners
 from trainer.distributed.store import RunStore
 from trainer.distributed.world import World
 from trainer.method.module_with_loss import ModelWithLoss
@@ -222,7 +221,6 @@ class DiLoCoTorchFT(DiLoCo):
             init_sync=False,
             quorum_retries=5,
         )
-        restrict_listeners()  # of the manager and of the transport, which listen on all addresses
         self._set_manager_step()
 
     def _set_manager_step(self) -> None:
@@ -353,7 +351,6 @@ class DiLoCoTorchFT(DiLoCo):
                     raise Stopped
                 time.sleep(_POLL_INTERVAL)
             quorum.result()
-            restrict_listeners()  # a new quorum has a new gloo group
             values = [0.0] * (_COLUMNS * self.replica.count)
             received = self._received_state is not None
             mine = (

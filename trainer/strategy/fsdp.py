@@ -30,7 +30,6 @@ from trainer.costs.cost import (
     root_bytes,
     scale_bytes,
 )
-from trainer.distributed.listeners import restrict_listeners
 from trainer.model_files.model_shape import layer_class, shape_of
 from trainer.strategy.base import Batch, Strategy, check_norm
 from trainer.strategy.full_state_dict import MOMENTS, create_moments, persistent_buffers, read_full, write_full
@@ -307,7 +306,6 @@ class FSDP(Strategy):
             # The writer threads communicate during training, so they need a separate group. NCCL does not support their
             # collectives.
             self._group, _ = dist.new_subgroups(mesh.size(mesh.ndim - 1), backend="gloo")
-            restrict_listeners()
 
     def _shard(self, spec: RunSpec, world: World, mesh: device_mesh.DeviceMesh) -> None:
         """Replace the parameters of the model by shards on the ranks of `mesh`."""

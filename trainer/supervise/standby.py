@@ -25,7 +25,6 @@ LATE = frozenset(
     {
         "GLOO_SOCKET_IFNAME",
         "NCCL_SOCKET_IFNAME",
-        "TRAINYARD_PEERS",
         "TRAINYARD_RESTARTS",
         "TRAINYARD_SHARED_GPUS",
         "TRAINYARD_COPY_STAGES",

@@ -18,7 +18,6 @@ from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.run_files import is_alive, other_runs, read_json, read_node, run_devices
-from trainer.supervise.socket_filter import permits_socket_filter
 from trainyard.remote.network import (
     addresses,
     addresses_v6,
@@ -46,8 +45,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         `running`; `part`, the supervisor's state; `stop_wanted`. `busy_with` is another run that is alive on this host
         without GPUs of its own; `held_gpus` has the run that uses a GPU, by its UUID; `unreadable` are run folders
         beside it that cannot be read. `firewall` is the name of the active firewall, or an empty string;
-        `socket_filter` and `system_unit` say whether the kernel permits the filter of the ranks' sockets, and whether a
-        unit can limit them.
+        `system_unit` says whether a unit can limit the ranks.
     """
     run_dir, data_dir = run_folder(request["run_dir"]), Path(request["data_dir"])
     alive, unreadable = other_runs(run_dir)
@@ -60,7 +58,6 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "addresses": addresses(),
         "addresses_v6": addresses_v6(),
         "firewall": firewall(),
-        "socket_filter": permits_socket_filter(),
         "system_unit": starts_system_unit(),
         **route_to(request["head"]),
         "free_ports": [port for port in request["ports"] if port_is_free(port)],

@@ -112,8 +112,8 @@ class LaunchOptions(PlaybookOptions):
     )
     isolate: Literal["auto", "always", "never"] = declare(
         "auto",
-        "filter of the ranks' connections; auto: ranks accept connections of the run's hosts only, and connect to these "
-        "only if the spec needs nothing else; always: also if it does; never: no filter",
+        "whether the system units of the ranks permit connections from and to the run's hosts only; auto: if the spec needs "
+        "no other machine; always: also if it does; never: no",
     )
     transfer: Literal["auto", "controller"] = declare(
         "auto",

@@ -204,8 +204,9 @@ class PlanEntry:
         allocator: path of a library to load instead of the C library's malloc.
         elastic: whether torchrun restarts its ranks itself.
         stale: whether ranks of an earlier start still run there and must be stopped first.
-        peers: addresses of all hosts of the run, from which its ranks accept connections; empty to accept all.
-        isolated: whether the ranks connect only to these addresses, and to those of `servers`.
+        peers: addresses of all hosts of the run; empty if its unit limits no connection.
+        isolated: whether its unit permits connections from and to these addresses only, and to those of `servers`.
+        exposed: whether nothing keeps other machines from its ports.
         servers: addresses of the servers that write completions of the run, on the first host; else empty.
         devices: UUIDs of the GPUs of the ranks, in the order of local ranks; empty without a GPU.
         gpu_numbers: their numbers in the order of nvidia-smi.
@@ -243,6 +244,7 @@ class PlanEntry:
     stale: bool = False
     peers: list[str] = field(default_factory=list)
     isolated: bool = False
+    exposed: bool = False
     servers: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     gpu_numbers: list[int] = field(default_factory=list)

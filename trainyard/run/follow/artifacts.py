@@ -93,6 +93,12 @@ def collect_artifacts(
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from None
     lines = summary(run, result, head, len(entries), connections[head.host], spec)
+    if exposed := [entry.host for entry in entries if entry.exposed]:
+        where = ", ".join(exposed)
+        lines.insert(
+            -1,
+            f"  warning      nothing kept other machines from the ports of the run on {where}: see isolate, and the role firewall",
+        )
     if copy_to:
         lines.insert(-1, f"  copy here    {target}")
     return {"result": result, "lines": lines, "changed": bool(copied)}

@@ -1,4 +1,4 @@
-"""Which connections of a run's ranks are filtered: those from other machines, and those to other machines."""
+"""Which connections the system units of a run's ranks permit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from trainyard.preflight.host_state import HostState
 
 @dataclass(frozen=True)
 class Isolation:
-    """The filter of a run.
+    """What the system units of a run permit.
 
     Attributes:
-        incoming: whether the ranks accept connections of the run's hosts only.
-        outgoing: whether the ranks connect to the run's hosts only. Only a system unit of systemd enforces it.
+        limited: whether the ranks connect to the run's hosts only, and accept connections of these only.
         reason: what the ranks need outside the cluster; empty if nothing or if the user decides.
     """
 
-    incoming: bool = True
-    outgoing: bool = False
+    limited: bool = True
     reason: str = ""
 
 
-NO_ISOLATION = Isolation(incoming=False)
+NO_ISOLATION = Isolation(limited=False)
 
 
 def choose_isolation(wanted: str, spec: RunSpec, has_dataset: bool, run_env: Mapping[str, str]) -> Isolation:
-    """Return the filter for the launch option `isolate`.
+    """Return what the units permit with the launch option `isolate`.
 
     Args:
         wanted: `auto`, `always` or `never`.
@@ -40,7 +38,7 @@ def choose_isolation(wanted: str, spec: RunSpec, has_dataset: bool, run_env: Map
     if wanted == "never":
         return NO_ISOLATION
     reason = "" if wanted == "always" else outside_need(spec, has_dataset, run_env)
-    return Isolation(outgoing=not reason, reason=reason)
+    return Isolation(limited=not reason, reason=reason)
 
 
 def outside_need(spec: RunSpec, has_dataset: bool, run_env: Mapping[str, str]) -> str:
@@ -62,21 +60,31 @@ def outside_need(spec: RunSpec, has_dataset: bool, run_env: Mapping[str, str]) -
     return ""
 
 
-def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[str]:
-    """Return the sentences of the plan about the filter: what remains open, and a warning where nothing protects."""
-    if isolation.reason:
-        lines = [f"outgoing connections of the ranks are not limited to these hosts, because of {isolation.reason}"]
-        return lines + _unfiltered_lines(isolation, hosts)
-    if isolation.incoming or len({host.address for host in hosts}) == 1:
-        return _unfiltered_lines(isolation, hosts)
-    open_hosts = [host.name for host in hosts if not host.facts.get("firewall")]
-    if not open_hosts:
-        return []
+def exposed_hosts(isolation: Isolation, hosts: Sequence[HostState]) -> list[str]:
+    """Return the hosts on which nothing keeps other machines from the ports of the run: neither a firewall nor a system unit."""
+    if len({host.address for host in hosts}) == 1:
+        return []  # all ports are on loopback
     return [
-        f"warning: isolate=never, and no firewall is active on {', '.join(open_hosts)}: every machine that reaches "
-        "the ports of the run can read its weights and run code on the hosts; omit isolate, or run "
-        f"{front_end.playbook('site')} --tags firewall"
+        host.name
+        for host in hosts
+        if not host.facts.get("firewall")
+        and not (isolation.limited and host.facts.get("system_unit", True) and host.host.backend != "process")
     ]
+
+
+def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[str]:
+    """Return the sentences of the plan about the units' limits: why there are none, and a warning where nothing protects."""
+    lines = []
+    if isolation.reason:
+        lines.append(f"connections of the ranks are not limited to these hosts, because of {isolation.reason}")
+    if exposed := exposed_hosts(isolation, hosts):
+        unit = "no system unit limits the ranks" if isolation.limited else "the units of the run do not limit them"
+        remedy = "" if isolation.limited else ", or set isolate=always" if isolation.reason else ", or omit isolate"
+        lines.append(
+            f"warning: nothing keeps other machines from the ports of the run on {', '.join(exposed)}, where they can read its weights "
+            f"and run code: no firewall is active, and {unit}; run {front_end.playbook('site')} --tags firewall{remedy}"
+        )
+    return lines
 
 
 def unit_lines(hosts: Sequence[HostState]) -> list[str]:
@@ -88,33 +96,3 @@ def unit_lines(hosts: Sequence[HostState]) -> list[str]:
         f"{', '.join(bare)}: no system unit protects what the login user has from code in a rank: that needs systemd, and root or "
         "sudo without a password"
     ]
-
-
-def _unfiltered_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[str]:
-    """Return what protects a run on hosts whose kernel permits no socket filter, and a warning where nothing does."""
-    if len({host.address for host in hosts}) == 1:
-        return []  # all ports are on loopback
-    refused = [host for host in hosts if host.facts.get("socket_filter") is False]
-    walled = [host.name for host in refused if host.facts.get("firewall")]
-    limited = [
-        host.name
-        for host in refused
-        if host.name not in walled
-        and isolation.outgoing
-        and host.facts.get("system_unit")
-        and host.host.backend != "process"
-    ]
-    bare = [host.name for host in refused if host.name not in [*walled, *limited]]
-    protected = (("their firewalls keep", walled), ("the systemd units of the run keep", limited))
-    lines = [
-        f"{', '.join(names)}: the kernel permits no socket filter without privileges; {what} other machines from the ports of the run"
-        for what, names in protected
-        if names
-    ]
-    if bare:
-        unit = "" if isolation.outgoing else ", or set isolate=always"
-        lines.append(
-            f"warning: nothing keeps other machines from the ports of the run on {', '.join(bare)}: the kernel permits no socket "
-            f"filter without privileges, no firewall is active, and no system unit limits the ranks; run {front_end.playbook('site')} --tags firewall{unit}"
-        )
-    return lines

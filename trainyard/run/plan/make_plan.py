@@ -27,7 +27,7 @@ from trainyard.run.plan.gather_facts import (
     own_torchrun,
     usable_hosts,
 )
-from trainyard.run.plan.isolation import choose_isolation, isolation_lines, unit_lines
+from trainyard.run.plan.isolation import choose_isolation, exposed_hosts, isolation_lines, unit_lines
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.plan.rollout_plan import plan_servers
 from trainyard.run.types import Phase, PlanEntry, PreparedRun, PreviousStart, RunPlan
@@ -90,6 +90,9 @@ def plan_run(
         identity="" if options.render_only else f"{run}-{secrets.token_hex(16)}",
         isolation=isolation,
     )
+    exposed = exposed_hosts(isolation, hosts)
+    for entry in entries:
+        entry.exposed = entry.host in exposed
     if members:
         check_running_spec(members[0], prepared, entries[0].data_dir, spec)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"], spec)

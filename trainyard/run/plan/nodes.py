@@ -11,7 +11,6 @@ from typing import Any
 from trainer.common.formats import table
 from trainer.config import RunSpec
 from trainer.distributed import SHARED_GPUS
-from trainer.distributed.listeners import PEERS
 from trainer.strategy import plan_named, plan_of
 from trainyard.preflight.gpu_choice import devices, numbers
 from trainyard.preflight.host_state import HostState
@@ -151,7 +150,7 @@ def plan_nodes(
         replica_hosts: 0 for one torchrun over all hosts; else the size of the groups of neighboring hosts that have a
             torchrun each, restarted by the supervisor up to `restarts` times in a row.
         identity: id of this start at the rendezvous.
-        isolation: which connections of the ranks are filtered.
+        isolation: which connections the units of the ranks permit.
 
     Raises:
         PlanError: a host cannot take part.
@@ -160,7 +159,7 @@ def plan_nodes(
     counts = rank_counts(hosts)
     threads = threads_per_rank(hosts, counts)
     addresses = meeting_addresses(hosts)
-    peers = peer_addresses(hosts) if isolation.incoming else []
+    peers = peer_addresses(hosts) if isolation.limited else []
     ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
     shared_gpus = hosts_share_gpus(hosts)  # all ranks need the same backend
     nodes: list[PlanEntry] = []
@@ -188,7 +187,7 @@ def plan_nodes(
                 lighthouse=meeting.lighthouse if place == 0 else "",
                 elastic=bool(elastic),
                 peers=peers,
-                isolated=isolation.outgoing,
+                isolated=isolation.limited,
                 shared_gpus=shared_gpus,
             )
         )
@@ -337,12 +336,9 @@ def environment(node: PlanEntry, extra: dict[str, str]) -> str:
         **gpu_environment(node),
         # Otherwise restarted ranks read their peers' previous addresses from torchrun's store, and wait for those.
         **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if node.elastic else {}),
-        **({PEERS: ",".join(node.peers)} if node.peers else {}),
         # A library that still contacts the hub would wait for a timeout.
         **({"HF_HUB_OFFLINE": "1"} if node.isolated else {}),
     } | {name: str(value) for name, value in extra.items()}
-    if PEERS in extra:
-        raise PlanError(f"run_env: {PEERS} is set by the plan: use isolate=never to remove the filter")
     if GPUS in extra and (node.devices or node.hide_gpus):
         raise PlanError(f"{node.host}: {GPUS} in run_env or cluster_env is set by the plan: set cluster_gpus instead")
     for name, value in values.items():

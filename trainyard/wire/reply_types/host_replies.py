@@ -36,7 +36,6 @@ class HostFacts(OpenReply):
     addresses: Lines
     addresses_v6: NotRequired[Lines]
     firewall: NotRequired[Line]
-    socket_filter: NotRequired[Flag]
     system_unit: NotRequired[Flag]
     source: Line
     interface: Interface
