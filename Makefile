@@ -6,11 +6,10 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready# what a run needs
+TESTED := $(VENV)/.ready-tests# and what the tests, the lint and the documentation site need
 # Commands find the project's Python environment first on PATH.
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
-# uv installs torch's CPU build where one is offered; the constraints keep other packages from replacing it.
-UV := $(BIN)/python tools/uv_install.py --constraint constraints.txt
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
 .DEFAULT_GOAL := help
@@ -19,7 +18,7 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 include molecule/lab.mk benchmarks/bench.mk
 
 help:
-	@echo "make setup                                    create .venv, as every other target does first"
+	@echo "make setup                                    create .venv with all that the tests need, as make test does first"
 	@echo "make train [ARGS='-e model=... -e lr=1e-3']   train on this machine as two hosts"
 	@echo "make learn                                    train a real chat model on this machine, and ask it before and after"
 	@echo "make circle [ARGS=--keep]                     teach, train, merge, deploy and evaluate on this machine (needs Ollama)"
@@ -41,15 +40,20 @@ help:
 	@echo "make lock [ARGS='--upgrade unsloth']          pin what pyproject.toml requires, for every flavour: constraints*.txt"
 	@echo "make clean                                    remove the environment and the caches"
 
-setup: $(READY)
+setup: $(TESTED)
 
 $(READY): pyproject.toml setup.py constraints.txt
 	@tools/need-python $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV), which takes a minute, once"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-	@$(UV) torch setuptools wheel
-	@$(UV) --no-build-isolation --editable '.[dashboard,node,dev]'
+	@grep '^uv==' constraints.txt > $(VENV)/uv.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt
+	@$(BIN)/python tools/install.py dashboard,node
+	@touch $@
+
+$(TESTED): $(READY)
+	@echo "adding what the tests need to $(VENV), once"
+	@$(BIN)/python tools/install.py dashboard,node,dev
 	@touch $@
 
 train: $(READY)
@@ -62,16 +66,16 @@ learn: $(READY)
 circle: $(READY)
 	@$(RUN) PYTHONPATH=. python tools/circle.py $(ARGS)
 
-test: $(READY)
+test: $(TESTED)
 	@$(RUN) tools/run-tests fast $(ARGS)
 
-test-all: $(READY)
+test-all: $(TESTED)
 	@$(RUN) tools/run-tests all $(ARGS)
 
-test-rest: $(READY)
+test-rest: $(TESTED)
 	@$(RUN) tools/run-tests rest $(ARGS)
 
-test-long: $(READY)
+test-long: $(TESTED)
 	@$(RUN) tools/run-tests long $(ARGS)
 
 # It needs no environment of the project: PYTHON is one with torch for CUDA.
@@ -80,26 +84,26 @@ test-gpu:
 
 GPU_PYTHON ?= 3.12
 GPU_CUDA ?= 13.0
-gpu-wheels: $(READY)
+gpu-wheels: $(TESTED)
 	@$(RUN) python -m benchmarks.gpu.wheels --python $(GPU_PYTHON) --cuda $(GPU_CUDA) $(ARGS)
 
-lint: $(READY)
+lint: $(TESTED)
 	@$(RUN) tools/lint
 
-docs: $(READY)
+docs: $(TESTED)
 	@$(RUN) python tools/write_docs.py
 
-docs-site: $(READY)
+docs-site: $(TESTED)
 	@$(BIN)/python -m mkdocs build --strict --site-dir site
 	@echo "to read and search it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
 pictures:
 	@tools/draw-pictures
 
-dashboard-picture: $(READY)
+dashboard-picture: $(TESTED)
 	@$(RUN) PYTHONPATH=.:tests/support python tools/draw_dashboard.py docs/dashboard.png
 
-lock: $(READY)
+lock: $(TESTED)
 	@$(RUN) PYTHONPATH=. python tools/lock.py $(ARGS)
 
 dist: $(READY)

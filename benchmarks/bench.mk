@@ -15,14 +15,15 @@ bench:
 	@for name in $(BENCHMARKS); do printf '  %-12s %s\n' $$name "$$(sed -n '1s/^"""//p' benchmarks/$$name.py)"; done
 	@test -z "$(NAME)" || { echo "error: unknown benchmark '$(NAME)'" >&2; exit 2; }
 else
-bench: $(READY) $(BENCH_NEEDS_$(NAME))
+bench: $(TESTED) $(BENCH_NEEDS_$(NAME))
 	@$(RUN) HF_HUB_OFFLINE=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests/support:$(CURDIR)/molecule/resources" \
 	  python -m benchmarks.$(NAME) $(BENCH_ARGS_$(NAME)) $(ARGS)
 endif
 
-$(TRL)/.ready: pyproject.toml constraints.txt | $(READY)
+$(TRL)/.ready: pyproject.toml constraints.txt | $(TESTED)
 	@test -x $(TRL)/bin/python || $(VENV)/bin/python -m venv $(TRL)
 	@$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > "$$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/trainyard.pth"
-	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt trl
+	@grep '^trl==' constraints.txt > $(TRL)/trl.txt
+	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes --requirement $(TRL)/trl.txt
 	@touch $@

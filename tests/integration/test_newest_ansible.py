@@ -12,8 +12,8 @@ from interpreters import interpreter
 from run_hosts import TOP
 from test_run_session import dataset
 
+from tools.install import environment_of_uv
 from tools.lock import read_pins
-from tools.uv_install import FIXED, variables_of_pip
 
 pytestmark = pytest.mark.slow
 UV = Path(sys.executable).with_name("uv")
@@ -29,10 +29,7 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = next(filter(None, map(interpreter, ("3.14", "3.13", "3.12"))), sys.executable)
     pins = [f"{name}=={version}" for name, version in read_pins("constraints.txt").items() if name != "ansible-core"]
     (folder / "pins.txt").write_text("\n".join(pins))
-    settings = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True, check=True
-    )
-    environment = FIXED | variables_of_pip(settings.stdout.splitlines()) | os.environ
+    environment = environment_of_uv()
     subprocess.run([UV, "venv", "--quiet", "--no-config", "--python", python, folder / "env"], check=True)
     command = [UV, "pip", "install", "--quiet", "--no-config", "--python", folder / "env/bin/python"]
     command += ["--constraint", folder / "pins.txt", "--requirements", TOP / "pyproject.toml"]

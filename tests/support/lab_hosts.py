@@ -25,6 +25,7 @@ import pytest
 from testbed import machine
 from testbed.lab import Host, Lab
 
+from tools.lock import read_lines
 from trainyard.python_env.resolve import requirements
 
 REPO = Path(__file__).resolve().parents[2]
@@ -144,7 +145,10 @@ def small_wheels(folder: Path) -> Path:
     # The hosts run the distribution's Python, not the Python of the tests.
     query = ["/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     version = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    download = [sys.executable, "-m", "pip", "download", "-q", "-d", folder, "-c", REPO / "constraints.txt"]
+    folder.mkdir(parents=True)
+    pins = folder.parent / "pins.txt"  # with digests, pip would need those of all packages
+    pins.write_text("\n".join(line for lines in read_lines("constraints.txt").values() for line in lines))
+    download = [sys.executable, "-m", "pip", "download", "-q", "-d", folder, "-c", pins]
     download += ["--only-binary=:all:", f"--python-version={version}"]
     subprocess.run([*download, *requirements(REPO / "pyproject.toml", [], torch=False)], check=True)
     return folder

@@ -375,12 +375,16 @@ def test_site_plans_the_environment_of_unsloth() -> None:
         ({"a": info(**GPU)}, {"extras": ["deepspeed"]}, "python_lock has digests, but not for deepspeed"),
         (
             {"a": info(**GPU)},
-            {"lock": str(TOP / "constraints.txt")},
+            {"lock": "pins.txt"},
             "its python_lock needs a digest for every package",
         ),
     ],
 )
-def test_hosts_that_cannot_have_unsloth(infos: dict[str, Any], more: dict[str, Any], message: str) -> None:
+def test_hosts_that_cannot_have_unsloth(
+    infos: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pins.txt").write_text("torch==2.13.0\n")
     with pytest.raises(EnvironmentBuildError, match=message) as caught:
         unsloth_plan(infos, **more)
     assert "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ import trainer
 import trainyard
 from trainer.common.files import write_atomic
 from trainyard.project_folder import shared_folder
-from trainyard.python_env.resolve import EnvironmentBuildError, read_constraints, requirements
+from trainyard.python_env.resolve import EnvironmentBuildError, read_constraints, requirements, without_digests
 from trainyard.wire.trainer_archive import zip_packages
 
 SUFFIXES = (".py", ".html", ".css", ".js", ".svg")
@@ -34,7 +34,7 @@ def pack(folder: Path) -> dict[str, str]:
     shared = shared_folder()
     texts = {
         "requirements": requirements(shared / "pyproject.toml", ["dashboard"], torch=False),
-        "constraints": read_constraints(shared / "constraints.txt"),
+        "constraints": without_digests(read_constraints(shared / "constraints.txt")),
     }
     contents = {name: "".join(f"{line}\n" for line in lines) for name, lines in texts.items()}
     packages = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]

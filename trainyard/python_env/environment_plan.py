@@ -52,9 +52,10 @@ def plan_environments(
         *(["nvml"] if cuda else []),
         *([packages] if packages != "standard" else []),
     ]
+    lock = resolve.read_constraints(Path(options["lock"] or shared / resolve.FLAVOURS[packages]))
     request = EnvironmentRequest(
         resolve.requirements(shared / "pyproject.toml", extras, options["torch"]),
-        resolve.read_constraints(Path(options["lock"] or shared / resolve.FLAVOURS[packages])),
+        lock if options["lock"] or packages != "standard" else resolve.without_digests(lock),
         trainer_version(),
         options["flavour"],
         _conda_lock(top, managed, options, build),

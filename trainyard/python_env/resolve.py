@@ -95,6 +95,11 @@ def read_constraints(lock: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
+def without_digests(constraints: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines of a lock as pip takes them for some of the packages."""
+    return tuple(line.partition(" --hash=")[0] for line in constraints)
+
+
 def has_digests(constraints: Sequence[str]) -> bool:
     """Return whether every line of a lock has a digest."""
     return bool(constraints) and all("--hash=sha256:" in line for line in constraints)
