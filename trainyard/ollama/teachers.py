@@ -67,6 +67,7 @@ class Found:
     client: OllamaClient | None = None
     digest: str = ""
     error: str = ""
+    version: tuple[int, int, int] = (0, 0, 0)
 
 
 def find_teachers(
@@ -153,7 +154,7 @@ def find_model(machine: Candidate, model: str) -> Found:
     """Ask a server for a model."""
     try:
         client = OllamaClient(machine.url)
-        return Found(machine, client, client.digest(model))
+        return Found(machine, client, client.digest(model), version=client.version())
     except OllamaError as error:
         return Found(machine, error=str(error))
 
