@@ -123,7 +123,7 @@ def facts(host: Host, number: int) -> dict[str, Any]:
         "boot_id": host.name, "machine_id": host.name, "addresses": [host.address], "source": host.address,
         "interface": "eth0", "link_mbit": 1000, "route_error": "", "free_ports": [29500, 29501], "cpus": 4,
         "memory_mib": 8000, "gpus": [], "allocator": "", "compiler": True, "versions": {"torch": "2.13.0"},
-        "python_exists": True, "free_bytes": 10**12, "staged": {"/d": [1, 2]}, "may_write": True, "spec": None, "layers": 0, "result": None, "rows": [],
+        "python_exists": True, "free_bytes": 10**12, "staged": {"/d": 3}, "may_write": True, "spec": None, "result": None, "rows": [],
         "running": False, "part": None, "stop_wanted": False, "busy_with": "", "unreadable": [], "firewall": "ufw",
         "addresses_v6": ["fe80::1"],
     }  # fmt: skip

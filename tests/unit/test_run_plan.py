@@ -28,15 +28,16 @@ from trainer.supervise.status import list_runs
 from trainyard.preflight.host_state import HostState
 from trainyard.remote.commit import write_if_changed
 from trainyard.remote.digests import Digests
+from trainyard.remote.host_facts import staged_bytes
 from trainyard.remote.receive import receive
 from trainyard.run.follow.restart_policy import RestartPolicy
 from trainyard.run.launch.launch_scripts import sbatch, script
 from trainyard.run.launch_options import make_options
-from trainyard.run.plan.gather_facts import _space_needed
+from trainyard.run.plan.gather_facts import space_needed
 from trainyard.run.plan.make_plan import check_layers, check_torchft, surplus
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, environment, head_first, plan_nodes
 from trainyard.run.stage.stage_files import packed, plan_file, small_files
-from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
+from trainyard.run.types import PlanEntry, StagedFile
 from trainyard.wire.connection import Host
 from trainyard.wire.run_errors import PlanError
 
@@ -130,13 +131,25 @@ def test_elastic_names_the_host_of_the_store() -> None:
     assert "--local-addr=10.0.0.2" in second.command and not any("--master" in word for word in second.command)
 
 
-def test_the_space_that_a_host_needs() -> None:
-    files = [
-        StagedFile(kind, "", kind, {}, "", size)
-        for kind, size in (("model", 1), ("teacher", 2), ("dataset", 4), ("trainer", 8))
-    ]
-    prepared = PreparedRun(make_spec({}, "test"), files, {})
-    assert _space_needed([host("a"), host("b")], prepared, "a", 2, "ddp") == {"a": 15, "b": 15}
+def test_the_space_that_a_host_needs(tmp_path: Path) -> None:
+    """Of a restart, nothing is copied, so a disk that the first start has filled suffices."""
+    sizes = {"config.json": 5, "model-1.safetensors": 400, "model-2.safetensors": 200}
+    model = StagedFile("model", "", "store/models/m-1", dict.fromkeys(sizes, "1"), "2", 605, sizes)
+    dataset = StagedFile("dataset", "", "store/datasets/d", {"": "4"}, "4", 10, {"": 10})
+    state = HostState(Host("a", "10.0.0.1", str(tmp_path), "/p"))
+    assert space_needed([model, dataset], state) == 615
+    assert space_needed([replace(model, on_hosts="/srv/m", bytes=0, sha256={})], state) == 0
+    folder, file = tmp_path / model.dest, tmp_path / dataset.dest
+    for path, size in [(folder / name, size) for name, size in sizes.items()] + [(file, 10)]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    (tmp_path / "store/models/link").symlink_to(folder)
+    assert staged_bytes(link_free(tmp_path / "store/models/link")) == 0
+    state.facts = {"staged": {str(path): staged_bytes(link_free(path)) for path in (folder, file)}}
+    assert space_needed([model, dataset], state) == 0
+    (folder / "model-1.safetensors").unlink()
+    state.facts = {"staged": {str(path): staged_bytes(link_free(path)) for path in (folder, file)}}
+    assert space_needed([model, dataset], state) == 400
 
 
 def test_replicas_with_a_torchrun_each() -> None:

@@ -143,7 +143,7 @@ def test_only_hosts_that_the_next_plan_accepts_are_fit(
         return {"c": "does not answer"} if changed is None else {}
 
     monkeypatch.setattr(gather, "gather_facts", gather_facts)
-    assert fit_hosts(states, lambda name: None, PREPARED, make_options({}), "ddp", "a", 3) == fits  # type: ignore[arg-type, return-value]
+    assert fit_hosts(states, lambda name: None, PREPARED, make_options({}), "ddp") == fits  # type: ignore[arg-type, return-value]
 
 
 def test_a_host_that_answers_slowly_is_fit() -> None:
@@ -157,7 +157,7 @@ def test_a_host_that_answers_slowly_is_fit() -> None:
             return facts(self.name)
 
     connect: Any = Answering
-    assert fit_hosts([HostState(host) for host in HOSTS], connect, PREPARED, make_options({}), "ddp", "a", 3) == [
+    assert fit_hosts([HostState(host) for host in HOSTS], connect, PREPARED, make_options({}), "ddp") == [
         "b",
         "c",
     ]

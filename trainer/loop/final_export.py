@@ -228,7 +228,7 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     the result is in memory at a time. The result is read again, and answers as the base model with the adapter does.
 
     Raises:
-        UserError: the merged weights are not finite or wrong, or this host lacks files of the base model of a pipeline.
+        UserError: the merged weights are not finite or wrong.
         DiskError: the disk is full or not writable.
     """
     from transformers import AutoTokenizer
@@ -269,14 +269,6 @@ def _adapted(spec: RunSpec, run_dir: Path) -> Any:
     from trainer.models.adapter_merge import adapted_model, merged_dtype
 
     dtype, pipeline = merged_dtype(spec), bool(plan_of(spec).pipeline_field(spec))
-    if pipeline:
-        from trainer.strategy.pipeline_weights import WeightFiles
-
-        if not WeightFiles(spec.model).complete:
-            raise UserError(
-                f"merge: this host lacks weight files of {spec.model}: copy them to the first host and start the run again, or set "
-                "merge=false"
-            )
     # What no host holds in memory stays on the disk; float32 logits of a 16-bit base would be those of rounding.
     return adapted_model(spec, run_dir / "adapter", "auto" if pipeline or dtype != torch.float32 else dtype)
 

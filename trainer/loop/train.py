@@ -1,7 +1,6 @@
 """The training loop: from a spec to trained weights."""
 
 import math
-import shutil
 import socket
 import time
 from collections import Counter
@@ -30,7 +29,6 @@ from trainer.records.run_state import RunState
 from trainer.records.step_metrics import Reduced, StepMetrics
 from trainer.records.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
 from trainer.strategy import Batch, Stopped, Strategy, Update, make_strategy
-from trainer.supervise.environment import LAYERS
 
 
 class Batches:
@@ -441,5 +439,3 @@ def clean_up(run_dir: Path, world: World, all_ranks: World, stop_request: StopRe
         stop_request.clear()
     # No rank exits before all have written their files: a launcher that exits early would end the store of its peers.
     all_ranks.barrier()
-    if finished and world.is_host_leader:
-        shutil.rmtree(run_dir / LAYERS, ignore_errors=True)

@@ -141,9 +141,9 @@ def load_inputs(
         if "torch_compile" in spec.automatic:
             heartbeat("starting", note="measuring torch.compile")
         spec = settle(spec, _steps_about(spec, train_set))
-    module = plan_of(spec).load_module(spec, world, run_dir, lambda: heartbeat("starting", note="loading the model"))
+    heartbeat("starting", note="loading the model")
+    module = plan_of(spec).load_module(spec, world)
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
-    # A host of a pipeline may lack files: the first host that has all of them decides.
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
     return TrainingInputs(
         spec, tokenizer, module, corpus, train_set, eval_set, data, len(set(chosen)), teacher, shown_date, base

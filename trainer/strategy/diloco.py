@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,6 @@ from trainer.strategy.plan import StrategyPlan, reject_unshardable
 from trainer.strategy.replicas import CHUNK
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trainer.config import RunSpec
     from trainer.costs.cost import RowStats
     from trainer.distributed.world import World
@@ -192,8 +189,8 @@ class DiLoCoPlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return not self._staged(spec)
 
-    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
-        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world, run_dir, progress)
+    def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
+        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         return [*super().alternatives(spec), *whole_model_alternatives(spec), _replica_alternatives(spec)]

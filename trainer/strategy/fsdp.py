@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -120,9 +120,9 @@ class FSDPPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
-    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
+    def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
         # The layers are compiled after they were sharded.
-        return super().load_module(spec.model_copy(update={"torch_compile": False}), world, run_dir, progress)
+        return super().load_module(spec.model_copy(update={"torch_compile": False}), world)
 
     def alternatives(self, spec: RunSpec) -> list[Alternatives]:
         # Either value may be faster, so both are tried.

@@ -6,7 +6,7 @@ Only activations and their gradients travel between neighbouring ranks. The grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,7 +90,7 @@ class PipelinePlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
 
-    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
+    def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
         from trainer.costs.cost import RowStats
         from trainer.distributed.pipelines import Pipelines
         from trainer.model_files.model_shape import shape_of
@@ -106,7 +106,7 @@ class PipelinePlan(StrategyPlan):
         if world.rank == 0:
             times = f"{len(pipelines.ranks)} times " if len(pipelines.ranks) > 1 else ""
             print(f"pipeline: {times}layers of {division.describe()}")
-        stage = load_stage(spec, division, world, run_dir, progress)
+        stage = load_stage(spec, division, world)
         stage.pipelines = pipelines
         return stage
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from trainer.models.model import add_lora, base_dtype, check_positions
 from trainer.models.quantized import Quantizer
 from trainer.strategy.base import Batch
 from trainer.strategy.pipeline_split import PIPELINE_KINDS, check_ranks
-from trainer.strategy.pipeline_weights import DTYPES, StageWeights, WeightFiles
+from trainer.strategy.pipeline_weights import WeightFiles, read_own
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Parts:
     first_only: tuple[str, ...] = ()
 
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights that are not quantized
 _LLAMA = Parts("model", "embed_tokens", "layers", "norm")
 # Decoders whose embedding, layers and norm are applied one after the other, without a factor in between.
 PARTS: dict[str, Parts] = {
@@ -207,20 +207,15 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     return model, parts
 
 
-def load_stage(
-    spec: RunSpec, division: Division, world: World, run_dir: Path, progress: Callable[[], object] = lambda: None
-) -> StageLoss:
+def load_stage(spec: RunSpec, division: Division, world: World) -> StageLoss:
     """Load this rank's part of the model on its device. Every rank of `world` calls it.
 
-    Only its tensors are read from the model's files, or received from a host that has them. Adapters are drawn as for a
-    complete model: those of all ranks together are the adapters of strategy=ddp.
-
-    Args:
-        run_dir: the run folder, which keeps the tensors that this rank receives.
-        progress: called after every part of the weights that this rank sends or receives.
+    Only its tensors are read from the model's files. Adapters are drawn as for a complete model: those of all ranks together
+    are the adapters of strategy=ddp.
 
     Raises:
-        UserError: the model cannot be loaded, or has fewer layers than the run has ranks.
+        UserError: the model cannot be loaded, has fewer layers than the run has ranks, or a tensor has a data type of quantized
+            weights, whose scales are other tensors.
     """
     torch.manual_seed(spec.seed)
     model, parts = empty_model(spec)
@@ -229,8 +224,15 @@ def load_stage(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     check = file_check(spec, model, parts)  # before layers are replaced by quantized ones of another shape
     quantizer = Quantizer(spec, model) if spec.quantize == "nf4" else None
-    weights = StageWeights(spec, world, run_dir, shapes, check, progress)
-    _read_weights(spec, model, parts, _mine(model, parts, division), weights, quantizer)
+    wanted, places = stored_names(model, parts, _mine(model, parts, division))
+    dtype = base_dtype(spec)
+    for name, value in read_own(spec.model, world, shapes, check, wanted):
+        if value.dtype not in _DTYPES:
+            raise UserError(f"model: {name} of {spec.model} has the data type {value.dtype}, expected 16 to 64 bits")
+        value = value.to(dtype, copy=True)
+        fresh = quantizer.parameter(model, name, value, world.device) if quantizer else nn.Parameter(value)
+        for module, leaf in places[name]:
+            setattr(module, leaf, fresh)
     if quantizer:
         model = quantizer.finish(model)
     if spec.gradient_checkpointing:
@@ -314,30 +316,6 @@ def file_check(spec: RunSpec, model: Any, parts: Parts) -> Callable[[WeightFiles
             raise differences.error("model", spec.model)
 
     return check
-
-
-def _read_weights(
-    spec: RunSpec,
-    model: Any,
-    parts: Parts,
-    mine: Iterable[nn.Module],
-    weights: StageWeights,
-    quantizer: Quantizer | None,
-) -> None:
-    """Replace the parameters of the modules `mine` by those of the model's files, quantized with `quantizer`.
-
-    Raises:
-        UserError: a tensor has a data type of quantized weights, whose scales are other tensors.
-    """
-    wanted, places = stored_names(model, parts, mine)
-    dtype = base_dtype(spec)
-    for name, value in weights.read(wanted):
-        if value.dtype not in DTYPES.values():
-            raise UserError(f"model: {name} of {spec.model} has the data type {value.dtype}, expected 16 to 64 bits")
-        value = value.to(dtype, copy=True)
-        fresh = quantizer.parameter(model, name, value, weights.device) if quantizer else nn.Parameter(value)
-        for module, leaf in places[name]:
-            setattr(module, leaf, fresh)
 
 
 def _trained_weights(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -14,8 +14,6 @@ from trainer.costs.teacher_cost import teacher_memory, teacher_weights
 from trainer.method import method_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trainer.config import RunSpec
     from trainer.costs.cost import Layout, RowStats
     from trainer.distributed.world import World
@@ -83,10 +81,7 @@ class StrategyPlan:
         return False
 
     def pipeline_field(self, spec: RunSpec) -> str:
-        """Return the field with the number of hosts of one pipeline; an empty string if ranks form none.
-
-        The ranks of pipelines receive the weights that their host lacks from that of rank 0.
-        """
+        """Return the field with the number of hosts of one pipeline; an empty string if ranks form none."""
         return ""
 
     def reads_own_shard(self, spec: RunSpec) -> bool:
@@ -97,13 +92,8 @@ class StrategyPlan:
         """Return whether Liger kernels and FlashAttention may be used."""
         return True
 
-    def load_module(self, spec: RunSpec, world: World, run_dir: Path, progress: Callable[[], object]) -> ModelWithLoss:
-        """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError.
-
-        Args:
-            run_dir: the run folder, which keeps parts that ranks send each other.
-            progress: called after every part that ranks send each other, which may take longer than the run may show none.
-        """
+    def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
+        """Load the model, or the part of it that this rank holds. Every rank calls it. Raises UserError."""
         from trainer.method.module_with_loss import ModelWithLoss
         from trainer.models.model import base_dtype, fast_kernels, load_model
         from trainer.models.unsloth_model import load_unsloth

@@ -13,7 +13,6 @@ from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE
 from trainer.supervise.run_files import SupervisorError
 
 CACHE = "cache"  # of the run folder: compiled kernels and downloads
-LAYERS = "layers"  # of the run folder: tensors of the model that ranks of a pipeline received
 ENV_LIMIT = 4 << 20  # bytes of the variables of a run
 IMPORT_ROOT = Path(__file__).parents[2]  # the archive or folder that holds the package `trainer`
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.supervise import nvidia_smi
 from trainer.supervise.cpu import cpu_model
-from trainer.supervise.environment import LAYERS, starts_system_unit
+from trainer.supervise.environment import starts_system_unit
 from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import held_gpus
@@ -90,14 +90,12 @@ def route_to(head: str) -> dict[str, Any]:
     return {"source": source, "interface": interface, "link_mbit": interface_mbit(interface), "route_error": ""}
 
 
-def staged_bytes(path: LinkFreePath) -> list[int]:
-    """Return the bytes of the weights (*.safetensors) and of all other files at a path; a link counts as nothing."""
-    sizes = [0, 0]
+def staged_bytes(path: LinkFreePath) -> int:
+    """Return the bytes of all files at a path; a link counts as nothing."""
     with contextlib.suppress(OSError):
         found = [path] if path.is_file() else [path / name for name in files_below(path)] if path.is_folder() else []
-        for file in filter(LinkFreePath.is_file, found):
-            sizes[not file.name.endswith(".safetensors")] += file.stat().st_size
-    return sizes
+        return sum(file.stat().st_size for file in found if file.is_file())
+    return 0
 
 
 def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
@@ -108,7 +106,6 @@ def run_state(run_dir: LinkFreePath) -> dict[str, Any]:
     begun = spec.exists() and ((run_dir / "checkpoints").is_folder() or running or result is not None)
     return {
         "spec": spec.read(SPEC_LIMIT).decode() if begun else None,
-        "layers": staged_bytes(run_dir / LAYERS)[0],
         "result": result,
         "rows": last_rows(run_dir / "metrics.jsonl"),
         "running": running,

@@ -254,7 +254,7 @@ def test_half_precision_weights_train_as_with_ddp(here: Here, tmp_path: Path) ->
     here.model = half
     spec = make_spec({"model": str(half), "strategy": "fsdp", "seq_length": 64}, "here")
     full = spec.model_copy(update={"lora_r": 0})
-    module = plan_of(spec).load_module(full, World(0, 1, 0, 0, torch.device("cpu")), tmp_path, lambda: None)
+    module = plan_of(spec).load_module(full, World(0, 1, 0, 0, torch.device("cpu")))
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     few = {"max_steps": 4, "checkpoint_interval": 2}
     for name, fields in {"lora": {}, "full": {"lora_r": 0}, "mixed": {"precision": "bf16-mixed"}}.items():

@@ -70,7 +70,7 @@ def test_a_rank_holds_the_planned_bytes(tmp_path: Path) -> None:
     plan, shape, world = plan_of(spec), shape_of(spec), World(0, 1, 0, 0, CPU)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        module = plan.load_module(spec, world, tmp_path, lambda: None)
+        module = plan.load_module(spec, world)
         parts = FSDP(spec, world, module).model
         held = sum(p.to_local().nbytes for p in parts.parameters() if not p.requires_grad)
         states = [module.quant_state for module in parts.modules() if getattr(module, "quant_state", None)]

@@ -46,10 +46,8 @@ def watch_absent(
     def fits(names: list[str]) -> Callable[[], list[str]]:
         head = plan[0]
         states = [describe(hosts[name]) for name in (head.host, *names)]
-        next_start = [name for name in hosts if name in present or name in names]
-        first = options.head if options.head in next_start else next_start[0]
         connected = {state.name: connect(state.name) for state in states}.__getitem__
-        ask = (states, connected, prepared, options, spec.strategy, first, len(next_start))
+        ask = (states, connected, prepared, options, spec.strategy)
 
         def check() -> list[str]:
             found = fit_hosts(*ask)

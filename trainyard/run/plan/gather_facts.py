@@ -10,17 +10,14 @@ from typing import Any
 from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.data.dataset_files import needs_library
-from trainer.planner.decisions import as_before
 from trainer.strategy import plan_of, possible_plans
 from trainyard import front_end
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_state import HostState
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.plan.choose_fields import staged_spec
 from trainyard.run.plan.nodes import PORTS
-from trainyard.run.prepare.weight_files import hosts_that_share, space_needed, staged_paths
-from trainyard.run.types import PreparedRun
+from trainyard.run.types import Files, PreparedRun
 from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryError
 from trainyard.wire.run_errors import HostUnreachableError, PlanError
 
@@ -71,7 +68,7 @@ def gather_facts(
             "python": host.host.python,
             "data_dir": host.host.data_dir,
             "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
-            "staged": staged_paths(prepared.files, host.host.data_dir),
+            "staged": [f"{host.host.data_dir}/{file.dest}" for file in prepared.files if not file.on_hosts],
         }
         requests[host.name] = functools.partial(connect(host.name).call, "host_facts", request)
     asked = FanOut(requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
@@ -123,8 +120,7 @@ def usable_hosts(
             raise HostUnreachableError(_unreachable_line(unreachable))
         reached = [host for host in hosts if host.name not in unreachable]
         unfit = {finding.host: finding.message for finding in assign_gpus(reached)}
-        needed = _space_needed(reached, prepared, hosts[0].name, len(reached), _strategy(reached, prepared))
-        unfit |= {host.name: why for host in reached if (why := unfitness(host, needed[host.name], preview))}
+        unfit |= {host.name: why for host in reached if (why := unfitness(host, prepared.files, preview))}
         if not minimum and unfit:
             raise PlanError(": ".join(next(iter(unfit.items()))))
         left_out |= unreachable | unfit
@@ -140,31 +136,17 @@ def usable_hosts(
         hosts = able  # the head has changed: repeat the query for its ports and for the routes to it
 
 
-def _strategy(hosts: list[HostState], prepared: PreparedRun) -> str:
-    """Return the strategy of the run; `auto` if it has not started yet. Raises PlanError."""
-    began = next((host for host in hosts if host.facts["spec"]), None)
-    spec, _ = as_before(prepared.spec, staged_spec(began)) if began else (prepared.spec, [])
-    return spec.strategy
+def space_needed(files: Files, host: HostState) -> int:
+    """Return the bytes that the files of a run take on a host beside those that it has."""
+    staged = host.facts.get("staged", {})
+    return sum(max(0, file.bytes - staged.get(f"{host.host.data_dir}/{file.dest}", 0)) for file in files)
 
 
-def _space_needed(
-    hosts: list[HostState], prepared: PreparedRun, first: str, count: int, strategy: str
-) -> dict[str, int]:
-    """Return the bytes that the files of the run take on each host beside those that it has.
-
-    Args:
-        first: the host of rank 0.
-        count: number of hosts that train.
-    """
-    share = 1 / hosts_that_share(prepared.spec.model_copy(update={"strategy": strategy}), count)
-    return {host.name: space_needed(prepared.files, host, first, share) for host in hosts}
-
-
-def unfitness(host: HostState, needed: int, preview: bool = False) -> str:
-    """Return why a host cannot take part, or an empty string. `needed`: bytes that the files of the run take on it."""
+def unfitness(host: HostState, files: Files, preview: bool = False) -> str:
+    """Return why a host cannot take part, or an empty string. `files`: those of the run."""
     found = [finding for finding in host_checks.environment(host) if not preview or finding.check != "busy"]
     if not host.facts["running"]:
-        found += host_checks.disk_space(host, needed + host_checks.RUN_OVERHEAD)
+        found += host_checks.disk_space(host, space_needed(files, host) + host_checks.RUN_OVERHEAD)
     return found[0].message if found else ""
 
 
@@ -174,15 +156,11 @@ def fit_hosts(
     prepared: PreparedRun,
     options: LaunchOptions,
     strategy: str,
-    first: str,
-    count: int,
 ) -> list[str]:
     """Return which hosts could take part in the next start of a run that is running on the first of `hosts`, without that one.
 
     Args:
         strategy: of the run, never `auto`.
-        first: the host of rank 0 of that start.
-        count: number of hosts that train in it.
     """
     head = hosts[0]
     missing = gather_facts(hosts, connect, prepared, options)  # nothing waits for this check: a loaded host has time
@@ -190,13 +168,12 @@ def fit_hosts(
     if reached[:1] != [head]:
         return []
     unfit = {finding.host for finding in assign_gpus(reached)}
-    needed = _space_needed(reached, prepared, first, count, strategy)
     found = []
     for host in reached[1:]:
         with contextlib.suppress(PlanError):
             check_consistency([head, host])
             check_requirements([host], prepared.spec.model_copy(update={"strategy": strategy}))
-            if host.name not in unfit and not unfitness(host, needed[host.name]):
+            if host.name not in unfit and not unfitness(host, prepared.files):
                 found.append(host.name)
     return found
 

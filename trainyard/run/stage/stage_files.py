@@ -19,7 +19,6 @@ import yaml
 from trainer.config import RunSpec
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.plan.nodes import environment
-from trainyard.run.prepare.weight_files import serves_layers, weight_groups
 from trainyard.run.stage.transfer import ask_hosts, copy_to_hosts
 from trainyard.run.types import PlanEntry, PreparedRun, Report
 from trainyard.wire.connection import FanOut
@@ -69,11 +68,9 @@ def stage_files(
     plan = packed(plan_file(entries))
     commits = {e.host: commit_request(e, plan, spec, prepared, environments.get(e.host, {}), token) for e in entries}
     changed: dict[str, list[str]] = {entry.host: [] for entry in entries}
-    for hosts, files in weight_groups([(entries, prepared.files)], spec):
-        if group := [entry for entry in hosts if entry.host not in staged or serves_layers(entry, spec)]:
-            changed |= copy_to_hosts(
-                *(group, files, connect, token), check=check, transfer=transfer, report=report, sources=entries
-            )
+    if lacking := [entry for entry in entries if entry.host not in staged]:
+        how = (lacking, prepared.files, connect, token)
+        changed |= copy_to_hosts(*how, check=check, transfer=transfer, report=report, sources=entries)
     if check:
         return changed
     # Controllers claim a run on the same host first, so that one of them gets it on all hosts.

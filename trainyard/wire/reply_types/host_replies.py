@@ -52,10 +52,9 @@ class HostFacts(OpenReply):
     versions: Annotated[dict[Line, Line], Field(max_length=1000)]
     python_exists: Flag
     free_bytes: Count
-    staged: NotRequired[Annotated[dict[Line, tuple[Count, Count]], Field(max_length=FILES_LIMIT)]]
+    staged: NotRequired[Annotated[dict[Line, Count], Field(max_length=FILES_LIMIT)]]
     may_write: Flag
     spec: Annotated[str, Field(max_length=1 << 16)] | None
-    layers: NotRequired[Count]
     result: Result | None
     rows: Counts
     running: Flag
