@@ -21,12 +21,11 @@ from run_hosts import TOP
 
 from trainer.__main__ import main
 from trainer.config import FIELDS
-from trainer.config.removed_fields import REMOVED
+from trainer.config.removed_fields import REMOVED_FIELDS
 
 GOLDEN = TOP / "tests/golden"
 PLANS = json.loads((GOLDEN / "plans.json").read_text())
 STATE = {"automatic", "template_date"}  # recorded beside the spec, and no fields of it
-MERGED = {"gradient_comm_dtype", "diloco_comm_dtype", "pipeline_comm_dtype", "allow_dropped", "ignore_keys"}
 DECIDED = {"precision", "torch_compile", "balance", "kernels"}  # by hosts, whose rules have changed
 SCRIPTS = {
     "slurm.sh": "slurm --hosts 4 --num_gpus_per_node 8 --time 48:00:00",
@@ -51,7 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trainyard(*arguments: str, cwd: Path) -> str:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment.pop("ANSIBLE_CONFIG", None)
-    done = subprocess.run(["trainyard", *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["trainyard", *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,7 +67,7 @@ def test_plans_of_before(name: str, folder: Path) -> None:
     assert hosts == {host: (part["node_rank"], part["ranks"]) for host, part in golden["hosts"].items()}
     spec: dict[str, Any] = made["plan"][0]["spec"]
     gone = golden["spec"].keys() - FIELDS.keys()
-    assert gone <= {*REMOVED, *STATE, *MERGED}, "a field that is gone has no line that says what replaces it"
+    assert gone <= {*REMOVED_FIELDS, *STATE}, "a field that is gone has no line that says what replaces it"
     assert spec.keys() == FIELDS.keys()
     same = golden["spec"].keys() & spec.keys() - DECIDED - {"model", "dataset", "script"}
     assert {key: spec[key] for key in same} == {key: golden["spec"][key] for key in same}
@@ -90,7 +91,11 @@ def test_a_run_of_before_is_shown_and_resumed(folder: Path) -> None:
         shutil.copytree(GOLDEN / "run" / host, target)
         for path in target.rglob("*"):
             if path.suffix in {".yml", ".json", ""} and path.is_file() and "checkpoints" not in path.parts:
-                path.write_text(path.read_text().replace("{TOP}/.trainyard/node2", str(homes["node2"])).replace("{TOP}", str(folder)))
+                path.write_text(
+                    path.read_text()
+                    .replace("{TOP}/.trainyard/node2", str(homes["node2"]))
+                    .replace("{TOP}", str(folder))
+                )
     assert "step 121" in trainyard("status", "before", cwd=folder)
     shown = trainyard("train", "--spec", str(GOLDEN / "run/before.yml"), cwd=folder)
     assert "from the checkpoint of step 121" in shown and "step 200/200" in shown, shown
