@@ -96,7 +96,7 @@ def test_a_run_of_before_is_shown_and_resumed(folder: Path) -> None:
                     .replace("{TOP}/.trainyard/node2", str(homes["node2"]))
                     .replace("{TOP}", str(folder))
                 )
-    assert "step 121" in trainyard("status", "before", cwd=folder)
+    assert "121/200" in trainyard("status", "before", cwd=folder)
     shown = trainyard("train", "--spec", str(GOLDEN / "run/before.yml"), cwd=folder)
     assert "from the checkpoint of step 121" in shown and "step 200/200" in shown, shown
     result = json.loads((folder / "runs/before/result.json").read_text())
