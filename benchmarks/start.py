@@ -1,6 +1,6 @@
 """Time from the command to the first all-reduce: train.yml and `trainyard train` against torchrun started by hand; and the skew of rank starts.
 
-    sudo make bench NAME=start [ARGS='--rounds 5 --many 20 --standby off']
+    sudo make bench NAME=start [ARGS='--rounds 5 --many 20']
 
 "By hand" means that all files are on the hosts and the rendered commands are sent to all hosts at once over SSH. The hosts share the
 clock of this machine, so times are comparable. Requires root on Debian or Ubuntu: it starts a lab. Takes about five minutes.
@@ -75,7 +75,7 @@ def by_hand(lab: Lab, inventory: Path, run: str, dataset: Path, folder: Path) ->
 
 
 def by_controller(
-    lab: Lab, inventory: Path, run: str, dataset: Path, standby: str, *, playbook: bool = True
+    lab: Lab, inventory: Path, run: str, dataset: Path, *, playbook: bool = True
 ) -> tuple[float, float, float]:
     """Start a run with train.yml, or with `trainyard train`.
 
@@ -84,7 +84,7 @@ def by_controller(
         first and the last start of torchrun.
     """
     start = time.time()
-    words = [*variables(run, dataset), "-e", f"standby={standby}"]
+    words = variables(run, dataset)
     if playbook:
         play(inventory, "train.yml", *words)
     else:
@@ -130,7 +130,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--many", type=int, default=20)
-    parser.add_argument("--standby", choices=["off", "run"], default="run", help="launch option of the runs")
     a = parser.parse_args()
     lab = Lab(f"bench-{os.getpid()}")
     try:
@@ -141,13 +140,13 @@ def main() -> None:
             dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
             lab.up(hosts=3, venv=Path(sys.prefix), persistent=False)
             play(lab.inventory, "site.yml", "--tags", "storage")
-            by_controller(lab, lab.inventory, "warm", dataset, a.standby)
+            by_controller(lab, lab.inventory, "warm", dataset)
             by_hand_seconds, playbook_seconds, program_seconds, after_launch, skews = [], [], [], [], []
             for place in range(a.rounds):
                 by_hand_seconds.append(by_hand(lab, lab.inventory, f"hand{place}", dataset, folder))
-                seconds, after, apart = by_controller(lab, lab.inventory, f"book{place}", dataset, a.standby)
+                seconds, after, apart = by_controller(lab, lab.inventory, f"book{place}", dataset)
                 playbook_seconds.append(seconds)
-                program = by_controller(lab, lab.inventory, f"program{place}", dataset, a.standby, playbook=False)[0]
+                program = by_controller(lab, lab.inventory, f"program{place}", dataset, playbook=False)[0]
                 program_seconds.append(program)
                 after_launch.append(after)
                 skews.append(apart)

@@ -40,10 +40,6 @@ def work_of(bench: Bench) -> dict[str, tuple[bool, Callable[[], Outcome]]]:
             lambda: bench.program("packing", "benchmarks.gpu.packing", str(bench.folder / "small"), bench.device),
         ),
         "resume": (False, lambda: resumed(bench)),
-        "restarts": (
-            True,
-            lambda: bench.program("restarts", "benchmarks.gpu.restarts", str(bench.folder), seconds=150),
-        ),
     }
 
 

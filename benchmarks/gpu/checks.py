@@ -214,17 +214,6 @@ def pipeline(evidence: Evidence) -> list[Figure]:
     ]
 
 
-def restarts(evidence: Evidence) -> list[Figure]:
-    values = evidence.values("restarts")
-    return [
-        Figure("ranks forked from the standby process / ranks", values["forked"] / values["starts"], "", 1, 1),
-        Figure("from launch to the first step, imports included", values["cold_seconds"], "s"),
-        Figure("from a crash to the first step, median", values["restart_seconds"], "s", 0, 10, evidence.cuda),
-        Figure("a resumed run's steps are consecutive", float(values["consecutive"]), "", 1),
-        Figure("forked ranks read the GPU's use by NVML", float(values["nvml"]), "", 1),
-    ]
-
-
 def compiled(evidence: Evidence) -> list[Figure]:
     return [evidence.loss("compiled", "eager", 0.02), evidence.speed("compiled", "eager")]
 
@@ -289,7 +278,6 @@ CHECKS: dict[str, Check] = {
         ("one-rank", "full-one", "nf4", "pipeline", "pipeline-full", "pipeline-nf4", "pipeline-large"),
         pipeline,
     ),
-    "restarts": ("standby process and restarts", ("restarts",), restarts),
     "resume": ("resume, bit by bit", ("resume",), resume),
     "unsloth": ("unsloth", ("lora", "unsloth"), unsloth),
 }
@@ -301,7 +289,7 @@ LEGS: tuple[dict[str, int], ...] = (
     {"nf4": 170, "adamw8bit": 120, "deepspeed": 170},
     {"plan": 200, "kernels": 60, "trl": 200},
     {"precision": 130, "compile": 150, "nccl": 70, "two-ranks": 110},
-    {"pipeline": 290, "restarts": 160},
+    {"pipeline": 290},
 )
 LEG_SECONDS = 530  # the processes that are ended then have 10 more
 INPUT_SECONDS = 70
@@ -334,7 +322,6 @@ ONLY_CUDA = {
     "nccl": "NCCL needs CUDA: gloo replaces it",
     "two-ranks": "without CUDA, the ranks share no GPU",
     "pipeline": "without CUDA, the ranks share no GPU",
-    "restarts": "without CUDA, a fork cannot lose its context",
 }
 
 

@@ -113,7 +113,7 @@ def test_staging_does_not_wait_for_a_fifo(here: Here) -> None:
         here.receive(arrived={str(here.data / "store/datasets/d"): str(here.data / "store/incoming/x")})
 
 
-FIFOS = ["lock", "claim.json", "env", "state/node.json", "state/rank0.json", "state/standby.json", "metrics.jsonl"]
+FIFOS = ["lock", "claim.json", "env", "state/node.json", "state/rank0.json", "metrics.jsonl"]
 FIFOS += ["result.json", "spec.yml", "logs/rank0.log", "checkpoints/step-00000001/manifest.json", "trainer.zip"]
 
 

@@ -57,7 +57,7 @@ def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> No
 
 
 def test_the_end_of_a_run_leaves_no_process_on_a_host_that_returned_before_it(trial: Trial, lab: Lab) -> None:
-    """Its rank waits for peers that ended meanwhile, or its standby process for a restart."""
+    """Its rank waits for peers that ended meanwhile."""
     host = lab.hosts[1]
     trial.variables |= {"run": "ends", "max_steps": 100_000}
     trial.start()

@@ -47,7 +47,6 @@ STEP = "checkpoints/step-00000005"
 FILES: dict[str, Any] = {
     "runs/r/state/node.json": lying_host.node(0),
     "runs/r/state/rank0.json": lying_host.heartbeat(0),
-    "runs/r/state/standby.json": {"pid": 1, "pid_start": 2, "standby": 3, "standby_start": 4, "unit": ""},
     "runs/r/claim.json": {"token": "t", "time": lying_host.NOW},
     "runs/r/plan.json": PLAN,
     "runs/r/result.json": lying_host.RESULT,
@@ -66,7 +65,6 @@ VERB_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("run_status", {"brief": True, "logs_from": {"rank0.log": -5}}),
     ("run_status", {"plain": True}),
     ("run_stop", {"now": True, "wanted": True}),
-    ("run_stop", {"only_standby": True}),
     ("run_list", {}),
     ("checkpoints", {}),
     ("read_files", {"text": ["result.json", "plan.json"], "sizes": ["logs/*.log", "state/rank*.json"]}),

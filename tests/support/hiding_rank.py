@@ -14,8 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.supervise.process_environment import replace_environment
-
 RUN_DIR = Path(os.environ["TRAINYARD_RUN_DIR"])
 PR_SET_DUMPABLE = 4
 
@@ -25,7 +23,11 @@ def clear() -> None:
 
 
 def overwrite() -> None:
-    replace_environment({"A": ""}, "A")
+    """Overwrite the memory in which this program received its environment, which /proc/PID/environ shows (proc(5))."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    os.environ.clear()
+    ctypes.memmove(start, b"A=".ljust(end - start, b"\0"), end - start)
     time.sleep(3600)
 
 

@@ -21,13 +21,12 @@ from lab_hosts import Host, Lab
 
 RUN_DIR = "/home/tester/trainyard/runs/r"
 LIMIT = 30.0  # s for a state to be reached on a loaded machine
-VICTIMS = ("rank", "torchrun", "supervisor", "standby", "verb", "session", "client")
+VICTIMS = ("rank", "torchrun", "supervisor", "verb", "session", "client")
 # Of the login itself. Everything else that a host runs for its user must be gone after a stop.
 LOGIN = ("systemd", "(sd-pam)", "sshd", "sshd-session", "bash", "dbus-daemon")
-# The tree of a run: the supervisor is above the standby process and torchrun, which is above the rank.
+# The tree of a run: the supervisor is above torchrun, which is above the rank.
 PATTERNS = {
     "rank": "[f]ake_rank.py",
-    "standby": "[t]rainer.launch.standby_process",
     "supervisor": "[t]rainer.supervise run",
     "verb": "[t]rainer.supervise (start|stop|status)",
     "session": "[s]shd.*tester",
@@ -72,7 +71,7 @@ class Trials:
 
     def start(self, backend: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "trainer.launch.torchrun", "100000", "0.05"]
-        return self.verb("start", command=command, backend=backend, standby=60.0)
+        return self.verb("start", command=command, backend=backend)
 
     def processes(self) -> dict[str, str]:
         """Return {pid and start time: command line} of what runs for the login user, but the login itself."""

@@ -41,8 +41,7 @@ class Site:
             for source in sorted((TOP / "trainer/supervise").glob("*.py")):
                 content.write(source, f"trainer/supervise/{source.name}")
             content.writestr("trainer/launch/__init__.py", "")
-            for name in ("standby_process", "torchrun"):
-                content.write(FAKE_RANK.with_name("fake_standby.py"), f"trainer/launch/{name}.py")
+            content.write(FAKE_RANK.with_name("fake_torchrun.py"), "trainer/launch/torchrun.py")
         files = {"trainer.zip": archive.getvalue(), "env": environment.encode()}
         files |= {name: FAKE_RANK.with_name(name).read_bytes() for name in ("fake_rank.py", "hiding_rank.py")}
         script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]

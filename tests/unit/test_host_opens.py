@@ -31,7 +31,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainer/supervise/link_free.py": {"": "the helper"},
     "trainer/supervise/interface.py": {"": KERNEL},
     "trainer/supervise/cpu.py": {"": KERNEL},
-    "trainer/supervise/process_environment.py": {"": KERNEL},
     "trainer/supervise/processes.py": {"": KERNEL},
     "trainer/supervise/sandbox.py": {
         "make_hidden": "folders in the data folder and the home, which no rank can write",
@@ -40,7 +39,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "awaits_mount": KERNEL,
         "has_user_namespaces": KERNEL,
     },
-    "trainer/supervise/standby.py": {"installed_packages": "the packages of the interpreter"},
     "trainer/supervise/status.py": {"why_lost": KERNEL},
     "trainer/supervise/supervisor.py": {"oom_kills": KERNEL},
     "trainyard/remote/apart.py": {"run_apart": ROOT},

@@ -1,12 +1,9 @@
-"""Set up a worker process of torchrun before torch is imported: end with the launcher, and write to a log file; and its exit code."""
+"""Set up a worker process of torchrun before torch is imported: end with the launcher, and write to a log file."""
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -18,18 +15,6 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit_code_of(program: Callable[[], int | None]) -> int:
-    """Run a program in a forked process; return the code with which Python would exit. An exception prints its traceback."""
-    try:
-        return program() or 0
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            traceback.print_exc()
-        return 1
 
 
 def redirect_output(path: Path) -> None:

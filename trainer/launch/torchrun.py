@@ -12,17 +12,10 @@ with without_collector():
 
     from trainer.common.errors import UserError
     from trainer.distributed.store import RunStore
-    from trainer.launch.forked_ranks import import_for_ranks
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run torchrun with the stores of this package; its ranks are forked where that is possible."""
-    import_for_ranks(arguments)
-    run_torchrun(arguments)
-
-
-def run_torchrun(arguments: Sequence[str]) -> None:
-    """Run torchrun with the stores of this package, in a process that has imported what its ranks need."""
+    """Run torchrun with the stores of this package."""
     for module in (torch.distributed, static_tcp_rendezvous, c10d_rendezvous_backend):
         vars(module)["TCPStore"] = RunStore
     try:

@@ -4,7 +4,7 @@
     python -m trainer.supervise run REQUEST         the supervisor itself, started by `start` and `prepare`
 
 Each prints one JSON object on one line. A request that cannot be carried out prints `{"error": "one line"}` and has exit
-code 1. `start` returns as soon as the supervisor runs, `prepare` when one waits for the next start. The supervisor is the
+code 1. `start` returns as soon as the supervisor runs. The supervisor is the
 main process of a transient systemd unit, or a detached process where systemd does not run. docs/run-folder.md describes the
 files of a run folder.
 

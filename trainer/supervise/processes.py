@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from trainer.supervise.link_free import LinkFreePath, run_folder
-from trainer.supervise.run_files import DEVICE_LIMIT, gpu_names, read_record, run_devices
+from trainer.supervise.run_files import DEVICE_LIMIT, gpu_names, run_devices
 
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
 LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the lease
@@ -106,22 +106,6 @@ def belongs(pid: int, run_dir: LinkFreePath) -> bool:
     return environ(pid).get(RUN_VARIABLE) == str(run_dir) or (unit_name(run_dir) in units_of(pid) and is_own(pid))
 
 
-def left_processes(run_dir: LinkFreePath) -> list[int]:
-    """Return every live process of a run but those that wait for its next start, whatever its files say."""
-    return sorted({*run_processes(run_dir)} - {*waiting_processes(run_dir)})
-
-
-def waiting_processes(run_dir: LinkFreePath) -> list[int]:
-    """Return the supervisor and the standby process of a run that has ended and that may be started again; else an empty list.
-
-    They use no GPU, and the run does not count as active.
-    """
-    found = read_record(run_dir / "state/standby.json") or {}
-    both = [(found.get("pid"), found.get("pid_start")), (found.get("standby"), found.get("standby_start"))]
-    alive = [pid for pid, start in both if isinstance(pid, int) and (stat := process_stat(pid)) and stat[2] == start]
-    return alive if len(alive) == len(both) else []
-
-
 def held_gpus(run: str) -> dict[str, str]:
     """Return {UUID of a GPU: run} of the GPUs that other runs than `run` use, as far as their processes can be seen.
 
@@ -131,10 +115,10 @@ def held_gpus(run: str) -> dict[str, str]:
     for pid in all_pids():
         values = environ(pid)
         folder = values.get(RUN_VARIABLE, "")
-        if (name := Path(folder).name) not in ("", "..", run) and pid not in waiting_processes(run_folder(folder)):
+        if (name := Path(folder).name) not in ("", "..", run):
             found |= dict.fromkeys(gpu_names(values.get("CUDA_VISIBLE_DEVICES", "").split(",", DEVICE_LIMIT)), name)
     for run_dir in unit_folders():
-        if run_dir.name != run and not waiting_processes(run_dir):
+        if run_dir.name != run:
             found |= dict.fromkeys(run_devices(run_dir), run_dir.name)
     return found
 

@@ -119,8 +119,6 @@ class RankMonitor:
     def _find_processes(self, torchrun: int) -> None:
         """Find the ranks' processes. A torchrun that restarts its workers may number them differently."""
         found: dict[int, int] = {}
-        # A forked rank has torchrun's environment; it names itself in its heartbeat.
-        reported = {state.get("pid"): rank for rank, state in self._states().items()}
         for pid in descendants(torchrun):
             # Children of a worker inherit RANK; the worker itself is a child of torchrun.
             if not (stat := process_stat(pid)) or stat[1] != torchrun:
@@ -129,8 +127,6 @@ class RankMonitor:
             number = values.get("RANK", "")
             if number.isdigit():
                 found[self.ranks[int(values["LOCAL_RANK"])] if self.replica else int(number)] = pid
-            elif pid in reported:
-                found[reported[pid]] = pid
         if self.renumbered and len(found) < self._count:
             return  # torchrun starts its workers one after the other, and only all of them show the numbering
         if self.renumbered and set(found.values()) - set(self._pids.values()):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, consume_claim
@@ -25,7 +23,7 @@ from trainer.supervise.environment import (
 )
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.processes import run_processes, unit_name, waiting_processes
+from trainer.supervise.processes import run_processes, unit_name
 from trainer.supervise.run_files import (
     SupervisorError,
     hold_lock,
@@ -37,11 +35,10 @@ from trainer.supervise.run_files import (
     run_lease,
 )
 from trainer.supervise.sandbox import address_properties, unit_properties
-from trainer.supervise.standby import TRAINER, file_digest
 from trainer.supervise.start_request import StartRequest
-from trainer.supervise.waiting import STATE, end_supervisor, hand_over, waiting_supervisor
 
 STOPPED = "a user stopped the run after this start was planned"
+TRAINER = "trainer.zip"  # in the run folder
 START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
 
 
@@ -78,7 +75,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         state = run_dir / "state"
         if (state / "go").is_folder():
             (state / "go").remove_folder()
-        for stale in {*(state / name for name in state.entries()), run_dir / "stop"} - {run_dir / STATE}:
+        for stale in (*(state / name for name in state.entries()), run_dir / "stop"):
             stale.remove(missing_ok=True)
         return launch(wanted, run_dir)
 
@@ -106,22 +103,22 @@ def check_idle(run_dir: LinkFreePath, devices: Collection[str] = (), lease: str 
             raise SupervisorError(f"busy: run {name} is running here")
         if same := set(devices) & set(taken):
             raise SupervisorError(f"busy: run {name} is running here and uses {', '.join(sorted(same))}")
-    if left := sorted(set(run_processes(run_dir)) - set(waiting_processes(run_dir))):
+    if left := sorted(run_processes(run_dir)):
         raise SupervisorError(
             f"processes of an earlier start of run {run_dir.name} are still running: {left}; stop the run first"
         )
 
 
 def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
-    """Start the supervisor and wait until it has written its state. Raises SupervisorError.
-
-    A supervisor that waits for this start with its standby process takes the request, if its unit has the same settings.
-    """
+    """Start the supervisor and wait until it has written its state. Raises SupervisorError."""
     systemd = choose_backend(wanted.backend)
     load_gpu_driver()
-    settings = complete(wanted, run_dir, systemd)
-    if not resume_waiting(systemd, wanted, run_dir):
-        start_supervisor(wanted, run_dir, systemd, settings)
+    wanted.unit = unit_name(run_dir) if systemd else ""
+    command = [sys.executable, "-m", "trainer.supervise", "run", wanted.to_json()]
+    if systemd:
+        start_unit(systemd, wanted, run_dir, command)
+    else:
+        start_process(wanted, run_dir, command)
     deadline = time.monotonic() + START_LIMIT
     while (node := read_json(run_dir / "state/node.json")) is None:
         if time.monotonic() > deadline:
@@ -136,60 +133,14 @@ def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
     return started | ({"unit": wanted.unit} if wanted.unit else {}) | ignored
 
 
-def complete(wanted: StartRequest, run_dir: LinkFreePath, systemd: list[str] | None) -> list[str]:
-    """Set the fields of a request that depend on this host; return the properties of the unit."""
-    if not systemd:
-        return []
-    settings = unit_settings(systemd, wanted, run_dir)
-    wanted.unit = unit_name(run_dir)
-    wanted.settings = hashlib.sha256("\0".join([*settings, *wanted.properties]).encode()).hexdigest()[:16]
-    return settings
-
-
-def start_supervisor(
-    wanted: StartRequest, run_dir: LinkFreePath, systemd: list[str] | None, settings: list[str]
-) -> None:
-    """Start the supervisor in a systemd unit with these properties, or as a process. Raises SupervisorError and OSError."""
-    command = [sys.executable, "-m", "trainer.supervise", "run", wanted.to_json()]
-    if systemd:
-        start_unit(systemd, wanted, run_dir, command, settings)
-    else:
-        start_process(wanted, run_dir, command, log_file(wanted, run_dir))
-
-
 def log_file(wanted: StartRequest, run_dir: LinkFreePath) -> LinkFreePath:
     """Return the log of the supervisor and its torchrun."""
     return run_dir / f"logs/torchrun.{wanted.node_rank}.log"
 
 
-def resume_waiting(systemd: list[str] | None, wanted: StartRequest, run_dir: LinkFreePath) -> bool:
-    """Let a supervisor that waits for this start begin it; return whether one does. Otherwise it ends."""
-    if (waiting := waiting_supervisor(run_dir)) is None:
-        return False
-    if suits(waiting, wanted, run_dir):
-        # It keeps the limit of its unit.
-        request = replace(wanted, unit=waiting["unit"], reachable=waiting["reachable"])
-        if hand_over(run_dir, request):
-            return True
-    end_supervisor(run_dir)
-    if systemd:  # return when the unit is free for the next start
-        command = [*systemctl(systemd), "stop", unit_name(run_dir)]
-        subprocess.run(command, capture_output=True, check=False, env=systemctl_environment())
-    (run_dir / "state/node.json").remove(missing_ok=True)
-    return False
-
-
-def suits(waiting: dict[str, Any], wanted: StartRequest, run_dir: LinkFreePath) -> bool:
-    """Return whether a supervisor that waits runs as this start must: in the same kind of unit, with the same trainer."""
-    now = {"settings": wanted.settings, "lease": wanted.lease, "unit": wanted.unit}
-    now["trainer"] = file_digest(run_dir / TRAINER)
-    same = wanted.standby > 0 and all(waiting.get(name) == value for name, value in now.items())
-    return same and isinstance(limits := waiting.get("reachable"), list) and may_reach(limits, wanted.reachable)
-
-
-def start_process(wanted: StartRequest, run_dir: LinkFreePath, command: list[str], log: LinkFreePath) -> None:
+def start_process(wanted: StartRequest, run_dir: LinkFreePath, command: list[str]) -> None:
     """Start the supervisor as a detached process. Raises OSError."""
-    with log.open_append() as sink:
+    with log_file(wanted, run_dir).open_append() as sink:
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -223,19 +174,13 @@ def systemctl(systemd: list[str]) -> list[str]:
     return ["sudo", "-n", "systemctl"] if "sudo" in systemd else ["systemctl", *systemd[1:]]
 
 
-def may_reach(limits: list[str], addresses: list[str]) -> bool:
-    """Return whether a unit that is limited to the addresses `limits` suits a start that needs `addresses`; empty: no limit."""
-    return set(addresses) <= set(limits) if addresses and limits else addresses == limits
-
-
-def start_unit(
-    systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath, command: list[str], settings: list[str]
-) -> None:
+def start_unit(systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath, command: list[str]) -> None:
     """Start a transient systemd unit. Raises SupervisorError with systemd-run's message."""
     environment = systemctl_environment()
     # A failed unit stays loaded until this point, so that its Result can be read.
     reset = [*systemctl(systemd), "reset-failed", unit_name(run_dir)]
     subprocess.run(reset, capture_output=True, check=False, env=environment)
+    settings = unit_settings(systemd, wanted, run_dir)
     limits = address_properties(wanted.reachable) if "--user" not in systemd else []
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
     folder = f"WorkingDirectory={run_dir}"

@@ -41,15 +41,13 @@ class StartRequest:
         True  # whether a user had stopped the run when this start was planned; else such a stop refuses it
     )
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
-    standby: float = 0.0  # seconds for which a standby process waits for the next start; 0 for none
-    settings: str = ""  # digest of the unit's settings but for `reachable`, set by `start`
     unit: str = ""  # the systemd unit, set by `start`
     data_dir: Path = Path()  # set by `start`
 
     @classmethod
     def from_json(cls, request: dict[str, Any]) -> StartRequest:
         """Return the request. Raises SupervisorError for a field that is missing or unknown."""
-        known = {entry.name for entry in fields(cls)} - {"unit", "settings", "data_dir"}
+        known = {entry.name for entry in fields(cls)} - {"unit", "data_dir"}
         if wrong := sorted({"run_dir", "command"} - set(request)) or sorted(set(request) - known):
             raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
         return cls(**{name: value for name, value in request.items() if value is not None})

@@ -11,12 +11,11 @@ from typing import Any
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import (
     all_pids,
-    left_processes,
     marked_runs,
     process_stat,
+    run_processes,
     unit_name,
     units_of,
-    waiting_processes,
 )
 from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, read_log, read_node, read_ranks
 
@@ -115,10 +114,9 @@ def is_uneventful(state: dict[str, Any]) -> bool:
 
 
 def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, Any]:
-    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `waits`, `left`.
+    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `left`.
 
-    A run `waits` if it has ended, and its supervisor waits for the next start. Processes are `left` if there are some although
-    no supervisor holds the lock of the run. A run whose record cannot be read is `alive` as long as it has processes.
+    Processes are `left` if there are some although no supervisor holds the lock of the run. A run whose record cannot be read is `alive` as long as it has processes.
 
     A lost part has `why`: the reason as far as it is known.
 
@@ -127,14 +125,13 @@ def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, A
     """
     alive = holds_lock(run_dir)
     node = read_node(run_dir)  # after the lock, so that an end written in between is seen
-    left = not alive and has_processes and bool(left_processes(run_dir.resolved()))
+    left = not alive and has_processes and bool(run_processes(run_dir.resolved()))
     ranks = {}
     for rank in read_ranks(run_dir):
         found = process_stat(rank["pid"]) if isinstance(rank.get("pid"), int) else None
         ranks[str(rank.get("rank"))] = {**rank, "process": found[0] if found else None}
     state = {"now": time.time(), "alive": alive, "node": node, "ranks": ranks, "run_dir": str(run_dir)}
     state["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
-    state["waits"] = not alive and bool(waiting_processes(run_dir))
     state["left"] = left
     if node is None:
         status = "unreadable" if (run_dir / "state/node.json").exists() or left else "starting"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Collection
 from typing import Any
 
 from trainer.supervise.link_free import LinkFreePath, run_folder
@@ -16,11 +15,9 @@ from trainer.supervise.processes import (
     process_stat,
     run_processes,
     send_signal,
-    waiting_processes,
 )
 from trainer.supervise.run_files import UNTRUSTED, SupervisorError, read_node, write_json
 from trainer.supervise.status import holds_lock, read_state
-from trainer.supervise.waiting import AGAIN, end_supervisor
 
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for killed processes to end; longer means that they hang in the kernel
@@ -35,8 +32,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `run_dir`; `grace`, the seconds that the ranks have to end by themselves (default 60), before SIGTERM
-            and then SIGKILL; `now`, SIGKILL at once; `wanted`, a user stops the run, so that it is not restarted; `keep`,
-            the run is started again: a standby process remains for that; `only_standby`, end no more than that process.
+            and then SIGKILL; `now`, SIGKILL at once; `wanted`, a user stops the run, so that it is not restarted.
 
     Returns:
         `status`, and the number of processes `killed`.
@@ -46,20 +42,16 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     """
     run_dir = run_folder(request["run_dir"]).resolved()
     if not (run_dir / "state").is_folder():
-        return {"status": "none", "killed": kill_processes(run_dir, [])}
+        return {"status": "none", "killed": kill_processes(run_dir)}
     if request.get("wanted"):  # tells the controller that the run did not fail, so that it does not restart it
         mark(run_dir / "state/stop-wanted")
-    if request.get("only_standby"):
-        end_supervisor(run_dir)
-        return {"status": read_state(run_dir)["status"], "killed": 0}
-    waiting: list[int] = []
     status = "stopped"
     try:
         status = "failed" if read_state(run_dir)["status"] == "lost" else status
-        waiting = end_supervised(run_dir, request)
+        end_supervised(run_dir, request)
     except UNTRUSTED_RECORD:
         pass  # the records of the run prevent an orderly end
-    killed = kill_processes(run_dir, waiting)
+    killed = kill_processes(run_dir)
     with contextlib.suppress(*UNTRUSTED):
         node = read_node(run_dir)
         if node and node["status"] in ("starting", "running"):
@@ -68,30 +60,22 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     return {"status": status, "killed": killed}
 
 
-def end_supervised(run_dir: LinkFreePath, request: dict[str, Any]) -> list[int]:
-    """Ask the ranks of a run, and then its supervisor, to end. Return the processes that wait for the next start, if it shall keep them.
+def end_supervised(run_dir: LinkFreePath, request: dict[str, Any]) -> None:
+    """Ask the ranks of a run, and then its supervisor, to end.
 
     Raises one of UNTRUSTED_RECORD for a record of the run that is not what a supervisor writes.
     """
     node = own_node(run_dir)
     if holds_lock(run_dir) and not request.get("now"):
-        if request.get("keep"):
-            mark(run_dir / AGAIN)
         mark(run_dir / "stop")
         if not wait_end(run_dir, request.get("grace", 60.0)) and node:
             send_signal(node["pid"], signal.SIGTERM, node["pid_start"])
             wait_end(run_dir, TERM_LIMIT)
     if holds_lock(run_dir) and node:  # the supervisor kills its processes and reports the end
-        keep = request.get("keep") and node.get("standby")
-        send_signal(node["pid"], signal.SIGUSR2 if keep else signal.SIGUSR1, node["pid_start"])
-        wait_end(run_dir, KILL_LIMIT if keep else EXIT_LIMIT)
-    if not request.get("keep"):
-        end_supervisor(run_dir)
-    # Code of a rank could name itself in the record of the wait, to outlive the run.
-    waiting = waiting_processes(run_dir) if request.get("keep") else []
-    if node and not waiting:
+        send_signal(node["pid"], signal.SIGUSR1, node["pid_start"])
+        wait_end(run_dir, EXIT_LIMIT)
+    if node:
         wait_exit(run_dir, node)
-    return waiting
 
 
 def own_node(run_dir: LinkFreePath) -> dict[str, Any] | None:
@@ -130,17 +114,17 @@ def wait_exit(run_dir: LinkFreePath, node: dict[str, Any]) -> None:
         time.sleep(0.01)
 
 
-def kill_processes(run_dir: LinkFreePath, spare: Collection[int] = ()) -> int:
-    """Kill every process of the run but `spare`; return their number. Raises SupervisorError if one does not end."""
+def kill_processes(run_dir: LinkFreePath) -> int:
+    """Kill every process of the run; return their number. Raises SupervisorError if one does not end."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_LIMIT
-    while left := set(run_processes(run_dir)) - set(spare):
+    while left := set(run_processes(run_dir)):
         if time.monotonic() > deadline:
             raise SupervisorError(
                 f"cannot kill processes {sorted(left)} of run {run_dir.name}: they hang in the kernel; restart the host"
             )
         # Children first. Those of a supervisor that has ended belong to nobody, and may have no mark of the run.
-        below = {*descendants(*left)} - set(spare)
+        below = {*descendants(*left)}
         for pid in below or left:
             send_signal(pid, signal.SIGKILL)
         killed.update(below or left)

@@ -1,14 +1,9 @@
-"""The supervisor process: it runs torchrun to its end, leaves no process behind, and records how the run ended.
-
-After a failure it waits for the next start, if the start that failed requests it: the standby process then forks
-torchrun again.
-"""
+"""The supervisor process: it runs torchrun to its end, leaves no process behind, and records how the run ended."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import re
 import signal
@@ -26,10 +21,8 @@ from trainer.supervise.logs import limit_logs
 from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_log, write_json
-from trainer.supervise.standby import ForkedLaunch, Imports, Standby, may_serve
 from trainer.supervise.start_request import StartRequest
 from trainer.supervise.status import ENDED_WELL
-from trainer.supervise.waiting import AGAIN, POLL, STATE, begin_waiting, end_waiting, take_request
 
 TICK = 0.1  # s between two checks of the child processes, as torchrun's own --monitor-interval
 HOLD_LIMIT = 120.0  # s to wait for the folder `state/go`
@@ -38,46 +31,32 @@ LIGHTHOUSE_DELAY = 1.0  # s between two starts of the lighthouse
 LIGHTHOUSE_STARTS = 3  # consecutive starts of a lighthouse that exits by itself, such as where its port is taken
 KILL_LIMIT = 10.0  # s for killed processes to end
 LOG_INTERVAL = 10.0  # s between two looks at the size of the logs
-WAIT_TICK = 0.5  # s between two looks for a request: a start also wakes this process
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
-AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
+AWAITED = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD}
 
 
 def run_supervisor(arguments: list[str]) -> None:
-    """Hold the run's lock and supervise torchrun, in the foreground; then wait for the next start if that is requested.
-
-    Raises SupervisorError if the run is alive.
-    """
-    request: StartRequest | None = StartRequest.read(arguments[0])
-    standby: Standby | None = None
-    while request:
-        run_dir = run_folder(request.run_dir)
-        log = run_dir / f"logs/torchrun.{request.node_rank}.log"
-        with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open_append() as sink:
-            if not locked:
-                raise SupervisorError(f"run {run_dir.name} is already running here")
-            # Check again, now that the Epilog of the node can find this process: either it ends the process, or the
-            # lease has ended before.
-            check_lease(request.lease)
-            os.dup2(sink.fileno(), 1)
-            os.dup2(sink.fileno(), 2)
-            supervisor = Supervisor(request, run_dir, log, standby)
-            supervisor.run()
-            waits = supervisor.begin_waiting()
-        request, standby = (supervisor.wait_for_start() if waits else None), supervisor.standby
+    """Hold the run's lock and supervise torchrun, in the foreground. Raises SupervisorError if the run is alive."""
+    request = StartRequest.read(arguments[0])
+    run_dir = run_folder(request.run_dir)
+    log = run_dir / f"logs/torchrun.{request.node_rank}.log"
+    with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open_append() as sink:
+        if not locked:
+            raise SupervisorError(f"run {run_dir.name} is already running here")
+        # Check again, now that the Epilog of the node can find this process: either it ends the process, or the
+        # lease has ended before.
+        check_lease(request.lease)
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+        Supervisor(request, run_dir, log).run()
 
 
 class Supervisor:
-    """One torchrun at a time, its descendants, and the lighthouse of the run if it is assigned to this host.
+    """One torchrun at a time, its descendants, and the lighthouse of the run if it is assigned to this host."""
 
-    `standby` forks the torchruns; it may come from an earlier start.
-    """
-
-    def __init__(
-        self, request: StartRequest, run_dir: LinkFreePath, log: LinkFreePath, standby: Standby | None = None
-    ) -> None:
-        self.request, self.run_dir, self.log, self.standby = request, run_dir, log, standby
+    def __init__(self, request: StartRequest, run_dir: LinkFreePath, log: LinkFreePath) -> None:
+        self.request, self.run_dir, self.log = request, run_dir, log
         # With this option torchrun restarts its workers itself, and the death of a worker does not end the run.
         self.elastic = any(re.fullmatch(r"--max[-_]restarts=[1-9]\d*", word) for word in request.command)
         self.ranks = RankMonitor(run_dir, log, request.ranks, renumbered=self.elastic, replica=request.restarts > 0)
@@ -85,8 +64,7 @@ class Supervisor:
         self.lighthouse: subprocess.Popen[bytes] | None = None
         self.lighthouse_started, self.lighthouse_exits = 0.0, 0
         self.logs_limited = -LOG_INTERVAL
-        self.stop_requested = self.to_be_started = False
-        self.may_fork = request.standby > 0 and may_serve(request.command)
+        self.stop_requested = False
         self.oom_kills = oom_kills()
         stat = process_stat(os.getpid())
         self.node: dict[str, Any] = {
@@ -98,7 +76,6 @@ class Supervisor:
             "attempt": request.attempt,
             "restarts": self.elastic or request.restarts > 0,
             "replica": request.replica,
-            "standby": request.standby > 0,
             "backend": "systemd" if request.unit else "process",
             "unit": request.unit or None,
             "lease": request.lease or None,
@@ -123,7 +100,7 @@ class Supervisor:
         while True:
             try:
                 self.keep_lighthouse()
-                torchrun = self.start_torchrun()
+                torchrun = self.spawn(self.request.command, None)
             except (OSError, subprocess.SubprocessError) as error:
                 self.node.update(status="failed", ended=time.time(), exit_code=127, error=str(error))
                 self.save()
@@ -131,79 +108,28 @@ class Supervisor:
                 return
             self.save()
             code = self.wait_for_torchrun(torchrun)
-            if self.standby and not self.stop_requested and (self.standby.refusal or self.standby.pending):
-                continue  # it did not fork torchrun: start_torchrun does not use it
-            self.kill_all(torchrun, spare=self.kept(self.lighthouse))
+            self.kill_all(torchrun, spare=self.kept_lighthouse())
             self.ranks.read_log()
             if not self.restart_is_due():
                 break
-        self.kill_all(torchrun, spare=self.kept())
+        self.kill_all(torchrun)
         self.end(code)
 
-    def start_torchrun(self) -> subprocess.Popen[bytes] | ForkedLaunch:
-        """Start torchrun: from the standby process if this start may use one. Raises OSError and SupervisorError."""
-        if self.standby and (why := self.standby.refusal or (self.standby.pending and "it ended during the imports")):
-            self.drop_standby(why)
-            self.may_fork = False
-        self.prepare_standby()
-        if self.standby:
-            try:
-                return self.standby.launch(self.request.command, self.environment(), self.log.path)
-            except OSError as error:
-                self.drop_standby(str(error))
-        return self.spawn(self.request.command, None)
+    def kept_lighthouse(self) -> list[int]:
+        """Return the pids of the lighthouse and of its descendants, if it runs."""
+        return [self.lighthouse.pid, *descendants(self.lighthouse.pid)] if self.lighthouse else []
 
-    def prepare_standby(self) -> None:
-        """Have a standby process that suits this start, if the start may use one. It begins to import. Raises SupervisorError."""
-        if not self.may_fork:
-            if self.standby:
-                self.drop_standby("this start needs other imports")
-            return
-        command, environment = self.request.command, self.environment()
-        imports = Imports.now(command[0], self.run_dir, environment)
-        if self.standby and (why := self.standby.unusable(imports)):
-            self.drop_standby(why)
-        if self.standby is None:
-            try:
-                spawn = functools.partial(self.spawn, env=environment)
-                self.standby = Standby.start(spawn, command, imports)
-            except OSError as error:
-                self.drop_standby(str(error))
-
-    def drop_standby(self, why: str) -> None:
-        """End the standby process, and log why."""
-        log_line(f"the standby process is not used: {why}")
-        self.end_standby()
-
-    def end_standby(self) -> None:
-        """End the standby process, so that the next torchrun is started without it."""
-        if self.standby:
-            self.standby.close()
-            self.standby = None
-        self.kill_all(spare=self.kept(self.lighthouse))
-
-    def kept(self, *processes: subprocess.Popen[bytes] | None) -> list[int]:
-        """Return the pids of processes, of their descendants, and of the standby process if it has no torchrun to start."""
-        pids = [process.pid for process in processes if process]
-        below = [pid for process in pids for pid in descendants(process)]
-        return pids + below + ([self.standby.pid] if self.standby and self.standby.is_idle else [])
-
-    def wait_for_torchrun(self, torchrun: subprocess.Popen[bytes] | ForkedLaunch) -> int:
+    def wait_for_torchrun(self, torchrun: subprocess.Popen[bytes]) -> int:
         """Watch torchrun and its ranks; return its exit code."""
         while (code := self.reap(torchrun)) is None:
-            caught = signal.sigtimedwait(AWAITED, POLL if self.standby and self.standby.pending else TICK)
+            caught = signal.sigtimedwait(AWAITED, TICK)
             if caught and caught.si_signo in (signal.SIGTERM, signal.SIGINT):
                 self.stop_requested = True
                 send_signal(torchrun.pid, signal.SIGTERM)
-            elif caught and caught.si_signo in (
-                signal.SIGUSR1,
-                signal.SIGUSR2,
-            ):  # stop with `now`; the run is started again
+            elif caught and caught.si_signo == signal.SIGUSR1:  # stop with `now`
                 self.stop_requested = True
-                self.to_be_started = caught.si_signo == signal.SIGUSR2
-                self.kill_all(torchrun, spare=self.kept() if self.to_be_started else [])
-            importing = self.standby and self.standby.pending
-            if not importing and self.ranks.update(torchrun.pid):
+                self.kill_all(torchrun)
+            if self.ranks.update(torchrun.pid):
                 self.save()
             self.keep_lighthouse()
             if time.monotonic() - self.logs_limited >= LOG_INTERVAL:
@@ -211,7 +137,7 @@ class Supervisor:
                 self.logs_limited = time.monotonic()
             useless = self.elastic and self.ranks.mistake() not in ("", "DiskError")  # torchrun would restart the ranks
             if self.ranks.exit_is_overdue() or "error" in self.node or useless:
-                self.kill_all(torchrun, spare=self.kept(self.lighthouse))
+                self.kill_all(torchrun, spare=self.kept_lighthouse())
         return code
 
     def environment(self) -> dict[str, str]:
@@ -219,9 +145,7 @@ class Supervisor:
         values = run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
         return values | ({LEASE_VARIABLE: self.request.lease} if self.request.lease else {})
 
-    def spawn(
-        self, command: list[str], log: LinkFreePath | None, env: dict[str, str] | None = None, **more: Any
-    ) -> subprocess.Popen[bytes]:
+    def spawn(self, command: list[str], log: LinkFreePath | None) -> subprocess.Popen[bytes]:
         """Start a program that dies with this process, even when that is killed by SIGKILL."""
         parent = os.getpid()
 
@@ -238,9 +162,8 @@ class Supervisor:
                 stdout=sink,
                 stderr=sink,
                 cwd=self.run_dir.path,
-                env=self.environment() if env is None else env,
+                env=self.environment(),
                 preexec_fn=before_exec,
-                **more,
             )
 
     def keep_lighthouse(self) -> None:
@@ -293,13 +216,10 @@ class Supervisor:
     def wait_for_go(self) -> bool:
         """Wait for `state/go`; return whether it appeared before a stop and before the limit."""
         self.save()
-        with contextlib.suppress(SupervisorError):  # the start of torchrun reports it
-            self.prepare_standby()  # it imports while other hosts get ready
         deadline = time.monotonic() + HOLD_LIMIT
         while not (self.run_dir / "state/go").exists():
             caught = signal.sigtimedwait(AWAITED, 0.01)
             if (caught and caught.si_signo != signal.SIGCHLD) or (self.run_dir / "stop").exists():
-                self.to_be_started = bool(caught and caught.si_signo == signal.SIGUSR2)
                 self.node.update(status="stopped", ended=time.time())
             elif time.monotonic() > deadline:
                 why = f"the controller did not release the start within {HOLD_LIMIT:.0f} s"
@@ -311,22 +231,16 @@ class Supervisor:
         self.node.update(status="running", started=time.time())
         return True
 
-    def reap(self, torchrun: subprocess.Popen[bytes] | ForkedLaunch | None) -> int | None:
+    def reap(self, torchrun: subprocess.Popen[bytes] | None) -> int | None:
         """Reap every dead child, orphans included; return torchrun's exit code once it has one."""
-        if self.standby:
-            self.standby.update()
         with contextlib.suppress(ChildProcessError):
             while (dead := os.waitpid(-1, os.WNOHANG))[0]:
-                if self.standby:
-                    self.standby.note_end(*dead)
-                for child in (torchrun, self.lighthouse, self.standby and self.standby.process):
+                for child in (torchrun, self.lighthouse):
                     if child and dead[0] == child.pid:
                         child.returncode = os.waitstatus_to_exitcode(dead[1])
         return torchrun.returncode if torchrun else None
 
-    def kill_all(
-        self, torchrun: subprocess.Popen[bytes] | ForkedLaunch | None = None, spare: Collection[int] = ()
-    ) -> None:
+    def kill_all(self, torchrun: subprocess.Popen[bytes] | None = None, spare: Collection[int] = ()) -> None:
         """Kill every descendant of this process but those whose pids are in `spare`."""
         deadline = time.monotonic() + KILL_LIMIT
         while time.monotonic() < deadline:
@@ -350,38 +264,6 @@ class Supervisor:
             status = "stopped" if stopped else "failed"
         self.node.update(status=status, ended=time.time(), exit_code=code)
         self.save()
-
-    # Between two starts
-
-    def begin_waiting(self) -> bool:
-        """Return whether to wait for the next start, which is then recorded: after a failure that no user must fix."""
-        failed = self.node["status"] == "failed" and not self.stop_requested
-        again = self.to_be_started or (self.run_dir / AGAIN).exists()
-        wanted = ((self.run_dir / "stop").exists() and not again) or (self.run_dir / "state/stop-wanted").exists()
-        expected = self.node["status"] != "finished" and (failed or again) and not self.ranks.mistake()
-        if expected and not wanted and "error" not in self.node and self.standby and self.standby.is_idle:
-            with contextlib.suppress(OSError):  # a full disk
-                begin_waiting(self.run_dir, self.request, self.standby.pid, self.standby.imports.trainer)
-                return True
-        self.end_standby()
-        return False
-
-    def wait_for_start(self) -> StartRequest | None:
-        """Wait for the request of the next start, and return it; None if there is none in time, or it needs another unit."""
-        deadline = time.monotonic() + self.request.standby
-        found: StartRequest | None = None
-        while self.standby and self.standby.is_idle and time.monotonic() < deadline and not found:
-            if not (self.run_dir / STATE).exists():  # the run folder was removed
-                break
-            found = take_request(self.run_dir)
-            if found is None and (caught := signal.sigtimedwait(AWAITED, WAIT_TICK)):
-                self.reap(None)
-                if caught.si_signo not in (signal.SIGCHLD, signal.SIGUSR2):
-                    break
-        end_waiting(self.run_dir)
-        if found is None:
-            self.end_standby()
-        return found
 
     def save(self) -> None:
         """Write the state of this host's part."""

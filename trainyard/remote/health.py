@@ -215,16 +215,15 @@ def busy() -> list[dict[str, Any]]:
 
 
 def torchruns(runs: Path) -> list[dict[str, Any]]:
-    """Return `pid` and `command` of every torchrun that belongs to no run below `runs`, without the ranks that it forked."""
-    found: dict[int, tuple[int, str]] = {}
+    """Return `pid` and `command` of every torchrun that belongs to no run below `runs`."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             launcher = any(word.endswith(("/torchrun", ".torchrun", "torch.distributed.run")) for word in words[:6])
             if launcher and not any(word.startswith((f"{runs}/", f"--run-dir={runs}/")) for word in words):
-                parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
-                found[int(folder.name)] = parent, " ".join(words)[:120].strip()
-    return [{"pid": pid, "command": command} for pid, (parent, command) in found.items() if parent not in found]
+                found.append({"pid": int(folder.name), "command": " ".join(words)[:120].strip()})
+    return found
 
 
 def gpu_state() -> dict[str, Any]:

@@ -95,11 +95,6 @@ class LaunchOptions(PlaybookOptions):
         ge=0,
         le=MAX_SECONDS,
     )
-    standby: Literal["off", "run"] = declare(
-        "run",
-        "a process on each host that has imported what the ranks need, from which a start forks them; off: none; run: while "
-        "the run lives and `max_restarts` allows a restart",
-    )
     elastic: bool = declare(False, "let torchrun restart the ranks itself with its c10d rendezvous")
     master_port: Port = declare(
         None, "rendezvous port on the head; empty: a free port from 29500 to 29599", ge=1, le=65_535

@@ -22,7 +22,7 @@ from trainer.config import RunSpec
 from trainer.costs.speeds import DeviceSpeed, add_speeds
 from trainer.distributed import COPY_STAGES
 from trainer.supervise.start import STOPPED
-from trainyard.run.follow.absent_hosts import end_standby, stop_absent, watch_absent
+from trainyard.run.follow.absent_hosts import stop_absent, watch_absent
 from trainyard.run.follow.announce import Announcer
 from trainyard.run.follow.artifacts import collect_artifacts
 from trainyard.run.follow.follower import follow_parts
@@ -31,7 +31,7 @@ from trainyard.run.follow.rejoin import Rejoin, Speeds
 from trainyard.run.follow.restart_policy import RestartPolicy
 from trainyard.run.follow.run_status import planned_parts
 from trainyard.run.launch.launch_scripts import write_scripts
-from trainyard.run.launch.start_ranks import paths_in, standby_seconds, start_ranks
+from trainyard.run.launch.start_ranks import paths_in, start_ranks
 from trainyard.run.launch.start_record import keep_start, service_start
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import describe
@@ -283,7 +283,6 @@ class RunSession:
             while failure is not None:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
-                    self._end_standby(state.plan, failure.get("lost", []))
                     raise policy.error(failure, why)
                 for line in policy.lines(failure):
                     self.report(line)
@@ -390,9 +389,8 @@ class RunSession:
 
     def _launch(self) -> StepResult:
         try:
-            settings = (self.options.unit_properties, standby_seconds(self.options))
             self.state.attempt = self._planned_attempt()
-            started = start_ranks(self.state.plan, self.connect, self.report, *settings)
+            started = start_ranks(self.state.plan, self.connect, self.report, self.options.unit_properties)
         except RunError:
             release_claims(self.state.plan, self.connect, self.state.token)
             raise
@@ -411,9 +409,6 @@ class RunSession:
             else:
                 self.keep_record(f"starts/{self.run_name}.json", record)
 
-    def _end_standby(self, entries: list[PlanEntry], lost: Iterable[str]) -> None:
-        end_standby(planned_parts(entries), self.connect, self.options, set(lost))
-
     def _render(self) -> StepResult:
         if not self.check:  # the scripts are started by hand, without this session
             release_claims(self.state.plan, self.connect, self.state.token)
@@ -422,9 +417,10 @@ class RunSession:
 
     def _monitor(self) -> None:
         parts = planned_parts(self.state.plan)
-        keep, rejoin = standby_seconds(self.options) > 0, self._rejoin()
-        how: dict[str, Any] = {"keep": keep, "rejoin": rejoin, "watch": self.watch}
-        ended = follow_parts(self.run_name, parts, self.connect, self.options, self.report, **how)
+        rejoin = self._rejoin()
+        ended = follow_parts(
+            self.run_name, parts, self.connect, self.options, self.report, rejoin=rejoin, watch=self.watch
+        )
         returning = rejoin.returning if rejoin and ended["status"] == "stopped" else []
         if returning:
             ended.pop("lines", None)
@@ -449,12 +445,9 @@ class RunSession:
         Args:
             due: monotonic time before which nothing is staged and no rank starts.
         """
-        before = self.state.plan
         _sleep_until(due - PLAN_AHEAD)
         plan = self._make_plan(previous)
         if plan.phase != "stopped":
-            left_out = [entry for entry in before if entry.host not in {entry.host for entry in plan.entries}]
-            self._end_standby(left_out, previous.lost)
             for line in plan.lines:
                 self.report(line)
         if plan.phase in ("new", "finished"):
@@ -468,7 +461,6 @@ class RunSession:
                         raise
                     self.state.phase = "stopped"
         if self.state.phase == "stopped":
-            self._end_standby(before, previous.lost)
             self.state.status = "stopped"
             self._result = {"changed": True, "status": "stopped", "lines": [stopped_line(self.run_name)]}
 

@@ -362,7 +362,6 @@ def test_a_word_means_the_same_in_yaml_and_as_a_launch_option(word: str) -> None
         said, _ = outcome(lambda name=name: make_options({name: word}))
         read, error = outcome(lambda name=name: make_options(parse_mapping(f"{name}: {word}", "hosts.yml")))
         assert read == said or "in quotes" in error or name == "run_env", name
-    assert make_options({"standby": False}).standby == "off"
 
 
 @pytest.mark.parametrize("word", ["no", "off", "false", "none", "false "])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from trainer.config import RunSpec
 from trainyard.run.follow.rejoin import Rejoin, Speeds
 from trainyard.run.follow.run_status import run_parts
-from trainyard.run.host_run import HostRun
-from trainyard.run.launch.start_ranks import standby_seconds, stop_parts
+from trainyard.run.launch.start_ranks import stop_parts
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import Connect, describe, fit_hosts
 from trainyard.run.plan.make_plan import surplus
@@ -62,12 +61,6 @@ def watch_absent(
 def stop_absent(hosts: list[Host], run: str, connect: Connect) -> None:
     """Stop what is left of earlier starts of a run that has ended, on lost hosts that have returned.
 
-    Their ranks may wait for peers that ended while the host was disconnected, or a standby process waits for a restart.
+    Their ranks may wait for peers that ended while the host was disconnected.
     """
     stop_parts(run_parts(hosts, run), connect, {"now": True}, END_LIMIT)
-
-
-def end_standby(parts: list[HostRun], connect: Connect, options: LaunchOptions, lost: Collection[str]) -> None:
-    """End the standby processes that only a restart could use, on all hosts but those of `lost`, where they end by themselves."""
-    if standby_seconds(options):
-        stop_parts([part for part in parts if part.host not in lost], connect, {"only_standby": True}, END_LIMIT)

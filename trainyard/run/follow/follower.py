@@ -122,7 +122,7 @@ class Follower:
     def stop_to_rejoin(self, returning: list[str]) -> None:
         """Ask all ranks to write a checkpoint and stop, because the run starts again with hosts that return."""
         self.report(f"{', '.join(returning)} can take part again: the run stops at a checkpoint and starts again")
-        request = {"keep": True, "grace": REJOIN_GRACE}
+        request = {"grace": REJOIN_GRACE}
         self.stopping = FanOut(
             {
                 part.host: functools.partial(
@@ -237,14 +237,12 @@ def follow_parts(
     options: LaunchOptions,
     report: Report,
     *,
-    keep: bool = False,
     rejoin: Rejoin | None = None,
     watch: Watch = lambda state: None,
 ) -> StepResult:
     """Monitor a run's parts to their end. On the first failure, stop all of them.
 
     Args:
-        keep: whether the standby processes remain after a failure, because the caller may restart the run.
         rejoin: says when the run stops for hosts that return.
         watch: see Progress.
 
@@ -268,7 +266,7 @@ def follow_parts(
     if follower.stopping:  # a stop must not reach the next start
         follower.stopping.wait(STOP_LIMIT)
     if cause is not None:
-        raise failed_run(parts, cause, connect, follower.lost_limit, keep)
+        raise failed_run(parts, cause, connect, follower.lost_limit)
     for host, error in stop_parts(follower.left_out(), connect, {"now": True}).items():
         report(f"cannot stop {host}, which was absent at the end: {error}")
     ended: StepResult = {"hosts": part_ends(parts)}
@@ -278,12 +276,11 @@ def follow_parts(
     return ended | {"status": "stopped", "lines": [line]}
 
 
-def failed_run(parts: list[HostRun], cause: Cause, connect: Connect, lost_limit: float, keep: bool) -> RunFailedError:
+def failed_run(parts: list[HostRun], cause: Cause, connect: Connect, lost_limit: float) -> RunFailedError:
     """Stop the remaining processes of a failed run; return the error with its evidence."""
     # A host that has been silent for half the limit counts as lost: a switch takes several hosts at once.
     lost = [part.host for part in parts if part.silent > lost_limit / 2 and part.status not in ENDED]
-    request = {"now": True, "keep": keep}
-    unstopped = stop_parts([part for part in parts if part.host not in lost], connect, request)
+    unstopped = stop_parts([part for part in parts if part.host not in lost], connect, {"now": True})
     return RunFailedError(
         cause.text,
         lines=[

@@ -122,8 +122,8 @@ def newest_start(parts: Iterable[HostRun], *, every_start: bool = False) -> list
 
 
 def is_left(state: Mapping[str, Any]) -> bool:
-    """Return whether a host has processes of a run: its ranks, or a standby process that waits for the next start."""
-    return bool(state.get("alive") or state.get("waits") or state.get("left"))
+    """Return whether a host has processes of a run: its ranks, or what is left of them."""
+    return bool(state.get("alive") or state.get("left"))
 
 
 def with_absent_replicas(
@@ -296,7 +296,7 @@ def valid_runs(states: Iterable[dict[str, Any]]) -> tuple[list[RunStatus], list[
         except ReplyError as error:
             bad.append(str(error))
             plain: dict[str, Any] = {"status": "unreadable", "node": None, "ranks": {}}
-            plain |= {name: state[name] for name in ("run_dir", "now", "alive", "waits", "left") if name in state}
+            plain |= {name: state[name] for name in ("run_dir", "now", "alive", "left") if name in state}
             with contextlib.suppress(ReplyError):
                 valid += [known for known in [checked_status(plain)] if is_left(known)]
     return valid, bad

@@ -12,7 +12,6 @@ from typing import Any
 
 from trainyard import front_end
 from trainyard.run.host_run import HostRun, killed_ranks, last_step
-from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, Report, StepResult
 from trainyard.wire.connection import FanOut, HostConnection
@@ -27,7 +26,6 @@ BEGIN = (
     """mkdir go && date '+{"now": %s.%N}'"""
 )
 STOP_LIMIT = 30.0  # s for a host to answer a stop request, besides the grace period
-STANDBY_LIMIT = 180.0  # s that a standby process waits for a restart: longer than the longest delay and the plan
 
 
 def start_ranks(
@@ -35,7 +33,6 @@ def start_ranks(
     connect: Connect,
     report: Report,
     properties: Iterable[str] = (),
-    standby: float = 0.0,
 ) -> StepResult:
     """Start all ranks of a plan, or none of them.
 
@@ -43,7 +40,6 @@ def start_ranks(
 
     Args:
         properties: properties of the systemd units.
-        standby: seconds that a standby process on each host waits for the next start; 0 for none.
 
     Returns:
         `hosts`, the answer of each host, and `skew_seconds` between the first and the last start by the hosts' clocks.
@@ -52,7 +48,7 @@ def start_ranks(
         LaunchError: a host refused or did not answer; no rank is left running.
     """
     stale = [HostRun(entry.host, entry.run_dir) for entry in entries if entry.stale]
-    for host, error in stop_parts(stale, connect, {"now": True, "keep": standby > 0}).items():
+    for host, error in stop_parts(stale, connect, {"now": True}).items():
         raise LaunchError(f"{host}: cannot stop the ranks of an earlier start: {error}")
     connections = {entry.host: connect(entry.host) for entry in entries}
     names = [entry.host for entry in entries]
@@ -61,7 +57,7 @@ def start_ranks(
     ready = FanOut(
         {
             entry.host: functools.partial(
-                connections[entry.host].call, "run_start", start_request(entry, names, properties, standby)
+                connections[entry.host].call, "run_start", start_request(entry, names, properties)
             )
             for entry in entries
         }
@@ -73,7 +69,7 @@ def start_ranks(
     if begun.errors:
         # A host that refused may run another run, or another start of this one. Leave that alone.
         parts = [HostRun(entry.host, entry.run_dir) for entry in entries if entry.host in ready.answers]
-        stop_parts(parts, connect, {"now": True, "keep": standby > 0})
+        stop_parts(parts, connect, {"now": True})
         host = next(name for name in names if name in begun.errors)
         raise LaunchError(f"{host}: {begun.errors[host]}", troubles=begun.errors, lost=list(begun.errors))
     for name in names:
@@ -83,14 +79,7 @@ def start_ranks(
     return {"hosts": ready.answers, "skew_seconds": round(max(times) - min(times), 3)}
 
 
-def standby_seconds(options: LaunchOptions) -> float:
-    """Return how long a standby process waits for the next start; 0 for none."""
-    return STANDBY_LIMIT if options.standby == "run" and options.max_restarts else 0.0
-
-
-def start_request(
-    entry: PlanEntry, hosts: list[str], properties: Iterable[str], standby: float = 0.0
-) -> dict[str, Any]:
+def start_request(entry: PlanEntry, hosts: list[str], properties: Iterable[str]) -> dict[str, Any]:
     """Return the request that makes one host ready (see trainer.supervise)."""
     request = {
         "run_dir": entry.run_dir,
@@ -107,7 +96,6 @@ def start_request(
         "properties": [*properties, *entry.properties],
         "reachable": [*entry.peers, *entry.servers] if entry.isolated else [],
         "hold": True,
-        "standby": standby,
         "lease": entry.lease,
         "command": entry.command,
     }

@@ -110,7 +110,6 @@ class RunStatus(OpenReply):
     node: Node | None
     ranks: Annotated[dict[str, Heartbeat], BeforeValidator(by_rank), Field(max_length=RANKS_LIMIT)]
     stop_wanted: NotRequired[Flag]
-    waits: NotRequired[Flag]
     left: NotRequired[Flag]
     why: NotRequired[Line]
     logs: NotRequired[dict[str, Log]]

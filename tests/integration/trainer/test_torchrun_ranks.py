@@ -1,4 +1,4 @@
-"""Ranks that torchrun forks: they are its children, hold none of its sockets, and end with it."""
+"""Ranks of torchrun: they are its children, hold none of its sockets, and end with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def listeners(pid: int) -> set[int]:
     return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-def test_ranks_are_forked_from_torchrun_and_end_with_it(cluster: Cluster) -> None:
+def test_ranks_end_with_torchrun(cluster: Cluster) -> None:
     made = Cluster(cluster.folder, cluster.spec, cold=True)
     try:
         (launcher,) = made.start(1, 2, max_steps=500)
@@ -33,8 +33,6 @@ def test_ranks_are_forked_from_torchrun_and_end_with_it(cluster: Cluster) -> Non
         for pid in pids:
             assert int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == launcher.pid
             assert os.getsid(pid) == pid, "a signal to torchrun's group must not reach the ranks"
-            words = Path(f"/proc/{pid}/cmdline").read_text()
-            assert "trainer.launch.torchrun" in words, "not a program of its own"
         (port,) = listeners(launcher.pid)
         assert not any(port in listeners(pid) for pid in pids), "the port must be free once torchrun has ended"
 
