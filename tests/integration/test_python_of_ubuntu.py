@@ -69,7 +69,7 @@ def test_an_environment_on_python_310_is_refused_with_its_remedy(tmp_path: Path,
 
 
 def test_a_run_on_python_310_is_refused_by_preflight(inventory: Path) -> None:
-    played = run_playbook("playbooks/preflight.yml", inventory, {"quick": True})
+    played = run_playbook("playbooks/preflight.yml", inventory)
     assert played.rc != 0
     assert f"jammy: {PYTHON} is Python 3.10." in played.stdout, played.stdout
     assert "set python_base to a supported one, or python_env: conda, and run site.yml" in played.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -188,20 +187,6 @@ def command_lines() -> list[bytes]:
         with contextlib.suppress(OSError):
             found.append((entry / "cmdline").read_bytes())
     return found
-
-
-@pytest.mark.slow
-def test_all_reduce_measures_and_reports_failure() -> None:
-    """The verb imports torch, so it runs with the environment's packages."""
-    host = HostConnection(Host("here", "127.0.0.1", "/nonexistent", sys.executable), LocalTransport())
-    request = {"world": 2, "master": "127.0.0.1", "port": free_port(), "device": "lo", "limit": 60}
-    requests = {str(rank): functools.partial(host.call, "all_reduce", request | {"rank": rank}) for rank in (0, 1)}
-    done = FanOut(requests).wait(120)
-    assert not done.errors
-    assert done.answers["0"]["mbit"] > 0 and done.answers["1"]["latency_ms"] > 0 and done.answers["0"]["torch"]
-    with pytest.raises(RemoteError) as error:
-        host.call("all_reduce", request | {"rank": 0, "port": free_port(), "limit": 1})
-    assert "\n" not in str(error.value) and "Error: " in str(error.value)
 
 
 def test_an_unreachable_host_is_reported(server: Server, tmp_path: Path) -> None:

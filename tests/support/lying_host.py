@@ -225,7 +225,6 @@ def honest(verb: str, request: dict[str, Any], host: Host, number: int) -> dict[
         "health": lambda: health(host),
         "hardware": hardware,
         "mesh": lambda: mesh(host, request),
-        "all_reduce": lambda: {"mbit": 900.0, "latency_ms": 0.5, "torch": "2.13.0"},
         "receive": lambda: {"lacking": [], "changed": list(request.get("files", {}))},
         "local_files": lambda: {"files": {path: local_file() for path in request.get("paths", [])}},
         "relay": lambda: {"installed": [], "receive_error": "", "send_error": ""},

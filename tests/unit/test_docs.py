@@ -35,7 +35,7 @@ CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 # Variables that playbooks read from -e, in addition to the run spec, the launch options and the variables of roles.
-PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "host", "json", "quick", "run"}
+PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "host", "json", "run"}
 PLAYBOOK_VARIABLES |= (
     set(DISTILL_OPTIONS) | set(MERGE_OPTIONS) | set(EVALUATE_OPTIONS) | set(QUEUE_OPTIONS) | {"do", "file"}
 )

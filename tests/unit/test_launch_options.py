@@ -150,5 +150,5 @@ def test_plain_data_has_no_subclasses() -> None:
 
 def test_names_given_to_other_playbooks_are_checked() -> None:
     check_names(["master_port", "hosts", "run", "ansible_user"], TOP, ["run"])
-    with pytest.raises(UserError, match=r"^-e quik: unknown name; did you mean 'quick'\?$"):
-        check_names(["quik"], TOP, ["quick"])
+    with pytest.raises(UserError, match=r"^-e forse: unknown name; did you mean 'force'\?$"):
+        check_names(["forse"], TOP, ["force"])

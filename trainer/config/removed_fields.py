@@ -43,6 +43,7 @@ REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
 REMOVED_OPTIONS: dict[str, tuple[Any, str]] = {
     "eval_questions": ((), "evaluate the run when it has finished: evaluate.yml"),
     "launcher": ("ssh", _SLURM),
+    "quick": (False, "preflight runs no all-reduce any more: omit it"),
     "slurm_account": ("", _SLURM),
     "slurm_cpus": (0, _SLURM),
     "slurm_gres": ("", _SLURM),

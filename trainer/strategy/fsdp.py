@@ -197,9 +197,8 @@ class FSDPPlan(StrategyPlan):
         # The forward and the backward pass gather the layers, unless they stay gathered in between, as the root does.
         passes = 1 if keeps_gathered(spec) else 2
         gathered = ring * (passes * layers + root_bytes(spec, shape, self.bytes_per_weight(spec))) * micro
-        # gloo implements reduce-scatter as an all-reduce. trainer.strategy.fsdp_exchange replaces it if every rank has a
-        # separate host.
-        scattered = (2 if gloo and max(layout.processes) > 1 else 1) * ring * trained * number
+        # gloo implements reduce-scatter as an all-reduce.
+        scattered = (2 if gloo else 1) * ring * trained * number
         return gathered + scattered * (1 if spec.lora_r else micro)
 
 
@@ -227,13 +226,6 @@ def make_mesh(spec: RunSpec, world: World, replica_group: World | None = None) -
             "set fsdp_shard=all, or cluster_processes"
         )
     return device_mesh.init_device_mesh(kind, (len(ranks), world.size // len(ranks)), mesh_dim_names=("hosts", "ranks"))
-
-
-def one_rank_per_host(mesh: device_mesh.DeviceMesh, world: World) -> bool:
-    """Return whether every rank of a sharded model has a separate host, and so a separate link. Every rank calls it."""
-    hosts = world.gather(world.node_rank)
-    group = [hosts[rank] for rank in dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))]
-    return len(set(group)) == len(group)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -311,7 +303,6 @@ class FSDP(Strategy):
         """Replace the parameters of the model by shards on the ranks of `mesh`."""
         from trainer.models.model import base_dtype
         from trainer.models.quantized import quantize_layers
-        from trainer.strategy import fsdp_exchange as exchange
 
         comm_dtype = torch.bfloat16 if spec.gradient_comm_dtype == "bf16" else torch.float32
         half = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(spec.precision)
@@ -343,11 +334,6 @@ class FSDP(Strategy):
         for block in self._blocks if spec.torch_compile else ():
             # Without the hooks that gather and free its weights, which are not part of `forward`.
             block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-        if world.device.type == "cpu" and one_rank_per_host(mesh, world):
-            for part in self.model.modules():
-                if isinstance(part, fsdp.FSDPModule):
-                    part.set_custom_all_gather(exchange.AllGather())
-                    part.set_custom_reduce_scatter(exchange.ReduceScatter())
 
     def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
         # Full gradients of adapters are small: they are reduced in the last pass of the step only.

@@ -71,12 +71,6 @@ class LogsOptions(RunOptions):
     logs_max_mib: int = declare(64, "size above which only the end of a file is copied", unit="MiB", ge=1, le=1_000_000)
 
 
-class PreflightOptions(RunOptions):
-    """What is checked."""
-
-    quick: bool = declare(False, "skip the all-reduce, which takes about eight of the ten seconds")
-
-
 class DataOptions(PlaybookOptions):
     """What is shown."""
 

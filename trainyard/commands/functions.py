@@ -18,7 +18,6 @@ from trainyard.commands.command_options import (
     DataOptions,
     InitOptions,
     LogsOptions,
-    PreflightOptions,
     RunOptions,
     StatusOptions,
     StopOptions,
@@ -175,13 +174,11 @@ def undeploy(call: Call) -> dict[str, Any]:
 
 def preflight(call: Call) -> dict[str, Any]:
     """Check all hosts before a run."""
-    options, cluster = call.options(PreflightOptions), call.cluster
+    options, cluster = call.options(RunOptions), call.cluster
     for host in cluster.hosts:
         host.check()
-    how = {"all_reduce": not options.quick, "write": not call.check}
-    report = run_preflight(
-        cluster.hosts, cluster.connect, call.launch.master_port or PORTS.start, run=options.run, **how
-    )
+    port = call.launch.master_port or PORTS.start
+    report = run_preflight(cluster.hosts, cluster.connect, port, run=options.run, write=not call.check)
     lines = report.output(str(call.extra_vars.get("json") or ""))
     if report.error:
         raise RunError(report.error, lines=lines, **report.as_dict())

@@ -14,7 +14,6 @@ from trainyard.commands.command_options import (
     DataOptions,
     InitOptions,
     LogsOptions,
-    PreflightOptions,
     RunOptions,
     StatusOptions,
     StopOptions,
@@ -161,7 +160,7 @@ _TABLE = (
     Command(
         "preflight",
         "check all hosts before a run",
-        *(functions.preflight, (_own(PreflightOptions), _launch("limit", "master_port"))),
+        *(functions.preflight, (_own(RunOptions), _launch("limit", "master_port"))),
     ),
     _queue("add", "add runs to the queue", (*_ADD, SPEC, LAUNCH), "spec"),
     _queue("list", "list the runs that wait or run, with the reason", QUEUED_RUNS),

@@ -320,15 +320,6 @@ def _shared_folder(one: HostState, other: HostState) -> str:
     return _mesh(one)["shares_with"].get(other.name) or _mesh(other)["shares_with"].get(one.name, "")
 
 
-def all_reduce(errors: Mapping[str, str]) -> list[Finding]:
-    """Report why the all-reduce over all hosts failed. `errors` has torch's message by host."""
-    remedy = "see torch's message"
-    return [
-        Finding("all-reduce", name, "failure", f"the all-reduce failed: {error}", remedy)
-        for name, error in errors.items()
-    ]
-
-
 def _mesh(state: HostState) -> dict[str, Any]:
     """Return the host's part of the mesh. Raises ValueError if it has none."""
     if state.mesh is None:

@@ -49,7 +49,6 @@ class Report:
     findings: list[Finding]
     lines: list[str]
     states: Sequence[HostState] = ()
-    all_reduce: dict[str, Any] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -97,7 +96,6 @@ class Report:
             "exit": self.exit_code,
             "findings": [asdict(finding) for finding in self.findings],
             "hosts": {state.name: state.as_dict() for state in self.states},
-            "all_reduce": self.all_reduce,
         }
 
 

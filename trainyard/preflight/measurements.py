@@ -1,4 +1,4 @@
-"""Measurements that all hosts make together: connectivity of pairs of hosts, and an all-reduce over all of them.
+"""Measurements that all hosts make together: connectivity of pairs of hosts.
 
 Up to FULL_MESH hosts, every pair is measured. The number of pairs of a larger cluster grows as N log N: every host measures the head,
 its neighbours in a ring, and a few random hosts.
@@ -21,9 +21,7 @@ Connect = Callable[[Host], HostConnection]
 Peers = Mapping[str, set[str]]  # for each host those that it measures, and that measure it
 
 FULL_MESH = 16  # hosts of which every pair is measured
-REDUCE_PORTS = range(29600, 29999)  # below the ephemeral ports; the rendezvous port may be in use
 MESH_LIMIT = 8.0  # s, plus half a second per host
-REDUCE_LIMIT = 60.0  # s, most of it for the import of torch
 
 
 def high_ports() -> list[int]:
@@ -98,27 +96,3 @@ def measure_mesh(
     answers = FanOut(requests).wait(limit + 10).answers
     for state in machines:
         state.mesh = answers.get(state.name)
-
-
-def measure_all_reduce(states: Sequence[HostState], connect: Connect) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Run a gloo all-reduce over all hosts with the cluster's Python.
-
-    Returns:
-        The head's answer (`mbit`, `latency_ms`, `torch`), or None if any host failed; and the error of every such host.
-    """
-    port = random.choice(REDUCE_PORTS)
-    requests: dict[str, Callable[[], dict[str, Any]]] = {}
-    for rank, state in enumerate(states):
-        request = {
-            "rank": rank,
-            "world": len(states),
-            "master": states[0].address,
-            "port": port,
-            "device": state.facts["interface"],
-            "limit": REDUCE_LIMIT,
-        }
-        requests[state.name] = functools.partial(connect(state.host).call, "all_reduce", request)
-    fan_out = FanOut(requests).wait(REDUCE_LIMIT + 15)
-    if fan_out.errors:
-        return None, dict(fan_out.errors)
-    return fan_out.answers[states[0].name], {}

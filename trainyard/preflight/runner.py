@@ -13,7 +13,7 @@ from trainyard.preflight.findings import Finding, Report, by_severity, host_tabl
 from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_requests import gather
 from trainyard.preflight.host_state import HostState, responding
-from trainyard.preflight.measurements import high_ports, measure_all_reduce, measure_mesh
+from trainyard.preflight.measurements import high_ports, measure_mesh
 from trainyard.wire.connection import FanOut, Host, HostConnection
 
 MEMORY_MIB = 512  # that one process must be able to allocate: torch imported, and a small model
@@ -27,7 +27,6 @@ def run_preflight(
     master_port: int,
     *,
     run: str = "",
-    all_reduce: bool = True,
     write: bool = True,
 ) -> Report:
     """Query all hosts in parallel, measure the network between them, and report problems. Leaves no file on the hosts.
@@ -37,29 +36,14 @@ def run_preflight(
         connect: makes the connection to a host; called in this thread.
         master_port: the rendezvous port.
         run: name of a run whose trainer must be the same on all hosts; empty for none.
-        all_reduce: whether to run an all-reduce over all hosts, if no check failed.
         write: whether to create a temporary file in each data directory, to find hosts that share it.
     """
     ports = [master_port, *high_ports()]
     states = gather(hosts, connect, run, MEMORY_MIB)
     measure_mesh(responding(states), ports, connect, system_python=True, write=write, services=True)
     findings = check(states, ports, master_port, controller_connections(responding(states)))
-    summary, reduced = "skipped", None
-    if all_reduce and any(finding.level == "failure" for finding in findings):
-        summary = "skipped, because of the failures above"
-    elif all_reduce and len(hosts) < 2:
-        summary = "skipped, because there is only one host"
-    elif all_reduce:
-        reduced, errors = measure_all_reduce(states, connect)
-        findings += cluster_checks.all_reduce(errors)
-        summary = "failed"
-    if reduced:
-        summary = (
-            f"{reduced['mbit']:.0f} Mbit/s, {reduced['latency_ms']:.2f} ms "
-            f"(torch {reduced['torch']}, gloo, {len(hosts)} hosts)"
-        )
-    lines = [*host_table(states, findings), f"all-reduce over all hosts: {summary}", *skipped_checks(states, write)]
-    return Report(findings, lines, states, reduced)
+    lines = [*host_table(states, findings), *skipped_checks(states, write)]
+    return Report(findings, lines, states)
 
 
 def skipped_checks(states: Sequence[HostState], write: bool) -> list[str]:

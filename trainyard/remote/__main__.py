@@ -24,7 +24,6 @@ VERBS: dict[str, tuple[str, str, float | None]] = {
     "health": ("trainyard.remote.health", "gather", 600),
     "hardware": ("trainyard.remote.hardware", "gather", 60),
     "mesh": ("trainyard.remote.mesh", "measure", 600),
-    "all_reduce": ("trainyard.remote.all_reduce", "measure", 180),
     "local_files": ("trainyard.remote.local_files", "local_files", 7200),
     "hub_fetch": ("trainyard.remote.hub_fetch", "hub_fetch", 25200),
     "receive": ("trainyard.remote.receive", "receive", 7200),

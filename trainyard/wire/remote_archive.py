@@ -40,7 +40,7 @@ _IMPORT = re.compile(
 )
 _DOCSTRING = re.compile(rb'^([ \t]*)"""(?:[^"\\]|"(?!""))*"""$', re.MULTILINE)
 # Verbs that import installed packages; the others start without `site`.
-PACKAGE_VERBS = frozenset({"all_reduce", "hub_fetch", "run_start"})
+PACKAGE_VERBS = frozenset({"hub_fetch", "run_start"})
 
 
 @functools.cache

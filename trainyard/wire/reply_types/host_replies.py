@@ -180,16 +180,9 @@ class Health(OpenReply):
     clock: Annotated[list[Number], Field(min_length=2, max_length=2)]
 
 
-class AllReduce(OpenReply):
-    mbit: Number
-    latency_ms: Number
-    torch: Line
-
-
 HOST_REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
     "hardware": Hardware,
     "mesh": Mesh,
-    "all_reduce": AllReduce,
 }
