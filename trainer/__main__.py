@@ -368,7 +368,7 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
         unsloth_backend.import_early(spec)
         from trainer.distributed.world import World
         from trainer.loop import train as loop
-        from trainer.planner.agreement import agree, agree_compile, with_own_rows
+        from trainer.planner.agreement import agree, agree_compile
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_owner(spec, run_dir)
@@ -390,7 +390,7 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
             claim(
                 spec.model_copy(update={name: getattr(found, name) for name in ("torch_compile", "automatic")}), run_dir
             )
-        return with_own_rows(found, world)
+        return found
 
     result = loop.train(spec, run_dir, data_dir, world, heartbeat, settle)
     if world.rank == 0 and result.get("loss_first") is not None:

@@ -153,7 +153,7 @@ def test_a_finished_run_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
         ({}, {"strategy": "ddp", "batch_size": 4}, "batch_size: was left to the hosts, now 4; strategy: was left"),
         ({}, {"merge": True}, "merge: was False, now True"),
         ({"precision": "bf16-mixed"}, {"precision": "32-true"}, "precision: was 'bf16-mixed', now '32-true'"),
-        ({"precision": "bf16-mixed", "ddp_larger_batches": False}, {}, ""),
+        ({"precision": "bf16-mixed"}, {}, ""),
         ({"merge": True, "batch_size": 2}, {"merge": True, "batch_size": 2, "resume": "never"}, ""),
     ],
 )

@@ -16,8 +16,7 @@ CHOSEN = (
 )  # their value `auto` is the default
 # strategy=auto chooses the fastest strategy; by default, another one than ddp is chosen only if the model does not fit.
 AUTOMATIC = (*CHOSEN, "strategy")
-VALUES = (*AUTOMATIC, "ddp_larger_batches")  # what a decision sets
-DECIDED = (*VALUES, "automatic")
+DECIDED = (*AUTOMATIC, "automatic")  # what a decision sets
 
 
 def with_automatic(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,6 +41,4 @@ def override_automatic(values: Mapping[str, Any], overrides: Mapping[str, Any]) 
     if "automatic" in values and "automatic" not in overrides:
         names = split_words(values["automatic"])
         merged["automatic"] = tuple(name for name in names if name not in overrides)
-    if "batch_size" in overrides and "ddp_larger_batches" not in overrides:
-        merged.pop("ddp_larger_batches", None)  # it was decided with the size
     return merged

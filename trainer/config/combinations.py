@@ -21,10 +21,6 @@ def check_combinations(spec: RunSpec) -> None:
         raise ValueError(
             "batch_size: auto cannot be combined with gradient_accumulation, which counts micro-batches: set total_batch_size"
         )
-    if spec.ddp_larger_batches is True:
-        for name in ("gradient_accumulation", "script"):
-            if getattr(spec, name):
-                raise ValueError(f"ddp_larger_batches: true cannot be combined with {name}: set it to auto, or omit it")
     if spec.gradient_accumulation and spec.total_batch_size:
         product = spec.gradient_accumulation * spec.batch_size
         if product != spec.total_batch_size:

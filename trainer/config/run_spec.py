@@ -74,7 +74,7 @@ class RunSpec(MethodFields):
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
         "32-true",
-        "precision of the computation; trained weights stay in float32; auto: bf16-mixed on GPUs that compute in it and on CPUs where it is measured as faster, fp16-mixed on older GPUs, else 32-true",
+        "precision of the computation; trained weights stay in float32; auto: bf16-mixed on GPUs that compute in it and on CPUs with instructions for it (avx512_bf16, amx_bf16), fp16-mixed on older GPUs, else 32-true",
         automatic=True,
     )
     optimizer: Literal["adamw", "adamw8bit"] = declare(
@@ -90,7 +90,7 @@ class RunSpec(MethodFields):
     )
     torch_compile: bool = declare(
         False,
-        "compile the model with torch.compile; requires a C++ compiler on every host; auto: on GPUs where it is measured to save more time than it takes",
+        "compile the model with torch.compile; requires a C++ compiler on every host; auto: on GPUs in a run of 2,000 steps or more",
         automatic=True,
     )
     strategy: StrategyName = declare(
@@ -206,11 +206,6 @@ class RunSpec(MethodFields):
     automatic: Annotated[tuple[AutomaticName, ...], BeforeValidator(split_words)] = declare(
         AUTOMATIC,
         "fields that the hosts decide, because they are auto; the spec of a started run has none",
-        mutable=True,
-    )
-    ddp_larger_batches: Literal["auto"] | bool = declare(
-        "auto",
-        "ranks on GPUs with more memory pass more rows at once than batch_size; auto: if batch_size is auto, and nothing excludes it",
         mutable=True,
     )
     seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)

@@ -137,9 +137,7 @@ def load_inputs(
     chosen = training_samples(spec, len(corpus), out)
     train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
     teacher = load_teacher(spec, tokenizer, world.device)
-    if spec.automatic or spec.ddp_larger_batches is True:
-        if "torch_compile" in spec.automatic:
-            heartbeat("starting", note="measuring torch.compile")
+    if spec.automatic:
         spec = settle(spec, _steps_about(spec, train_set))
     heartbeat("starting", note="loading the model")
     module = plan_of(spec).load_module(spec, world)

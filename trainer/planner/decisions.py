@@ -1,13 +1,14 @@
 """Decide the fields that a spec leaves to its hosts: precision, micro-batch, gradient checkpointing, 4-bit weights. No torch.
 
-The controller decides from the facts of the hosts, a rank without a controller from its own host. Only ranks can measure whether a CPU
-is faster in bfloat16, and whether a GPU is faster with a compiled model: they decide these, see agreement.
+The controller decides from the facts of the hosts, a rank without a controller from its own host. Only ranks know how many steps the
+dataset gives, and so whether a model on GPUs is compiled: see agreement.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.formats import counted
 from trainer.config import RunSpec
-from trainer.config.automatic import VALUES
+from trainer.config.automatic import AUTOMATIC
 from trainer.costs.alternatives import shown
 from trainer.costs.host_memory import have_gpus, own_memory_mib
 from trainer.costs.packing_forecast import may_pack
@@ -26,14 +27,15 @@ from trainer.planner.recommend import choose, fits
 from trainer.spec import check_spec, has_begun, read_spec
 from trainer.strategy import AUTO, plan_of
 from trainer.supervise import nvidia_smi
-from trainer.supervise.cpu import cpu_model
+from trainer.supervise.cpu import cpu_model, multiplies_bfloat16
 
 BF16, FP16 = 8.0, 7.0  # the first compute capability with bfloat16 (Ampere), and with fast float16 (Volta)
 FULL = 16_384  # tokens of a micro-batch that keep a GPU busy
 LEAST = 2048  # tokens of a micro-batch on a GPU, below which recomputing activations for larger ones is faster
 CPU_ROWS = 4  # more rows do not make a CPU faster
-MEASURED = ("precision", "torch_compile")  # fields that ranks may have to measure
-GAIN = 1.5  # how many times faster bfloat16 must be on every host: its result is less exact
+SMALL_LAYER = 512  # hidden size below which conversions to bfloat16 take the time that its products save on a CPU
+COMPILE_STEPS = 2000  # steps of a run from which compiling saves more time than it takes
+COMPILERS = ("g++", "clang++", "c++")
 
 Hosts = Sequence[Mapping[str, Any]]
 
@@ -43,23 +45,24 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
 
     Args:
         hosts: as for `choose`, also `capability`, the compute capability of its oldest GPU (0: unknown), `four_bits`,
-            whether it has bitsandbytes, and `compiler`, whether it has one of C++ (missing: unknown).
+            whether it has bitsandbytes, `bfloat16`, whether its CPU multiplies in bfloat16, and `compiler`, whether it has one of C++
+            (missing: unknown).
         shape: the shape of the spec's model, if known.
 
     Returns:
-        The spec; what ranks have to measure is still automatic. One line for each decision: the value, the reason, and its cost.
+        The spec; torch_compile is still automatic if ranks decide it. One line for each decision: the value, the reason, and its cost.
 
     Raises:
         UserError: the strategy is `auto`, and none fits in memory.
     """
     if spec.script:
         return spec.model_copy(update={"automatic": ()}), []
-    spec, lines = _with_precision(spec, hosts)
     try:
         shape = shape or shape_of(spec)
         teacher_shape(spec)
     except UserError as error:
-        return _without_shape(spec, hosts, lines, error)
+        return _without_shape(*_with_precision(spec, hosts, None), hosts, error)
+    spec, lines = _with_precision(spec, hosts, shape)
     first: UserError | None = None
     variants = list(_variants(spec, hosts))
     for variant in variants:
@@ -69,16 +72,13 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
             first = first or error
             continue
         if why is not None:
-            own = _own_sizes(found, hosts, shape)
-            found, compiling = _with_compile(_measured(found, *MEASURED), hosts)
-            if spec.ddp_larger_batches == "auto":
-                found = found.model_copy(update={"ddp_larger_batches": bool(own)})
-            return found, [*filter(None, [why]), *lines, *_lines(spec, found, own), *compiling]
+            found, compiling = _with_compile(found, hosts)
+            return found, [*filter(None, [why]), *lines, *_lines(spec, found), *compiling]
     if first:
         raise first
     smallest = variants[-1]
     warning = f"warning: the plan does not fit in the memory of every host, even with {_settings(spec, smallest)}: add hosts, or set strategy=auto"
-    return _measured(smallest, "precision"), [*lines, *_lines(spec, smallest), warning]
+    return _decided(smallest), [*lines, *_lines(spec, smallest), warning]
 
 
 def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tuple[RunSpec, list[str], bool]:
@@ -113,6 +113,8 @@ def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
         "threads": len(os.sched_getaffinity(0)),
         "gpu_mib": 0,
         "memory_mib": own_memory_mib("cpu"),
+        "bfloat16": multiplies_bfloat16(),
+        "compiler": any(map(shutil.which, COMPILERS)),
     }
     if not imports_torch and not nvidia_smi.program():
         return cpu
@@ -137,10 +139,6 @@ def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
     kept = {name: getattr(before, name) for name in names}
     line = f"auto: this run started with {', '.join(f'{name}={shown(value)}' for name, value in kept.items())}"
     undecided = tuple(name for name in spec.automatic if name in before.automatic)
-    if spec.ddp_larger_batches == "auto":
-        # True was decided for the earlier size and hosts, not for a size that the user sets now.
-        replaced = before.ddp_larger_batches is True and "batch_size" not in kept
-        kept["ddp_larger_batches"] = False if replaced else before.ddp_larger_batches
     return spec.model_copy(update=kept | {"automatic": undecided}), [line]
 
 
@@ -148,9 +146,9 @@ def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of automatic fields that suit all ranks, if they decided differently: those that need the least.
 
     Args:
-        specs: for each rank its VALUES.
+        specs: for each rank its AUTOMATIC fields.
     """
-    found = {name: [each[name] for each in specs] for name in VALUES}
+    found = {name: [each[name] for each in specs] for name in AUTOMATIC}
     precisions = set(found["precision"])
     return {
         "precision": precisions.pop() if len(precisions) == 1 else "32-true",
@@ -158,7 +156,6 @@ def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "gradient_checkpointing": any(found["gradient_checkpointing"]),
         "quantize": "nf4" if "nf4" in found["quantize"] else "none",
         "torch_compile": all(found["torch_compile"]),
-        "ddp_larger_batches": all(value is True for value in found["ddp_larger_batches"]),
         "strategy": found["strategy"][0],  # the same on all, which run_rank checks
     }
 
@@ -171,28 +168,26 @@ def _placed(spec: RunSpec, hosts: Hosts, shape: Shape) -> tuple[RunSpec, str | N
     return spec, None if fits(spec, hosts, shape) is False else ""
 
 
-def _without_shape(spec: RunSpec, hosts: Hosts, lines: list[str], error: UserError) -> tuple[RunSpec, list[str]]:
+def _without_shape(spec: RunSpec, lines: list[str], hosts: Hosts, error: UserError) -> tuple[RunSpec, list[str]]:
     if spec.strategy == AUTO:
         strategy, why = choose(spec, hosts)
         spec, lines = spec.model_copy(update={"strategy": strategy}), [why, *lines]
-    return _measured(spec, "precision"), [*lines, f"auto: {_settings(spec, spec)}: {error}"]
+    return _decided(spec), [*lines, f"auto: {_settings(spec, spec)}: {error}"]
 
 
-def _measured(spec: RunSpec, *names: str) -> RunSpec:
-    """Return the spec with only these of its fields automatic: those that ranks have to measure."""
-    return spec.model_copy(update={"automatic": tuple(name for name in spec.automatic if name in names)})
+def _decided(spec: RunSpec) -> RunSpec:
+    """Return the spec without automatic fields."""
+    return spec.model_copy(update={"automatic": ()})
 
 
 def _with_compile(spec: RunSpec, hosts: Hosts) -> tuple[RunSpec, list[str]]:
-    """Return a spec, of which everything else is decided, with torch_compile automatic only if ranks have to measure it, and a line."""
-    if "torch_compile" not in spec.automatic:
-        return spec, []
-    if not have_gpus(hosts):
-        return _measured(spec, "precision"), []
+    """Return a spec, of which everything else is decided, with torch_compile automatic only if ranks have to decide it, and a line."""
+    if "torch_compile" not in spec.automatic or not have_gpus(hosts):
+        return _decided(spec), []
     if why := _no_compile(spec, hosts):
-        return _measured(spec, "precision"), [f"auto: torch_compile=false: {why}"]
-    return spec, [
-        "auto: torch_compile: true if the ranks measure that compiling saves more time than it takes; torch_compile=false skips this"
+        return _decided(spec), [f"auto: torch_compile=false: {why}"]
+    return spec.model_copy(update={"automatic": ("torch_compile",)}), [
+        f"auto: torch_compile: true on GPUs if the run has {COMPILE_STEPS:,} steps or more"
     ]
 
 
@@ -204,6 +199,7 @@ def _no_compile(spec: RunSpec, hosts: Hosts) -> str:
     except ValueError as error:
         return str(error).removeprefix("torch_compile: ")
     reasons = {
+        f"the run has fewer than {COMPILE_STEPS:,} steps": 0 < spec.max_steps < COMPILE_STEPS,
         "replicas with a torchrun each do not compare their GPUs": plan_of(spec).separate_launchers(spec),
         "backend=unsloth has kernels of its own": spec.backend == "unsloth",
         "4-bit weights are unpacked outside of compiled code": spec.quantize != "none",
@@ -213,35 +209,40 @@ def _no_compile(spec: RunSpec, hosts: Hosts) -> str:
     return next((why for why, applies in reasons.items() if applies), "")
 
 
-def _with_precision(spec: RunSpec, hosts: Hosts) -> tuple[RunSpec, list[str]]:
+def _with_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[RunSpec, list[str]]:
     if "precision" not in spec.automatic:
         return spec, []
-    if not have_gpus(hosts) and plan_of(spec).separate_launchers(spec):
-        rest = tuple(name for name in spec.automatic if name != "precision")
-        return spec.model_copy(update={"precision": "32-true", "automatic": rest}), [
-            "auto: precision=32-true: replicas with a torchrun each do not compare their CPUs"
-        ]
-    if not have_gpus(hosts):
-        # Plans count on float32, which needs more memory.
-        return spec.model_copy(update={"precision": "32-true"}), [
-            "auto: precision: bf16-mixed if the ranks measure that their CPUs are faster in it, else 32-true"
-        ]
-    oldest = min(host.get("capability", 0.0) for host in hosts)
-    precision = "bf16-mixed" if oldest >= BF16 else "fp16-mixed" if oldest >= FP16 else "32-true"
-    why = {
-        "bf16-mixed": "every GPU computes in bfloat16",
-        "fp16-mixed": f"a GPU of compute capability {oldest:.1f} has no bfloat16",
-        "32-true": f"a GPU of compute capability {oldest:.1f} is slow in 16 bits"
-        if oldest
-        else "the compute capability of a GPU is unknown",
-    }[precision]
+    precision, why = _gpu_precision(hosts) if have_gpus(hosts) else _cpu_precision(spec, hosts, shape)
     rest = tuple(name for name in spec.automatic if name != "precision")
     chosen = spec.model_copy(update={"precision": precision, "automatic": rest})
     try:
         check_spec(chosen)
     except ValueError as error:
         chosen, why = chosen.model_copy(update={"precision": "32-true"}), str(error)
-    return chosen, [f"auto: precision={chosen.precision}: {why}; weights that are trained stay in float32"]
+    cost = "" if chosen.precision == "32-true" else "; weights that are trained stay in float32"
+    return chosen, [f"auto: precision={chosen.precision}: {why}{cost}"]
+
+
+def _gpu_precision(hosts: Hosts) -> tuple[str, str]:
+    """Return the precision of GPUs, and why."""
+    oldest = min(host.get("capability", 0.0) for host in hosts)
+    if oldest >= BF16:
+        return "bf16-mixed", "every GPU computes in bfloat16"
+    if oldest >= FP16:
+        return "fp16-mixed", f"a GPU of compute capability {oldest:.1f} has no bfloat16"
+    slow = f"a GPU of compute capability {oldest:.1f} is slow in 16 bits"
+    return "32-true", slow if oldest else "the compute capability of a GPU is unknown"
+
+
+def _cpu_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[str, str]:
+    """Return the precision of CPUs, and why."""
+    if plan_of(spec).separate_launchers(spec):
+        return "32-true", "replicas with a torchrun each do not compare their CPUs"
+    if not all(host.get("bfloat16") for host in hosts):
+        return "32-true", "a CPU has no instructions for bfloat16 (avx512_bf16 or amx_bf16)"
+    if shape and shape.hidden < SMALL_LAYER:
+        return "32-true", "layers of this size are hardly faster in bfloat16 on a CPU"
+    return "bf16-mixed", "every CPU has instructions for bfloat16"
 
 
 def _variants(spec: RunSpec, hosts: Hosts) -> Iterator[RunSpec]:
@@ -284,41 +285,18 @@ def _sizes(spec: RunSpec, ranks: int, *, cuda: bool) -> list[int]:
     return [largest >> shift for shift in range(largest.bit_length())]
 
 
-def _own_sizes(spec: RunSpec, hosts: Hosts, shape: Shape) -> list[int]:
-    """Return the rows of a micro-batch that the ranks of each host choose; nothing if all ranks need the same."""
-    if "batch_size" not in spec.automatic or spec.ddp_larger_batches is False or len(hosts) == 1:
-        return []
-    if not have_gpus(hosts) or not plan_of(spec).shares_rows_by_speed:
-        return []
-    return [own_size(spec, [host] * len(hosts), shape) for host in hosts]
-
-
-def own_size(spec: RunSpec, hosts: Hosts, shape: Shape) -> int:
-    """Return the rows of the largest micro-batch that fits hosts like the one of a rank, at least `batch_size`."""
-    sizes = _sizes(spec, sum(host["processes"] for host in hosts), cuda=have_gpus(hosts))
-    larger = (rows for rows in sizes if rows > spec.batch_size)
-    return next((rows for rows in larger if fits(with_rows(spec, rows), hosts, shape)), spec.batch_size)
-
-
-def with_rows(spec: RunSpec, rows: int) -> RunSpec:
-    """Return the spec with micro-batches of `rows` rows."""
-    return spec.model_copy(update={"batch_size": rows})
-
-
 def _settings(spec: RunSpec, chosen: RunSpec) -> str:
-    names = [name for name in spec.automatic if name not in (*MEASURED, "strategy")]
+    names = [name for name in spec.automatic if name not in ("precision", "torch_compile", "strategy")]
     return ", ".join(f"{name}={shown(getattr(chosen, name))}" for name in names)
 
 
-def _lines(spec: RunSpec, chosen: RunSpec, own: Sequence[int] = ()) -> list[str]:
-    """Return one line for each field that was decided. `own`: see `_own_sizes`."""
+def _lines(spec: RunSpec, chosen: RunSpec) -> list[str]:
+    """Return one line for each field that was decided."""
     lines = []
     if "batch_size" in spec.automatic:
         tokens = chosen.batch_size * chosen.seq_length
-        most = max(own, default=0)
-        more = f", up to {counted(most, 'row')} on hosts with more memory" if most > chosen.batch_size else ""
         lines.append(
-            f"auto: batch_size={chosen.batch_size}: micro-batches of {counted(tokens, 'token')}{more}; the result of a step does not depend on it"
+            f"auto: batch_size={chosen.batch_size}: micro-batches of {counted(tokens, 'token')}; the result of a step does not depend on it"
         )
     if "gradient_checkpointing" in spec.automatic and chosen.gradient_checkpointing:
         lines.append(

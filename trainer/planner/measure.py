@@ -4,7 +4,6 @@ import copy
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +23,6 @@ _LIMIT = 8.0  # seconds for the measurement of both models
 _SHORT = 1.0  # seconds of a micro-batch of the larger model, at most, if it has more than _LAYERS layers
 _SMALL = 256 << 20  # bytes of its weights, at most, in that case
 _ROUNDS = (3, 9)  # at least and at most
-_GAIN_ROUNDS = (4, 8)  # of the comparison of two precisions
-_GAIN_LIMIT = 1.0  # seconds for it
-_SMALL_LAYER = 512  # hidden size
-_FEW_TOKENS = 1000  # of a vocabulary
 _PLACES = 8192  # maximum places in a micro-batch; beyond that, time is proportional
 
 
@@ -51,19 +46,17 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
     return model.to(device).train()
 
 
-def _times(
-    strategies: Sequence[DDP], batch: Batch, rounds: tuple[int, int], limit: float
-) -> list[list[tuple[float, float]]]:
-    """Return the seconds of micro-batches and of optimizer steps of each, without the first of each.
+def _seconds(strategies: Sequence[DDP], batch: Batch, limit: float) -> list[tuple[float, float]]:
+    """Return the median seconds of a micro-batch and of an optimizer step of each, without the first of each.
 
-    They take turns, because the speed of a machine changes: only their difference, or their ratio, counts in the end.
+    They take turns, because the speed of a machine changes: only their difference counts in the end.
 
     Args:
-        rounds: at least and at most; not the most if they take longer than `limit` seconds.
+        limit: seconds for more than the fewest rounds.
     """
     times: list[list[tuple[float, float]]] = [[] for _ in strategies]
     began = time.perf_counter()
-    least, most = rounds
+    least, most = _ROUNDS
     while len(times[0]) < least or (len(times[0]) < most and time.perf_counter() - began < limit):
         for strategy, found in zip(strategies, times, strict=True):
             device = strategy.world.device
@@ -72,13 +65,8 @@ def _times(
             marks.append(_now(device))
             strategy.step(1e-4)
             found.append((marks[1] - marks[0], _now(device) - marks[1]))
-    return [one[1:] for one in times]
-
-
-def _seconds(strategies: Sequence[DDP], batch: Batch, limit: float) -> list[tuple[float, float]]:
-    """Return the median seconds of a micro-batch and of an optimizer step of each."""
-    times = _times(strategies, batch, _ROUNDS, limit)
-    return [(statistics.median(part for part, _ in one), statistics.median(step for _, step in one)) for one in times]
+    kept = [one[1:] for one in times]
+    return [(statistics.median(part for part, _ in one), statistics.median(step for _, step in one)) for one in kept]
 
 
 def _now(device: torch.device) -> float:
@@ -100,67 +88,6 @@ def keeps_samples_apart(spec: RunSpec) -> bool:
     plain = spec.model_copy(update={"lora_r": 0, "precision": "32-true", "gradient_checkpointing": False})
     model = _model(plain, config, min(config.num_hidden_layers, _LAYERS), torch.device("cpu"))
     return isolates_packed_samples(model, config.vocab_size)
-
-
-def bfloat16_gain(spec: RunSpec) -> float:
-    """Return how many times faster a layer of the model is in bfloat16 than in float32 on this CPU, forward and backward.
-
-    With one thread: other programs disturb several threads that wait for each other. 1 if the CPU would emulate bfloat16, or the layers are small.
-    """
-    if "bf16" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):  # avx512_bf16, amx_bf16, and bf16 of ARM
-        return 1.0
-    config = _config(spec)
-    if getattr(config, "hidden_size", _SMALL_LAYER) < _SMALL_LAYER:
-        return 1.0  # 1.1 to 1.3 at a size of 256: conversions take what the products save
-    config.vocab_size = min(config.vocab_size, _FEW_TOKENS)  # the head computes as a layer does
-    config.pad_token_id = None
-    device = torch.device("cpu")
-    places = min(spec.seq_length, _PLACES)
-    world = World(0, 1, 0, 0, device)
-    with torch.random.fork_rng():
-        ids = torch.randint(0, config.vocab_size, (max(1, min(spec.batch_size, 1024 // places)), places))
-        batch = Batch(ids, torch.arange(places).repeat(len(ids), 1), ids)
-        strategies = []
-        for precision in ("32-true", "bf16-mixed"):
-            variant = spec.model_copy(update={"precision": precision, "strategy": "ddp", "quantize": "none"})
-            strategies.append(DDP(variant, world, ModelWithLoss(_model(variant, config, 1, device))))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            times = _times(strategies, batch, _GAIN_ROUNDS, _GAIN_LIMIT)
-        finally:
-            torch.set_num_threads(threads)
-    # The fewest seconds: other programs disturb them less than the median.
-    whole, half = (min(part for part, _ in one) for one in times)
-    return whole / half
-
-
-def layers_seconds(spec: RunSpec, device: torch.device, *, compiled: bool) -> tuple[float, float]:
-    """Return the seconds of a full micro-batch in the layers of the model, forward and backward, and of compiling them: from one layer.
-
-    Raises:
-        Exception: the model cannot be loaded, or not be compiled on this machine.
-    """
-    config = _config(spec)
-    layers = config.num_hidden_layers
-    config.vocab_size, config.pad_token_id = min(config.vocab_size, _FEW_TOKENS), None
-    places = spec.seq_length
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        ids = torch.randint(0, config.vocab_size, (spec.batch_size, places), device=device)
-        positions = (torch.arange(places, device=device) % max(4, places // 4)).repeat(spec.batch_size, 1)
-        batch, world = Batch(ids, positions, ids), World(0, 1, 0, 0, device)
-        variant = spec.model_copy(update={"strategy": "ddp"})
-        strategy = DDP(variant, world, ModelWithLoss(_model(variant, config, 1, device), compiled=compiled))
-        try:
-            began = _now(device)
-            strategy.backward(batch, ids.numel(), True)
-            first = _now(device) - began
-            strategy.step(1e-4)
-            ((part, _),) = _seconds([strategy], batch, 0.0)
-        finally:
-            if compiled:
-                torch.compiler.reset()  # the run compiles the same code for another model
-    return layers * part, layers * max(0.0, first - part) if compiled else 0.0
 
 
 def measure(spec: RunSpec, rows: RowStats, device: torch.device) -> tuple[float, float]:

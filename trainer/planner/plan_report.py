@@ -44,6 +44,7 @@ from trainer.planner.recommend import (
     with_speeds,
 )
 from trainer.strategy import AUTO, possible_plans
+from trainer.supervise.cpu import multiplies_bfloat16
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
@@ -252,7 +253,7 @@ def _facts(hosts: Sequence[dict[str, Any]], link: float | None, fast: bool, note
     """Return the hosts with what earlier runs measured, and a line in `notes` if that cannot be read. Unknown hosts are like this machine."""
     known: dict[str, Any] = {"link_mbit": link or 0.0, "figures": read_speeds(notes.append)}
     if any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
-        return [host | known for host in hosts]
+        return [{"bfloat16": multiplies_bfloat16()} | host | known for host in hosts]
     here = this_host(imports_torch=not fast)
     return [
         host | known | here | {name: host[name] for name in ("processes", "device") if host.get(name)} for host in hosts
@@ -267,12 +268,7 @@ def _decided(spec: RunSpec, hosts: Sequence[dict[str, Any]], fast: bool, data_di
         found, lines, _ = decide_here(spec, data_dir / "runs" / spec.named().run, hosts)
     except UserError as error:  # no strategy fits as it is: the plan tries settings that save memory
         return spec, [f"auto: {error}"]
-    if "precision" not in found.automatic or fast:
-        return found, lines
-    from trainer.planner.agreement import gain_here, with_precision
-
-    found, line = with_precision(found, gain_here(found))
-    return found, [*lines, line]
+    return found, lines
 
 
 def _pinned(advice: Advice, base: RunSpec, decided: RunSpec, given: RunSpec) -> Advice:

@@ -14,3 +14,12 @@ def cpu_model() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model", "cpu model")))
     return next((name for name in names if name), platform.machine())
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether the CPU has instructions for products in bfloat16."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "avx512_bf16" in text or "amx_bf16" in text

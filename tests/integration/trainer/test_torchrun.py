@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import TOP, Cluster, Here, lines, losses, records, until, write_jsonl
+from trainer_runs import Cluster, Here, lines, losses, records, until, write_jsonl
 
 from trainer.common.files import sha256_file
 from trainer.data.corpus import load_corpus, select
@@ -30,20 +30,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-# Imported by every Python that has its folder on PYTHONPATH: these CPUs count as GPUs of unlike memory.
-UNLIKE = """\
-import os
-try:
-    from trainer.planner import decisions
-except ImportError:
-    pass
-else:
-    card = {"processes": 1, "device": "x", "threads": 1, "gpu_mib": 8000, "memory_mib": 8000, "capability": 6.0}
-    decisions.this_host = lambda **_: dict(card)
-    decisions.own_size = lambda *_: 8 if os.environ.get("RANK") == "1" else 1
-"""
 
 
 def weights(run_dir: Path) -> str:
@@ -234,29 +220,3 @@ def fresh(cluster: Cluster, launcher: int) -> bool:
         if int(Path(f"/proc/{state['pid']}/stat").read_text().rpartition(")")[2].split()[1]) != launcher:
             return False
     return True
-
-
-def test_ranks_with_unlike_micro_batches_have_the_losses_of_equal_ones(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank with more memory than others passes more rows at once, also after a resume with one host more; the spec keeps what fits all."""
-    few = {"max_steps": 4, "balance": "even", "precision": "32-true", "total_batch_size": 8, "checkpoint_interval": 2}
-    few |= {"gradient_checkpointing": "false", "quantize": "none", "torch_compile": "false"}
-    equal = cluster.run(2, run="equal", batch_size=1, **few)
-    (tmp_path / "sitecustomize.py").write_text(UNLIKE)
-    monkeypatch.setattr("trainer_runs.TOP", f"{tmp_path}{os.pathsep}{TOP}")
-    cluster.cold = True
-    fields = few | {"batch_size": "auto"}
-    assert cluster.run(2, **fields) == pytest.approx(equal, rel=1e-5)
-    for host in (0, 1):
-        (cluster.run_dir(host) / "result.json").unlink()
-        shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000004")
-    # A host that joins would decide for fewer rows.
-    assert cluster.run(3, **fields) == pytest.approx(equal, rel=1e-5)
-    kept = read_spec(cluster.run_dir() / "spec.yml", {}, "")
-    assert kept.ddp_larger_batches and kept.automatic == ()
-    own = [
-        "batch_size=8 on this host" in (cluster.run_dir(host) / "logs" / f"rank{host}.log").read_text()
-        for host in (0, 1)
-    ]
-    assert own == [False, True]

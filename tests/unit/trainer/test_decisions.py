@@ -1,15 +1,13 @@
-"""The fields that the hosts decide: a table of clusters, the precision that ranks measure, and a resumed run."""
+"""The fields that the hosts decide: a table of clusters, ranks that decide together, and a resumed run."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from trainer_runs import Here
 
 from trainer.__main__ import main
@@ -17,10 +15,8 @@ from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC, DECIDED
 from trainer.model_files.model_shape import read_shape
-from trainer.planner.agreement import agree, with_own_rows
-from trainer.planner.decisions import as_before, common, decide, own_size, with_rows
-from trainer.planner.measure import bfloat16_gain
-from trainer.planner.recommend import fits
+from trainer.planner.agreement import agree
+from trainer.planner.decisions import as_before, common, decide
 from trainer.spec import make_spec, read_spec
 from trainer.supervise.link_free import link_free
 from trainyard.remote.host_facts import run_state
@@ -47,8 +43,8 @@ def card(gib: int, capability: float, count: int = 1, host_gib: int = 32, four_b
     }  # fmt: skip
 
 
-def cpu(gib: int) -> dict[str, Any]:
-    return card(0, 0.0, 1, gib, four_bits=False)
+def cpu(gib: int, bfloat16: bool = False) -> dict[str, Any]:
+    return card(0, 0.0, 1, gib, four_bits=False) | {"bfloat16": bfloat16}
 
 
 LIMITED = [card(24, 8.9), card(16, 8.9), card(12, 8.6)]
@@ -75,6 +71,11 @@ CLUSTERS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], 
     "a V100 beside a 4090": ([card(16, 7.0), card(24, 8.9)], ONE, {}, ("fp16-mixed", 2, False, "none", "ddp")),
     "two P100": ([card(16, 6.0)] * 2, ONE, {}, ("32-true", 2, False, "none", "ddp")),
     "two laptops": ([cpu(8), cpu(16)], SMALL, {}, ("32-true", 4, False, "none", "ddp")),
+    "two servers": ([cpu(8, True), cpu(16, True)], SMALL, {}, ("bf16-mixed", 4, False, "none", "ddp")),
+    "a laptop beside a server": ([cpu(8), cpu(16, True)], SMALL, {}, ("32-true", 4, False, "none", "ddp")),
+    "two servers, tiny": (
+        [cpu(8, True)] * 2, SMALL | {"hidden_size": 256}, {}, ("32-true", 4, False, "none", "ddp"),
+    ),
     "two laptops, 1B": ([cpu(8), cpu(16)], ONE, {}, ("32-true", 4, True, "none", "ddp")),
     "one H100, 8B": ([card(80, 9.0)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
     "one H100, full weights": ([card(80, 9.0)], ONE, {"lora_r": 0}, ("bf16-mixed", 16, False, "none", "ddp")),
@@ -104,14 +105,11 @@ def test_decisions_for_a_cluster(cluster: str) -> None:
     spec, lines = decide(make_spec({"model": "x"} | fields, "here"), hosts, read_shape(model))
     assert decided(spec) == expected
     gpus = all(host["gpu_mib"] for host in hosts)
-    assert spec.automatic in ((), ("torch_compile",)) if gpus else spec.automatic == ("precision",), (
-        "ranks measure these"
-    )
-    assert spec.ddp_larger_batches is (gpus and len(hosts) > 1 and spec.strategy == "ddp")
+    assert spec.automatic in ((), ("torch_compile",)) if gpus else spec.automatic == (), "ranks know the steps"
     assert not any(line.startswith("warning") for line in lines)
     for value in (
         f"batch_size={spec.batch_size}",
-        f"precision={spec.precision}" if gpus else "precision: bf16-mixed if",
+        f"precision={spec.precision}",
     ):
         assert any(line.startswith(f"auto: {value}") for line in lines)
     if spec.quantize == "nf4":
@@ -171,12 +169,11 @@ def test_ranks_with_different_decisions_take_what_needs_least() -> None:
         "quantize": "none",
         "torch_compile": True,
         "strategy": "ddp",
-        "ddp_larger_batches": True,
     }
     other = mine | {"batch_size": 2, "gradient_checkpointing": True}
     assert common([mine, mine]) == mine
     assert common([mine, other]) == other
-    fewer = mine | {"torch_compile": False, "ddp_larger_batches": False}
+    fewer = mine | {"torch_compile": False}
     assert common([mine, fewer]) == fewer
     assert common([mine, other | {"precision": "fp16-mixed", "quantize": "nf4"}]) == other | {
         "precision": "32-true", "quantize": "nf4"
@@ -197,11 +194,10 @@ def answer(spec: RunSpec, started: bool) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in DECIDED} | {"started": started}
 
 
-def test_a_rank_that_joins_takes_what_the_run_has(monkeypatch: Any) -> None:
-    """Even where ranks that decide together would take less, or measure another precision."""
-    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 1.0)
+def test_a_rank_that_joins_takes_what_the_run_has() -> None:
+    """Even where ranks that decide together would take less, or another precision."""
     new, _ = decide(make_spec({"model": "x"}, "here"), [cpu(8)] * 2, read_shape(ONE))
-    assert new.gradient_checkpointing and new.automatic == ("precision",)
+    assert new.gradient_checkpointing and new.automatic == ()
     given = {"precision": "bf16-mixed", "batch_size": 8, "gradient_checkpointing": False, "quantize": "none"}
     has = make_spec(given | {"strategy": "ddp"}, "here")
     ranks: Any = Ranks([answer(has, True)])
@@ -210,75 +206,22 @@ def test_a_rank_that_joins_takes_what_the_run_has(monkeypatch: Any) -> None:
     assert agree(has, True, ranks) == has, "and the others keep it"
 
 
-def test_ranks_decide_together(monkeypatch: Any) -> None:
-    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 3.0)
-    mine, _ = decide(make_spec({"model": "x"}, "here"), [cpu(64)] * 2, read_shape(ONE))
-    theirs, _ = decide(make_spec({"model": "x"}, "here"), [cpu(16)] * 2, read_shape(ONE))
-    assert mine != theirs
-    ranks: Any = Ranks([answer(theirs, False)], [2.0])
-    assert decided(agree(mine, False, ranks)) == ("bf16-mixed", *decided(theirs)[1:])
-    slow: Any = Ranks([answer(theirs, False)], [1.0])
-    assert decided(agree(mine, False, slow)) == decided(theirs)
+def test_ranks_decide_together() -> None:
+    mine, _ = decide(make_spec({"model": "x"}, "here"), [cpu(64, True)] * 2, read_shape(ONE))
+    theirs, _ = decide(make_spec({"model": "x"}, "here"), [cpu(16, True)] * 2, read_shape(ONE))
+    assert mine != theirs and mine.precision == theirs.precision == "bf16-mixed"
+    ranks: Any = Ranks([answer(theirs, False)])
+    assert decided(agree(mine, False, ranks)) == decided(theirs)
+    slow, _ = decide(make_spec({"model": "x"}, "here"), [cpu(16)] * 2, read_shape(ONE))
+    ranks = Ranks([answer(slow, False)])
+    assert decided(agree(mine, False, ranks)) == decided(slow)
     other: Any = Ranks([answer(theirs.model_copy(update={"strategy": "fsdp"}), False)])
     with pytest.raises(UserError, match="strategy: auto chooses differently"):
         agree(mine, False, other)
     # A file of the user excludes bfloat16.
     given = {"model": "x", "strategy": "deepspeed", "deepspeed_config": {"bf16": {"enabled": False}}}
-    fixed, _ = decide(make_spec(given, "here"), [cpu(64)] * 2, read_shape(ONE))
-    alone: Any = Ranks([answer(fixed, False)], [3.0])
-    assert agree(fixed, False, alone).precision == "32-true"
-
-
-def test_each_rank_chooses_the_rows_that_its_memory_has_room_for(tmp_path: Path) -> None:
-    hosts, shape = [card(24, 8.9), card(10, 8.6)], read_shape(EIGHT)
-    given = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096}, "here")
-    spec, lines = decide(given, hosts, shape)
-    assert spec.batch_size == 1 and spec.ddp_larger_batches
-    [line] = [line for line in lines if "batch_size" in line]
-    assert line.startswith("auto: batch_size=1: micro-batches of 4096 tokens, up to 4 rows on hosts with more memory; ")
-    sizes = [own_size(spec, [host] * 2, shape) for host in hosts]
-    assert sizes == [4, 1]
-    assert [fits(with_rows(spec, 2), [host] * 2, shape) for host in hosts] == [True, False]
-    for fields in ({"batch_size": 1}, {"strategy": "fsdp"}):
-        other = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096} | fields, "here")
-        assert not decide(other, hosts, shape)[0].ddp_larger_batches
-    assert not decide(given, hosts[:1], shape)[0].ddp_larger_batches
-    kept, _ = as_before(make_spec({}, "here"), spec)
-    assert kept.ddp_larger_batches is True and kept.batch_size == 1
-    # The same command follows the run although the user sets the size; another size than the decided one has no larger ones.
-    own = make_spec({"model": "x", "strategy": "ddp", "batch_size": 2}, "here")
-    begun = decide(own, hosts, shape)[0]
-    assert as_before(own, begun)[0] == begun and as_before(own, own)[0].ddp_larger_batches == "auto"
-    assert as_before(own, spec)[0].ddp_larger_batches is False
-    # A value of the user holds.
-    assert as_before(make_spec({"ddp_larger_batches": False}, "here"), spec)[0].ddp_larger_batches is False
-    for fields, expected in (
-        ({"ddp_larger_batches": False}, False),
-        ({"ddp_larger_batches": True, "batch_size": 1}, True),
-    ):
-        other = make_spec({"model": "x", "strategy": "ddp", "seq_length": 4096} | fields, "here")
-        found, lines = decide(other, hosts, shape)
-        assert found.ddp_larger_batches is expected and not any("up to" in line for line in lines)
-    file = tmp_path / "spec.yml"
-    file.write_text(spec.to_yaml())
-    assert read_spec(file, {}, "flags").ddp_larger_batches is True
-    assert read_spec(file, {"batch_size": "4"}, "flags").ddp_larger_batches == "auto"
-    with pytest.raises(UserError, match="ddp_larger_batches: true cannot be combined with gradient_accumulation"):
-        make_spec({"ddp_larger_batches": True, "batch_size": 1, "gradient_accumulation": 2}, "here")
-
-
-def test_ranks_of_other_strategies_pass_the_same_rows(monkeypatch: Any) -> None:
-    """Stages of a pipeline exchange micro-batches; the hosts choose one although the user asks for larger ones with ddp."""
-    hosts, shape = [card(40, 9.0), card(12, 8.6)], read_shape(EIGHT)
-    given = make_spec({"model": "x", "seq_length": 1024, "ddp_larger_batches": True}, "here")
-    spec = decide(given, hosts, shape)[0]
-    assert spec.strategy == "pipeline" and spec.ddp_larger_batches is True
-    assert [own_size(spec, [host] * 2, shape) for host in hosts] == [4, 2]
-    monkeypatch.setattr("trainer.planner.agreement.shape_of", lambda spec: shape)
-    world: Any = SimpleNamespace(local_size=1, is_host_leader=True, gather=lambda value: [value] * 2)
-    for host in hosts:
-        monkeypatch.setattr("trainer.planner.agreement.this_host", lambda here=host: here)
-        assert with_own_rows(spec, world) == spec
+    fixed, _ = decide(make_spec(given, "here"), [cpu(64, True)] * 2, read_shape(ONE))
+    assert fixed.precision == "32-true"
 
 
 def test_a_started_run_keeps_its_decisions() -> None:
@@ -298,13 +241,14 @@ def decisions_of_plan(capsys: Any, *flags: str) -> list[str]:
 
 
 def test_the_plan_shows_what_a_start_here_decides(here: Here, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 2.0)
+    monkeypatch.setattr("trainer.planner.decisions.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("trainer.planner.decisions.SMALL_LAYER", 0)
     flags = [f"--data-dir={here.folder}", "--run-name=r", f"--model={here.model}", f"--dataset={here.dataset}"]
     flags += ["--batch-size=auto", "--seq-length=64", "--total-batch-size=4", "--max-steps=2"]
     planned = decisions_of_plan(capsys, *flags)
     assert here(max_steps=2, batch_size="auto") == 0
     assert planned == [line for line in here.out.splitlines() if line.startswith("auto: ")]
-    assert planned[-1] == "auto: precision=bf16-mixed: its layers are 2.0 times as fast in bfloat16"
+    assert planned[0].startswith("auto: precision=bf16-mixed: every CPU has instructions for bfloat16; ")
     # A run that has started keeps what it has.
     [line] = decisions_of_plan(capsys, *flags, "--no-measure")
     assert line.startswith("auto: this run started with precision=bf16-mixed, batch_size=4, ")
@@ -323,11 +267,11 @@ def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, capsys: Any) -
     )
     assert precision.startswith("auto: precision=bf16-mixed: every GPU computes in bfloat16")
     assert size.startswith("auto: batch_size=1: micro-batches of 4096 tokens")
-    assert compiling.startswith("auto: torch_compile: true if the ranks measure")
+    assert compiling.startswith("auto: torch_compile: true on GPUs if the run has 2,000 steps or more")
     assert decisions({"gpu_mib": 24576})[0].startswith(
         "auto: precision=32-true: the compute capability of a GPU is unk"
     )
-    assert decisions_of_plan(capsys, *flags, "--hosts=2")[0].startswith("auto: precision: bf16-mixed if the ranks")
+    assert decisions({"memory_mib": 24000, "bfloat16": False})[0].startswith("auto: precision=32-true: a CPU has no")
     # No strategy fits without the settings that the plan tries.
     flags = [f"--model={tmp_path}", "--no-measure", "--strategy=auto", "--lora-r=0", "--quantize=none"]
     flags += ["--gradient-checkpointing=false", "--batch-size=16"]
@@ -335,15 +279,16 @@ def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, capsys: Any) -
     assert line.startswith("auto: plan: ") and "do not fit" in line
 
 
-@pytest.mark.parametrize(("gain", "precision"), [(2.0, "bf16-mixed"), (1.1, "32-true")])
-def test_ranks_decide_the_precision_of_a_cpu(gain: float, precision: str, here: Here, monkeypatch: Any) -> None:
-    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: gain)
+@pytest.mark.parametrize(("fast", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_a_resumed_run_keeps_the_precision_of_a_cpu(fast: bool, precision: str, here: Here, monkeypatch: Any) -> None:
+    monkeypatch.setattr("trainer.planner.decisions.SMALL_LAYER", 0)
+    monkeypatch.setattr("trainer.planner.decisions.multiplies_bfloat16", lambda: fast)
     assert here(max_steps=2, batch_size="auto") == 0
     assert f"auto: precision={precision}: " in here.out
     written = read_spec(here.run_dir() / "spec.yml", {}, "here")
     assert (written.precision, written.batch_size, written.automatic) == (precision, 4, ())
     # Another machine would decide otherwise.
-    monkeypatch.setattr("trainer.planner.agreement.bfloat16_gain", lambda spec: 3.1 - gain)
+    monkeypatch.setattr("trainer.planner.decisions.multiplies_bfloat16", lambda: not fast)
     assert here(max_steps=2, batch_size="auto") == 0
     assert f"auto: this run started with precision={precision}" in here.out and "is finished" in here.out
 
@@ -372,12 +317,3 @@ def test_a_finished_run_without_checkpoints_keeps_its_spec(here: Here) -> None:
     assert "auto: this run started with" in here.out and "is finished" in here.out
     assert here(max_steps=2, precision="32-true", batch_size="auto", lr=0.5) != 0
     assert "run r exists with a different spec (lr: was 0.01, now 0.5)" in here.err
-
-
-def test_the_gain_of_bfloat16_is_measured(model_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    assert bfloat16_gain(make_spec({"model": str(model_folder)}, "here")) == 1.0, "its layers are small"
-    monkeypatch.setattr("trainer.planner.measure._SMALL_LAYER", 0)
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
-    found = bfloat16_gain(make_spec({"model": str(model_folder), "seq_length": 32}, "here"))
-    assert 0.05 < found < 20
-    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads

@@ -71,3 +71,8 @@ def test_every_default_is_accepted_as_text_and_as_a_value(entries) -> None:
         as_text = ",".join(default) if isinstance(default, tuple) else str(default)
         assert not replacement(default, (default, instead)) and not replacement(as_text, (default, instead))
         assert replacement("neither", (default, instead)).endswith(instead)
+
+
+def test_what_hosts_decided_for_auto_is_read() -> None:
+    entry = ("auto", "omit it")
+    assert not replacement(False, entry) and replacement(True, entry) == "no longer exists: omit it"

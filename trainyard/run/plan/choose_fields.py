@@ -51,6 +51,7 @@ def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[
                 "gpu_mib": min((gpu["memory_mib"] or facts["memory_mib"] for gpu in host.gpus), default=0),
                 "capability": min((gpu.get("capability", 0.0) for gpu in host.gpus), default=0.0),
                 "four_bits": "bitsandbytes" in facts["versions"],
+                "bfloat16": facts.get("bfloat16", False),
                 "compiler": facts["compiler"],
                 "memory_mib": facts["memory_mib"],
                 "link_mbit": link,

@@ -380,13 +380,12 @@ def plan_lines(nodes: list[PlanEntry], spec: RunSpec, port: int, before: list[in
     if any(node.gpu_numbers or node.hide_gpus for node in nodes):
         head.append("GPUs")
         rows = [[*row, ",".join(map(str, n.gpu_numbers)) or "-"] for row, n in zip(rows, nodes, strict=True)]
-    by_speed = more = ""
+    by_speed = ""
     if plan_named(spec.strategy).shares_rows_by_speed and not spec.script:
         head.append("rows")
         rows = [[*row, str(count)] for row, count in zip(rows, shared_rows(nodes, spec, before), strict=True)]
         by_speed = ", balanced by measured speed" if spec.balance == "auto" and world > 1 else ""
-        more = " or more" if spec.ddp_larger_batches is True else ""
     if spec.script:
         return [*table([head, *rows]), f"world size {world}, {meeting}, script {Path(spec.script).name}"]
-    batches = f"{spec.rows_per_step} rows per step in micro-batches of {spec.batch_size}{more}{by_speed}"
+    batches = f"{spec.rows_per_step} rows per step in micro-batches of {spec.batch_size}{by_speed}"
     return [*table([head, *rows]), f"world size {world}, {meeting}, strategy {spec.strategy}, {batches}"]
