@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import shutil
 import signal
@@ -50,7 +49,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("trainyard")
 
-COUNTER = itertools.count()
 SKIPPED = os.environ.get("TRAINYARD_SKIPPED")  # a file that tools/run-tests prints in its summary
 DEADLINE = float(os.environ.get("TRAINYARD_DEADLINE", "inf"))  # s since the epoch after which no test begins
 
@@ -117,12 +115,6 @@ def deprecations() -> Iterator[None]:
         log.seek(before)
         found = [line for line in log if "[DEPRECATION WARNING]" in line]
     assert not found, "".join(found)
-
-
-@pytest.fixture(autouse=True)
-def own_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every test, and the programs that it starts, a file of speeds of its own, which does not exist at first."""
-    monkeypatch.setenv("TRAINYARD_SPEEDS", str(ANSIBLE_LOG.parent / f"cache-{next(COUNTER)}/speeds.json"))
 
 
 def pytest_unconfigure() -> None:

@@ -66,7 +66,10 @@ def removed(table: Mapping[str, tuple[Any, str]], live: Iterable[str]) -> dict[s
 def replacement(value: Any, entry: tuple[Any, str]) -> str:
     """Return what to do instead of giving a removed name, or an empty string if the value is the default that it had."""
     default, instead = entry
-    read = {_text(default), *(["false"] if default == "auto" else [])}  # false: what the hosts of a run decided for auto
+    read = {
+        _text(default),
+        *(["false"] if default == "auto" else []),
+    }  # false: what the hosts of a run decided for auto
     return "" if value is None or _text(value) in read else f"no longer exists: {instead}"
 
 

@@ -66,7 +66,6 @@ def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
         raise ValueError
     return {
         "host": str(host.get("host", f"host{place + 1}")),
-        "device": str(host.get("device", "")),
         "processes": processes,
         "memory_mib": memory,
         "gpu_mib": gpu,

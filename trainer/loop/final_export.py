@@ -7,9 +7,7 @@ import json
 import platform
 import re
 import socket
-import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ from trainer.common.files import atomic_folder, sha256_file, sha256_tree, to_jso
 from trainer.common.formats import counted
 from trainer.config import RunSpec
 from trainer.costs.cost import EXPORT_PART
-from trainer.costs.speeds import DeviceSpeed
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import HUB_ID
 from trainer.method import DEFAULT_METHOD
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
     from trainer.loop.training_inputs import TrainingInputs
     from trainer.models.peak import Utilisation
     from trainer.records.run_state import RunState
-    from trainer.records.step_metrics import RankUse, StepMetrics
+    from trainer.records.step_metrics import StepMetrics
     from trainer.records.telemetry import Heartbeat, Recorder
     from trainer.strategy.base import Strategy
 
@@ -78,7 +75,9 @@ def finalize(
         recorder.evaluation(result["eval_loss"], state.step, evaluation.metrics)
     heartbeat("saving")
     hosts = world.gather(socket.gethostname())
-    result |= _device_use(strategy, metrics.use, utilisation)
+    use = metrics.use
+    shares = world.gather(use and round(use.at_peak / use.elapsed, 4))
+    result["mfu_ranks"] = None if None in shares else shares
     weights = strategy.weights()
     if not world.is_host_leader:
         collections.deque(weights or (), maxlen=0)  # this rank's part in assembling them
@@ -92,20 +91,6 @@ def finalize(
         write_card(run_dir / ("adapter" if spec.lora_r else "model"), spec, result, hosts, inputs.data)
         write_atomic(run_dir / "result.json", to_json(result, indent=1))
     return result
-
-
-def _device_use(strategy: "Strategy", use: "RankUse | None", utilisation: "Utilisation | None") -> dict[str, Any]:
-    """Return the share of the peak of every rank, and what each kind of device computed, for later plans. Every rank calls it."""
-    speed = utilisation.speed(use, strategy.world.device) if use and utilisation else None
-    shares = strategy.world.gather(use and round(use.at_peak / use.elapsed, 4))
-    kinds: dict[DeviceSpeed, list[DeviceSpeed]] = {}
-    for values in strategy.world.gather(asdict(speed) if speed else {}):
-        if not values:
-            continue
-        found = DeviceSpeed(**values)
-        kinds.setdefault(found.kind, []).append(found)
-    medians = [replace(each[0], flops=statistics.median(one.flops for one in each)) for each in kinds.values()]
-    return {"mfu_ranks": None if None in shares else shares, "speeds": [asdict(median) for median in medians]}
 
 
 def _result(

@@ -14,10 +14,7 @@ import torch
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.costs.cost import RowStats, row_flops
-from trainer.costs.speeds import DeviceSpeed
 from trainer.model_files.model_shape import Shape, shape_of
-from trainer.records.step_metrics import RankUse
-from trainer.supervise.cpu import cpu_model
 
 _SIZES = {"cpu": 1024, "cuda": 4096}  # rows and columns of the matrices
 _LIMIT = 0.1  # seconds
@@ -70,12 +67,3 @@ class Utilisation:
     @functools.cached_property
     def _plain(self) -> RunSpec:
         return self.spec.model_copy(update={"gradient_checkpointing": False})
-
-    def speed(self, use: RankUse, device: torch.device) -> DeviceSpeed | None:
-        """Return the figure that plans of later runs use; None if computing and communication were not told apart."""
-        if not use.computing > 0:
-            return None
-        cuda = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if cuda else cpu_model()
-        threads = 0 if cuda else torch.get_num_threads()
-        return DeviceSpeed.of(self.spec, self.shape, name, threads, use.at_peak * self.peak / use.computing)

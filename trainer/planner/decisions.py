@@ -27,7 +27,7 @@ from trainer.planner.recommend import choose, fits
 from trainer.spec import check_spec, has_begun, read_spec
 from trainer.strategy import AUTO, plan_of
 from trainer.supervise import nvidia_smi
-from trainer.supervise.cpu import cpu_model, multiplies_bfloat16
+from trainer.supervise.cpu import multiplies_bfloat16
 
 BF16, FP16 = 8.0, 7.0  # the first compute capability with bfloat16 (Ampere), and with fast float16 (Volta)
 FULL = 16_384  # tokens of a micro-batch that keep a GPU busy
@@ -109,7 +109,6 @@ def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
     """
     cpu = {
         "processes": 1,
-        "device": cpu_model(),
         "threads": len(os.sched_getaffinity(0)),
         "gpu_mib": 0,
         "memory_mib": own_memory_mib("cpu"),
@@ -125,7 +124,6 @@ def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
     cards = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     capabilities = (major + minor / 10 for major, minor in map(torch.cuda.get_device_capability, cards))
     return cpu | {
-        "device": torch.cuda.get_device_name(0) if cards else cpu["device"],
         "threads": torch.get_num_threads(),
         "gpu_mib": own_memory_mib("cuda") if cards else 0,
         "capability": min(capabilities, default=0.0),

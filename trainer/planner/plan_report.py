@@ -23,25 +23,21 @@ from trainer.costs.alternatives import shown
 from trainer.costs.cost import Layout, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
 from trainer.costs.packing_forecast import packing_text
-from trainer.costs.speeds import read_speeds
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.data.data_report import DataReport
 from trainer.method import METHODS, method_of
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.decisions import decide_here, this_host
 from trainer.planner.recommend import (
-    BY_RUNS,
     LINK,
     NOMINAL,
     Advice,
     Option,
     Setting,
     Speed,
-    known_flops,
     options,
     plans,
     recommend,
-    with_speeds,
 )
 from trainer.strategy import AUTO, possible_plans
 from trainer.supervise.cpu import multiplies_bfloat16
@@ -144,16 +140,11 @@ def _measured(spec: RunSpec, shape: Shape, rows: RowStats) -> tuple[Speed, str, 
     return speed, device.type, model.fast_kernels(spec, device), about
 
 
-def _expected(
-    spec: RunSpec, shape: Shape, rows: RowStats, hosts: Sequence[dict[str, Any]], flops: Sequence[float]
-) -> tuple[Speed, str]:
-    """Return the speed of the slowest process without a measurement here, and a description. `flops`: see `known_flops`."""
-    if flops:
-        return Speed.known(spec, shape, rows, min(flops)), f"{BY_RUNS}: {min(flops) / 1e9:,.3g} GFLOP/s per process"
+def _expected(spec: RunSpec, shape: Shape, rows: RowStats, hosts: Sequence[dict[str, Any]]) -> tuple[Speed, str]:
+    """Return the speed of the slowest process without a measurement here, and a description."""
     device, threads = "cuda" if have_gpus(hosts) else "cpu", min(host.get("threads", 1) for host in hosts)
     nominal = NOMINAL[device] * (threads if device == "cpu" else 1) / 1e9
-    guess = f"speed guessed, because no run measured it: nominal speed of {nominal:,.0f} GFLOP/s per process"
-    return Speed.nominal(spec, shape, rows, device, threads), guess
+    return Speed.nominal(spec, shape, rows, device, threads), f"nominal speed of {nominal:,.0f} GFLOP/s per process"
 
 
 def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) -> list[str]:
@@ -184,29 +175,22 @@ def plan(
         UserError: the model is unknown, or no strategy fits in memory.
     """
     shape, given = shape_of(spec), spec
-    notes: list[str] = []
-    facts = _facts(hosts, link, fast, notes)
+    facts = _facts(hosts, link, fast)
     spec, decisions = _decided(spec, facts, fast, data_dir)
-    flops = known_flops(spec, shape, facts)
     kernels: list[str] = []
     totals: DataReport | None = None
-    gpus = have_gpus(facts if flops else hosts)
+    gpus = have_gpus(hosts)
     device = "cuda" if gpus else "cpu"
     if fast or (gpus and not _has_gpu()):
         rows, data = RowStats.full(spec), _FULL_ROWS
-        speed, about_speed = _expected(spec, shape, rows, hosts, flops)
-        hosts = with_speeds(hosts, flops)
+        speed, about_speed = _expected(spec, shape, rows, hosts)
     else:
         packing, spec = spec.packing and METHODS[spec.method].packs, _with_packing(spec)
         rows, data, totals = rows_of(spec, data_dir)
         if packing and not spec.packing:
             data += "; packing: off, because the model mixes the samples of a packed row"
-        if flops and any(host.get("device") for host in hosts):
-            speed, about_speed = _expected(spec, shape, rows, hosts, flops)
-            hosts = with_speeds(hosts, flops)
-        else:
-            with model_errors(spec.model):
-                speed, device, kernels, about_speed = _measured(spec, shape, rows)
+        with model_errors(spec.model):
+            speed, device, kernels, about_speed = _measured(spec, shape, rows)
     if not fast and not any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
         # Assume that all hosts have the memory of this machine, as for its speed.
         most = max(host["processes"] for host in hosts)
@@ -229,7 +213,6 @@ def plan(
         f"data: {data}; settings: {', '.join(settings)}",
         *(totals.lines() if totals else []),
         *decisions,
-        *notes,
     ]
     return {
         "model": spec.model,
@@ -249,15 +232,13 @@ def plan(
     }
 
 
-def _facts(hosts: Sequence[dict[str, Any]], link: float | None, fast: bool, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the hosts with what earlier runs measured, and a line in `notes` if that cannot be read. Unknown hosts are like this machine."""
-    known: dict[str, Any] = {"link_mbit": link or 0.0, "figures": read_speeds(notes.append)}
+def _facts(hosts: Sequence[dict[str, Any]], link: float | None, fast: bool) -> list[dict[str, Any]]:
+    """Return what a start would know of the hosts. Unknown hosts are like this machine."""
+    known = {"link_mbit": link or 0.0}
     if any(host.get("memory_mib") or host.get("gpu_mib") for host in hosts):
         return [{"bfloat16": multiplies_bfloat16()} | host | known for host in hosts]
     here = this_host(imports_torch=not fast)
-    return [
-        host | known | here | {name: host[name] for name in ("processes", "device") if host.get(name)} for host in hosts
-    ]
+    return [host | known | here | {"processes": host["processes"]} for host in hosts]
 
 
 def _decided(spec: RunSpec, hosts: Sequence[dict[str, Any]], fast: bool, data_dir: Path) -> tuple[RunSpec, list[str]]:

@@ -15,7 +15,6 @@ from trainer.config import RunSpec
 from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of
-from trainer.costs.speeds import DeviceSpeed, nearest
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.method import method_of
 from trainer.model_files.model_shape import Shape, shape_of
@@ -26,7 +25,6 @@ ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
 # Operations per second, if speed was not measured: one core with AVX2, and an older GPU in 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
-BY_RUNS = "speed measured by earlier runs"
 TIGHT = 0.05  # a plan that leaves less than this fraction of a rank's memory makes a concession
 ERROR = 1.15  # of predicted speeds: a plan must be that many times faster for every concession
 _QUIET = 0.05  # fraction of time in communication that is acceptable
@@ -37,7 +35,7 @@ _LOUD = 0.5  # fraction from which a strategy with less communication justifies 
 class Speed:
     """Seconds of a full micro-batch and of an optimizer step on one process.
 
-    `measured`: here or by earlier runs, not by nominal figures.
+    `measured`: here, not by nominal figures.
     """
 
     part: float
@@ -49,13 +47,6 @@ class Speed:
         """Estimate the speed by figures of common hardware, within a factor of a few."""
         rate = NOMINAL[device] * (threads if device == "cpu" else 1)
         return cls(_work(spec, shape, rows, cuda=device == "cuda") / rate, 0.0, False)
-
-    @classmethod
-    def known(cls, spec: RunSpec, shape: Shape, rows: RowStats, flops: float) -> "Speed":
-        """Estimate the speed by the operations per second of earlier runs (see DeviceSpeed)."""
-        plain = spec.model_copy(update={"gradient_checkpointing": False, "quantize": "none"})
-        filled = RowStats(rows.tokens, rows.tokens, rows.trained * rows.places / rows.tokens)
-        return cls(_work(plain, shape, filled, cuda=False) / flops, 0.0, True)  # time for padding is in the figure
 
     def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> "Speed":
         """Return the speed of the spec `other`, if this one is the speed of `spec`."""
@@ -70,30 +61,6 @@ def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
     flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
     method = method_of(spec)
     return method.as_rows(spec).batch_size * flops * method.time_factor(spec)
-
-
-def known_flops(spec: RunSpec, shape: Shape, hosts: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the operations per second of a process of every host, as earlier runs measured them; empty if one is unknown.
-
-    Args:
-        hosts: for each its `device` (a name), `threads`, and `figures`: what earlier runs measured. Each may be missing.
-    """
-    gpus = have_gpus(hosts)
-    kinds = [(host.get("device", ""), 0 if gpus else host.get("threads", 1)) for host in hosts]
-    # Hosts of one kind have the same figures.
-    found = {
-        kind: nearest(host.get("figures", ()), DeviceSpeed.of(spec, shape, *kind))
-        for kind, host in dict(zip(kinds, hosts, strict=True)).items()
-    }
-    flops = [figure.flops for kind in kinds if (figure := found[kind])]
-    return flops if len(flops) == len(hosts) else []
-
-
-def with_speeds(hosts: Sequence[Mapping[str, Any]], flops: Sequence[float]) -> list[dict[str, Any]]:
-    """Return hosts with their `speed` in relation to the slowest one. `flops`: see `known_flops`; empty: they are returned as they are."""
-    if not flops:
-        return [dict(host) for host in hosts]
-    return [dict(host) | {"speed": each / min(flops)} for host, each in zip(hosts, flops, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -415,7 +382,7 @@ def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | Non
 
     Args:
         hosts: for each its `processes`, `threads` per process, `gpu_mib` (memory of its smallest GPU; 0: no GPU),
-            `memory_mib` of the host (0: unknown) and `link_mbit` (0: unknown); see also `known_flops`.
+            `memory_mib` of the host (0: unknown) and `link_mbit` (0: unknown).
         shape: the shape of the spec's model, if known.
 
     Returns:
@@ -434,12 +401,8 @@ def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | Non
         option for option in options(spec, setting) if option.strategy == ALONE or _automatic(option, setting, spec)
     ]
     advice = recommend(spec, found, setting)
-    notes = {
-        "link assumed, not measured": not linked and len(hosts) > 1,
-        BY_RUNS: setting.speed.measured and setting.layout.world > 1,
-    }
-    said = "; ".join(note for note, applies in notes.items() if applies)
-    return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{said and f' ({said})'}"
+    said = " (link assumed, not measured)" if not linked and len(hosts) > 1 else ""
+    return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{said}"
 
 
 def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:
@@ -449,18 +412,13 @@ def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:
 
 
 def _setting_of(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> tuple[Setting, bool]:
-    """Return the setting of these hosts (see `choose`) with speeds of earlier runs or nominal ones, and whether the speed of a link is known."""
+    """Return the setting of these hosts (see `choose`) with nominal speeds, and whether the speed of a link is known."""
     device = "cuda" if have_gpus(hosts) else "cpu"
     links = [host["link_mbit"] for host in hosts if host.get("link_mbit")]
     link = min(links) if links else LINK
     rows = RowStats.full(spec)
-    flops = known_flops(spec, shape, hosts)
-    if flops:
-        speed = Speed.known(spec, shape, rows, min(flops))
-    else:
-        speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
-    layout = layout_of(with_speeds(hosts, flops), device)
-    return Setting(shape, layout, rows, speed, link, gloo=device == "cpu"), bool(links)
+    speed = Speed.nominal(spec, shape, rows, device, min(host["threads"] for host in hosts))
+    return Setting(shape, layout_of(hosts, device), rows, speed, link, gloo=device == "cpu"), bool(links)
 
 
 def fits(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> bool | None:

@@ -54,12 +54,10 @@ class Reduced:
 class RankUse:
     """How this rank used its device in this start, without the steps up to the first synchronization, which have its overhead.
 
-    `at_peak`: seconds that its steps need at the peak of the device. `computing`: seconds without communication; NaN if that is
-    not measured. `elapsed`: seconds of the slowest rank.
+    `at_peak`: seconds that its steps need at the peak of the device. `elapsed`: seconds of the slowest rank.
     """
 
     at_peak: float
-    computing: float
     elapsed: float
 
 
@@ -161,10 +159,7 @@ class StepMetrics:
             if self._method.sums:
                 record["metrics"] = self._method.means({name: record.pop(name) for name in self._method.sums})
         if needed[world.rank] >= 0 and not strategy.staged:
-            known = total[world.rank] - waited[world.rank] if waited[world.rank] >= 0 else math.nan
-            computing = compute[world.rank] if world.size == 1 else known
-            means = (needed[world.rank], computing, max(total))
-            self._uses.append(RankUse(*(len(records) * mean for mean in means)))
+            self._uses.append(RankUse(len(records) * needed[world.rank], len(records) * max(total)))
         share = [min(1.0, seconds / max(total)) for seconds in waited] if min(waited) >= 0 else None
         ranks = (readings[first:][: len(READINGS)] for first in range(0, len(readings), len(READINGS)))
         gpus = [{name: value for name, value in zip(READINGS, rank, strict=True) if value >= 0} for rank in ranks]
@@ -177,7 +172,7 @@ class StepMetrics:
         uses = self._uses[1:] or self._uses
         if not uses:
             return None
-        return RankUse(*(sum(getattr(use, name) for use in uses) for name in ("at_peak", "computing", "elapsed")))
+        return RankUse(sum(use.at_peak for use in uses), sum(use.elapsed for use in uses))
 
     def _needed(self, records: Sequence[Mapping[str, Any]]) -> float:
         """Return the mean seconds of a step at the peak of this device; -1 if they are unknown."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise import nvidia_smi
-from trainer.supervise.cpu import cpu_model, multiplies_bfloat16
+from trainer.supervise.cpu import multiplies_bfloat16
 from trainer.supervise.environment import starts_system_unit
 from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder
@@ -61,7 +61,6 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "system_unit": starts_system_unit(),
         **route_to(request["head"]),
         "free_ports": [port for port in request["ports"] if port_is_free(port)],
-        "cpu": cpu_model(),
         "bfloat16": multiplies_bfloat16(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,

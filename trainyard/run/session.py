@@ -19,7 +19,6 @@ from typing import Any, cast
 
 from trainer.common.formats import printable
 from trainer.config import RunSpec
-from trainer.costs.speeds import DeviceSpeed, add_speeds
 from trainer.distributed import COPY_STAGES
 from trainer.supervise.start import STOPPED
 from trainyard.run.follow.absent_hosts import stop_absent, watch_absent
@@ -313,7 +312,6 @@ class RunSession:
         if self.push:
             collected["lines"] += self.push(self.run_name)
         if state.phase != "finished":
-            add_speeds([DeviceSpeed(**speed) for speed in collected["result"].get("speeds", [])], self.report)
             self.announce("finished", self.run_name, "\n".join(collected["lines"]))
         return collected
 

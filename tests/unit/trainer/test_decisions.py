@@ -254,7 +254,8 @@ def test_the_plan_shows_what_a_start_here_decides(here: Here, monkeypatch: Any, 
     assert line.startswith("auto: this run started with precision=bf16-mixed, batch_size=4, ")
 
 
-def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, capsys: Any) -> None:
+def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("trainer.planner.plan_report.multiplies_bfloat16", lambda: False)
     (tmp_path / "config.json").write_text(json.dumps(ONE))
     flags = [f"--model={tmp_path}", "--no-measure", "--seq-length=4096", "--link-mbit=1000"]
 
@@ -271,7 +272,7 @@ def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, capsys: Any) -
     assert decisions({"gpu_mib": 24576})[0].startswith(
         "auto: precision=32-true: the compute capability of a GPU is unk"
     )
-    assert decisions({"memory_mib": 24000, "bfloat16": False})[0].startswith("auto: precision=32-true: a CPU has no")
+    assert decisions({"memory_mib": 24000})[0].startswith("auto: precision=32-true: a CPU has no")
     # No strategy fits without the settings that the plan tries.
     flags = [f"--model={tmp_path}", "--no-measure", "--strategy=auto", "--lora-r=0", "--quantize=none"]
     flags += ["--gradient-checkpointing=false", "--batch-size=16"]

@@ -1,7 +1,6 @@
 """The progress of a run: totals, starts, checkpoints of them, and metrics reduced over ranks."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,14 +153,13 @@ def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
     assert reduced.mfu == pytest.approx([0.08, 0.16], abs=0.001), (
         "seconds at the peak in relation to those of the slowest rank"
     )
-    assert metrics.use == RankUse(pytest.approx(0.48), pytest.approx(2.4, abs=0.01), pytest.approx(6.0, abs=0.01))
+    assert metrics.use == RankUse(pytest.approx(0.48), pytest.approx(6.0, abs=0.01))
     add(metrics, 3, 1.0)
     strategy.waited = None
     again = metrics.reduce(strategy, lambda: (True, False), lambda: False, {})  # type: ignore[arg-type]
     assert [one["step"] for one in again.records] == [3], "reduced records are not repeated"
     assert again.stop and not again.written and again.comm_share is None
     assert metrics.use and metrics.use.at_peak == pytest.approx(0.24), "without the first ones"
-    assert math.isnan(metrics.use.computing)
 
 
 def test_a_changed_base_model_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from trainer.common.errors import UserError
 from trainer.config import TINY, RunSpec, parse_mapping
 from trainer.config.automatic import DECIDED
-from trainer.costs.speeds import read_speeds
 from trainer.planner.decisions import as_before, decide
 from trainer.spec import make_spec
 from trainer.strategy import AUTO
@@ -36,16 +35,12 @@ def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[
             return as_before(spec, staged_spec(host))
     links = link_speeds(hosts)
     known = []
-    notes: list[str] = []
-    figures = read_speeds(notes.append)
     counts = rank_counts(hosts)
     for host, count, threads, link in zip(hosts, counts, threads_per_rank(hosts, counts), links, strict=True):
         facts = host.facts
         known.append(
             {
                 "processes": count,
-                "device": host.gpus[0]["name"] if host.gpus else facts.get("cpu", ""),
-                "figures": figures,
                 "threads": threads,
                 # A GPU without memory of its own shares that of the host.
                 "gpu_mib": min((gpu["memory_mib"] or facts["memory_mib"] for gpu in host.gpus), default=0),
@@ -66,7 +61,7 @@ def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[
     if spec.strategy == AUTO and slowest in [host.link_to_head.get("mbit") for host in hosts]:
         lines[0] += " (link measured)"
     # `here` has the folders of the models on the controller.
-    return spec.model_copy(update={name: getattr(found, name) for name in DECIDED}), [*lines, *notes]
+    return spec.model_copy(update={name: getattr(found, name) for name in DECIDED}), lines
 
 
 @contextlib.contextmanager

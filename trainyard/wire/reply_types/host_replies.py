@@ -42,7 +42,6 @@ class HostFacts(OpenReply):
     link_mbit: Count
     route_error: Line
     free_ports: Annotated[list[Port], Field(max_length=65_536)]
-    cpu: NotRequired[Line]
     bfloat16: NotRequired[Flag]
     cpus: Annotated[int, Field(strict=True, ge=1, le=2**20)]
     memory_mib: Count

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NotRequired
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from trainer.costs.speeds import checked_speed
 from trainyard.wire.reply_fields import (
     FILES_LIMIT,
     RANKS_LIMIT,
@@ -154,11 +153,6 @@ class DataTotals(OpenReply):
     unread: NotRequired[Count]
 
 
-def _speed(values: dict[str, Any]) -> dict[str, Any]:
-    checked_speed(values)
-    return values
-
-
 class FinalResult(OpenReply):
     """result.json of a run that has ended, for the summary"""
 
@@ -172,7 +166,6 @@ class FinalResult(OpenReply):
     tokens_per_second: Optional
     mfu: NotRequired[Optional]
     mfu_ranks: NotRequired[Measured]
-    speeds: NotRequired[Annotated[list[Annotated[dict[Line, Any], AfterValidator(_speed)]], Field(max_length=100)]]
     data: NotRequired[DataTotals]
     train_samples: NotRequired[Count]
     loss_first: Optional
