@@ -18,7 +18,6 @@ from trainer.common.errors import UserError
 from trainer.common.formats import counted
 from trainer.config import RunSpec
 from trainer.config.automatic import AUTOMATIC
-from trainer.costs.alternatives import shown
 from trainer.costs.host_memory import have_gpus, own_memory_mib
 from trainer.costs.packing_forecast import may_pack
 from trainer.costs.teacher_cost import teacher_shape
@@ -286,6 +285,11 @@ def _sizes(spec: RunSpec, ranks: int, *, cuda: bool) -> list[int]:
 def _settings(spec: RunSpec, chosen: RunSpec) -> str:
     names = [name for name in spec.automatic if name not in ("precision", "torch_compile", "strategy")]
     return ", ".join(f"{name}={shown(getattr(chosen, name))}" for name in names)
+
+
+def shown(value: Any) -> str:
+    """Return the value of a field as flags and ``-e`` write it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _lines(spec: RunSpec, chosen: RunSpec) -> list[str]:

@@ -1,4 +1,4 @@
-"""The plan of a run as a table and as JSON: memory, communication and speed of every strategy, and which one to use.
+"""The plan of a run as a table and as JSON: memory, communication and speed of every strategy, and which one `auto` takes.
 
     python -m trainer plan SPEC.yml [--hosts 2 | --hosts hosts.json] [--link-mbit 1000] [--json] [--no-measure]
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from trainer.common.errors import UserError, model_errors
 from trainer.common.formats import counted, mib, table
 from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
-from trainer.costs.alternatives import shown
 from trainer.costs.cost import Layout, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
 from trainer.costs.packing_forecast import packing_text
@@ -31,12 +30,10 @@ from trainer.planner.decisions import decide_here, this_host
 from trainer.planner.recommend import (
     LINK,
     NOMINAL,
-    Advice,
     Option,
     Setting,
     Speed,
     options,
-    plans,
     recommend,
 )
 from trainer.strategy import AUTO, possible_plans
@@ -172,9 +169,9 @@ def plan(
         data_dir: where encoded datasets are cached, and the run may have started before.
 
     Raises:
-        UserError: the model is unknown, or no strategy fits in memory.
+        UserError: the model is unknown.
     """
-    shape, given = shape_of(spec), spec
+    shape = shape_of(spec)
     facts = _facts(hosts, link, fast)
     spec, decisions = _decided(spec, facts, fast, data_dir)
     kernels: list[str] = []
@@ -200,12 +197,11 @@ def plan(
     else:
         layout = layout_of(hosts, device)
     setting = Setting(shape, layout, rows, speed, link or LINK, gloo=device == "cpu")
-    # The settings that save memory are tried from a spec without them, also where a start would decide for them.
-    values = {name: getattr(given, name) for name in ("gradient_checkpointing", "quantize")}
-    base = spec.model_copy(update=values | {"batch_size": max(spec.batch_size, given.batch_size)})
-    of_base = speed.of(spec, base, shape, rows, cuda=device == "cuda")
-    found, planned = options(spec, setting), plans(base, replace(setting, speed=of_base))
-    advice = _pinned(recommend(base, planned, setting), base, spec, given)
+    found = options(spec, setting)
+    try:
+        strategy, why = recommend(spec, found, setting)
+    except UserError as error:  # none fits
+        strategy, why = "", str(error)
     settings = _settings(spec, layout, kernels, device)
     about = [
         f"{counted(len(hosts), 'host')}, {counted(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
@@ -226,9 +222,8 @@ def plan(
         "settings": settings,
         "decisions": decisions,
         "options": [_as_json(option) for option in found],
-        "plans": [_as_json(option) for option in planned],
-        "recommended": asdict(advice) | {"extra_vars": advice.extra_vars},
-        "lines": lines(spec, shape, found, planned, advice, about),
+        "recommended": {"strategy": strategy, "why": why},
+        "lines": lines(spec, shape, found, strategy, why, about),
     }
 
 
@@ -247,18 +242,9 @@ def _decided(spec: RunSpec, hosts: Sequence[dict[str, Any]], fast: bool, data_di
         return spec, []
     try:
         found, lines, _ = decide_here(spec, data_dir / "runs" / spec.named().run, hosts)
-    except UserError as error:  # no strategy fits as it is: the plan tries settings that save memory
+    except UserError as error:  # no strategy fits
         return spec, [f"auto: {error}"]
     return found, lines
-
-
-def _pinned(advice: Advice, base: RunSpec, decided: RunSpec, given: RunSpec) -> Advice:
-    """Return the advice with all automatic fields, unless a start decides the same values. `base`: the spec that its fields change."""
-    values = {name: getattr(base, name) for name in given.automatic if name not in (*decided.automatic, "strategy")}
-    chosen = values | {"strategy": advice.strategy} | advice.fields
-    if all(getattr(decided, name) == value for name, value in chosen.items()):
-        return advice
-    return replace(advice, pinned=values)
 
 
 def _has_gpu() -> bool:
@@ -293,44 +279,17 @@ def _row(option: Option) -> list[str]:
     ]
 
 
-def _plan_lines(planned: Sequence[Option]) -> list[str]:
-    """Return the best plan of every strategy with its alternatives, as a table, or nothing if no plan has one."""
-    if not any(option.fields for option in planned):
-        return []
-    rows = [[*_HEAD, "settings"]]
-    rows += [
-        [*_row(option), ",".join(f"{key}={shown(value)}" for key, value in option.fields.items())] for option in planned
-    ]
-    return [
-        "",
-        "fastest plan of every strategy that is worth its cost, with settings that save memory or traffic:",
-        *table(rows, right=True),
-    ]
-
-
-def _advice_lines(advice: Advice, chosen: Option) -> list[str]:
-    """Return the recommendation, its costs, and how to apply it."""
-    costs = [f"costs: {'; '.join(advice.costs)}"] if advice.costs else []
-    if chosen.host_memory:
-        costs.append(f"host memory of a process, besides Python: {mib(chosen.host_memory)} MiB")
-    changes = "".join(f" {name}={shown(value)}" for name, value in advice.fields.items())
-    return [
-        f"recommended: strategy={advice.strategy}{changes}: {advice.why}",
-        *costs,
-        f"apply it with: {advice.extra_vars}",
-    ]
-
-
 def lines(
     spec: RunSpec,
     shape: Shape,
     found: Sequence[Option],
-    planned: Sequence[Option],
-    advice: Advice,
+    strategy: str,
+    why: str,
     about: Sequence[str],
 ) -> list[str]:
-    """Return the plan as text: the run, `about` hosts and data, the strategies without and with alternatives, and the recommendation."""
-    chosen = planned[0] if len(planned) == 1 else next(each for each in planned if each.strategy == advice.strategy)
+    """Return the plan as text: the run, `about` hosts and data, the strategies, and the one that `auto` takes."""
+    chosen = next((each for each in found if each.strategy == strategy), found[0])
+    host_memory = f"host memory of a process, besides Python: {mib(chosen.host_memory)} MiB"
     parts = ", ".join(f"{name} {mib(size)}" for name, size in chosen.memory.step.items() if size)
     if chosen.memory.total > sum(chosen.memory.step.values()):
         parts += f"; {mib(chosen.memory.outside_step)} while the model is loaded, a checkpoint is written, or replicas synchronize"
@@ -346,9 +305,9 @@ def lines(
         *about,
         "",
         *table([_HEAD, *map(_row, found)], right=True),
-        *_plan_lines(planned),
         "",
         f"memory of {chosen.strategy} in MiB, besides Python and its libraries (about {BASE} on a CPU): {parts}",
-        *_advice_lines(advice, chosen),
+        *([host_memory] if chosen.host_memory else []),
+        f"recommended: strategy={strategy}: {why}" if strategy else why,
         *dict.fromkeys(note for each in possible_plans(spec) for note in each.notes(spec, shape)),
     ]

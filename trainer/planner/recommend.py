@@ -1,18 +1,16 @@
-"""Compare the strategies for a run, and recommend one. No torch: the controller resolves `strategy=auto` with it.
+"""Compare the strategies for a run, and choose one. No torch: the controller resolves `strategy=auto` with it.
 
-`options` compares the strategies for a spec as it is, `plans` with the alternatives of each strategy. The fastest plan that fits wins;
-of plans that differ by no more than the error of predicted speeds, the one with fewer concessions, such as a result that is not exact.
+The fastest strategy that fits wins; of those that differ by no more than the error of predicted speeds, the one with fewer concessions,
+such as a result that is not exact.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
-from trainer.costs.alternatives import Alternative, Alternatives, shown
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
@@ -25,10 +23,9 @@ ALONE = "alone"  # one process, for comparison with the strategies
 LINK = 1000.0  # Mbit/s, if the link was not measured
 # Operations per second, if speed was not measured: one core with AVX2, and an older GPU in 16-bit arithmetic.
 NOMINAL = {"cpu": 40e9, "cuda": 30e12}
-TIGHT = 0.05  # a plan that leaves less than this fraction of a rank's memory makes a concession
-ERROR = 1.15  # of predicted speeds: a plan must be that many times faster for every concession
-_QUIET = 0.05  # fraction of time in communication that is acceptable
-_LOUD = 0.5  # fraction from which a strategy with less communication justifies a different result
+TIGHT = 0.05  # a strategy that leaves less than this fraction of a rank's memory makes a concession
+ERROR = 1.15  # of predicted speeds: a strategy must be that many times faster for every concession
+_LOUD = 0.5  # fraction of time in communication that is worth a word
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,6 @@ class Speed:
         rate = NOMINAL[device] * (threads if device == "cpu" else 1)
         return cls(_work(spec, shape, rows, cuda=device == "cuda") / rate, 0.0, False)
 
-    def of(self, spec: RunSpec, other: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> "Speed":
-        """Return the speed of the spec `other`, if this one is the speed of `spec`."""
-        if other == spec:
-            return self
-        factor = _work(other, shape, rows, cuda=cuda) / _work(spec, shape, rows, cuda=cuda)
-        return replace(self, part=self.part * factor)
-
 
 def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
     """Return the floating point operations of a full micro-batch; those of unpacking weights count as well."""
@@ -71,10 +61,8 @@ class Option:
         fits: whether `memory` is available, None if unknown.
         comm_seconds: communication that computation does not hide.
         host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
-        free: the smallest fraction of its memory that the plan leaves to a rank, None if unknown.
-        concessions: number of things that its strategy and alternatives give up, such as exactness; None: never recommended.
-        fields: values of the spec that the alternatives change.
-        costs: description of other costs of strategy and alternatives.
+        free: the smallest fraction of its memory that the strategy leaves to a rank, None if unknown.
+        concessions: number of things that the strategy gives up, such as exactness.
     """
 
     strategy: str
@@ -87,9 +75,7 @@ class Option:
     tokens_per_second: float
     host_memory: int = 0
     free: float | None = None
-    concessions: int | None = 0
-    fields: dict[str, Any] = field(default_factory=dict)
-    costs: tuple[str, ...] = ()
+    concessions: int = 0
 
     @property
     def score(self) -> float:
@@ -97,19 +83,12 @@ class Option:
 
         It is rounded so that the order of operations does not matter.
         """
-        if self.concessions is None:
-            return 0.0
         return float(f"{self.tokens_per_second / ERROR ** (self.concessions + self.tight):.9g}")
 
     @property
     def tight(self) -> bool:
-        """Whether the plan leaves so little memory that an error of the prediction may exceed it."""
+        """Whether so little memory is left that an error of the prediction may exceed it."""
         return self.free is not None and 0 <= self.free < TIGHT
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The values of the spec that give this plan."""
-        return {"strategy": DEFAULT_STRATEGY if self.strategy == ALONE else self.strategy} | self.fields
 
     @property
     def share(self) -> float:
@@ -135,30 +114,6 @@ class Setting:
     gloo: bool
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A spec with some alternatives. `alternatives`: those that change it."""
-
-    spec: RunSpec
-    alternatives: tuple[Alternative, ...]
-
-
-def variants(spec: RunSpec, groups: Sequence[Alternatives]) -> Iterator[Variant]:
-    """Yield `spec` with every combination of alternatives, one from each group, that the fields of a spec permit.
-
-    The first variant has no alternative. `spec` has the strategy whose alternatives these are.
-    """
-    for chosen in product(*groups):
-        used = tuple(alternative for alternative in chosen if alternative.fields)
-        changed = {name: value for alternative in used for name, value in alternative.fields.items()}
-        variant = spec.model_copy(update=changed)
-        try:
-            check_spec(variant)
-        except ValueError:
-            continue  # the fields exclude each other
-        yield Variant(variant, used)
-
-
 def options(spec: RunSpec, setting: Setting) -> list[Option]:
     """Return the cost of one process alone, and of every registered strategy that the spec allows."""
     found = []
@@ -170,40 +125,6 @@ def options(spec: RunSpec, setting: Setting) -> list[Option]:
             continue  # other fields of the spec exclude the strategy
         found.append(_option(label, candidate, place, setting.speed))
     return found
-
-
-def plans(spec: RunSpec, setting: Setting) -> list[Option]:
-    """Return the best plan of one process alone and of every strategy, with all alternatives that the spec allows.
-
-    A strategy of which no plan fits is represented by the plan that needs the least memory.
-    """
-    found = []
-    for label, strategy, place in _candidates(setting):
-        plan, base = plan_named(strategy), spec.model_copy(update={"strategy": strategy})
-        tried: list[Option] = []
-        for variant in variants(base, plan.alternatives(base)):
-            if label == ALONE or plan.runs_on(variant.spec, place.shape, place.layout):
-                speed = setting.speed.of(base, variant.spec, place.shape, place.rows, cuda=not place.gloo)
-                option = _option(label, variant.spec, place, speed, variant.alternatives)
-                tried.append(option)
-                if label != ALONE and _could_be_best(option, tried):
-                    tried += [
-                        _option(label, quieter.spec, place, speed, (*variant.alternatives, *quieter.alternatives))
-                        for quieter in variants(variant.spec, plan.exchange_alternatives(variant.spec))
-                        if quieter.alternatives
-                    ]
-        if tried:
-            found.append(_best(tried) or min(tried, key=lambda option: option.memory.total))
-    return found
-
-
-def _could_be_best(option: Option, tried: Sequence[Option]) -> bool:
-    """Return whether the option would be the best one of `tried` if it spent no time in communication."""
-    if option.fits is False or not option.comm_seconds or option.concessions is None:
-        return False
-    silent = option.score * (option.compute_seconds + option.comm_seconds) / option.compute_seconds
-    best = _best(tried)
-    return best is None or silent > best.score
 
 
 def _candidates(setting: Setting) -> list[tuple[str, str, Setting]]:
@@ -219,10 +140,8 @@ def _smallest(rooms: Iterable[float | None]) -> tuple[float | None, ...]:
     return (min((room for room in rooms if room is not None), default=None),)
 
 
-def _option(
-    label: str, spec: RunSpec, setting: Setting, speed: Speed, alternatives: Sequence[Alternative] = ()
-) -> Option:
-    """Return the cost of the spec's strategy under the name `label`. `alternatives`: those that made the spec."""
+def _option(label: str, spec: RunSpec, setting: Setting, speed: Speed) -> Option:
+    """Return the cost of the spec's strategy under the name `label`."""
     shape, layout, rows, gloo = setting.shape, setting.layout, setting.rows, setting.gloo
     bandwidth = setting.link * 1e6 / 8  # bytes per second
     plan, spec = plan_of(spec), method_of(spec).as_rows(spec)
@@ -245,15 +164,7 @@ def _option(
         tokens_per_second=spec.rows_per_step * rows.tokens / (compute + communication),
         host_memory=0 if gloo else plan.host_memory(spec, shape, layout),
         free=min(known, default=None),
-        concessions=None
-        if plan.concessions is None
-        else plan.concessions + sum(alternative.concessions for alternative in alternatives),
-        fields={name: value for alternative in alternatives for name, value in alternative.fields.items()},
-        costs=tuple(
-            text
-            for text in ("" if label == ALONE else plan.cost, *(alternative.cost for alternative in alternatives))
-            if text
-        ),
+        concessions=plan.concessions,
     )
 
 
@@ -266,67 +177,40 @@ def _fits(free: Sequence[float | None]) -> bool | None:
 
 
 def _best(found: Sequence[Option]) -> Option | None:
-    """Return the plan with the highest score that fits, or else of which it is unknown; the one with fewest changes if equal."""
+    """Return the option with the highest score that fits, or else of which it is unknown."""
     known = [option for option in found if option.fits] or [option for option in found if option.fits is None]
-    return max(known, key=lambda option: (option.score, -len(option.fields)), default=None)
+    return max(known, key=lambda option: option.score, default=None)
 
 
-@dataclass(frozen=True)
-class Advice:
-    """The recommended strategy, the reason in one line, other fields to set, and a description of their costs.
-
-    `pinned`: values of automatic fields that a start might decide otherwise; `fields` takes precedence.
-    """
-
-    strategy: str
-    why: str
-    fields: dict[str, Any]
-    costs: tuple[str, ...] = ()
-    pinned: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def extra_vars(self) -> str:
-        """The options of ansible-playbook that give this plan."""
-        values = {"strategy": self.strategy} | self.pinned | self.fields
-        return " ".join(f"-e {name}={shown(value)}" for name, value in values.items())
-
-
-def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> Advice:
-    """Recommend the fastest plan that fits and that is worth its concessions.
+def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> tuple[str, str]:
+    """Return the fastest strategy that fits and that is worth its concessions, and the reason in one line.
 
     Args:
-        found: result of `options` or `plans`.
+        found: result of `options`.
 
     Raises:
         UserError: none fits in memory.
     """
-    alone = next(option for option in found if option.strategy == ALONE)
+    alone, *others = found
     if setting.layout.world == 1:
         if alone.fits is False:
             raise UserError(f"plan: {_too_large(spec, alone)}")
-        return _advice(alone, "one process, so there is nothing to distribute")
-    best = _best([option for option in found if option.strategy != ALONE and option.concessions is not None])
+        return DEFAULT_STRATEGY, "one process, so there is nothing to distribute"
+    possible = [option for option in others if _automatic(option, setting, spec)]
+    best = _best(possible)
     if not best:
-        raise UserError(f"plan: {_too_large(spec, min(found, key=lambda option: option.memory.total))}")
+        raise UserError(f"plan: {_too_large(spec, min([alone, *possible], key=lambda option: option.memory.total))}")
     if plan_named(best.strategy).auto == "low_communication":
-        exact = _best([option for option in found if option.concessions == 0 and option.strategy != ALONE])
-        why = _why_low_communication(spec, best, exact or found[1], alone, setting.link)
-    else:
-        why = _why_exact(spec, best, found, alone, setting.link)
-    return _advice(best, why)
-
-
-def _advice(option: Option, why: str) -> Advice:
-    settings = dict(option.settings)
-    tight = (f"it leaves {option.free:.0%} of the memory of a process free",) if option.tight else ()
-    return Advice(settings.pop("strategy"), why, settings, option.costs + tight)
+        exact = _best([option for option in possible if option.concessions == 0])
+        return best.strategy, _why_low_communication(best, exact or others[0], alone, setting.link)
+    return best.strategy, _why_exact(best, others, alone, setting.link)
 
 
 def _faster_alone(alone: Option, option: Option) -> bool:
     return alone.fits is not False and alone.tokens_per_second >= option.tokens_per_second
 
 
-def _why_exact(spec: RunSpec, best: Option, found: Sequence[Option], alone: Option, link: float) -> str:
+def _why_exact(best: Option, found: Sequence[Option], alone: Option, link: float) -> str:
     fit = f"it fits, {'but' if best.share > _LOUD else 'and'}"
     if best.fits is None:
         fit = "if it fits (--hosts FILE states the memory),"
@@ -337,24 +221,16 @@ def _why_exact(spec: RunSpec, best: Option, found: Sequence[Option], alone: Opti
     elif best.strategy != DEFAULT_STRATEGY and default:
         times = best.tokens_per_second / default.tokens_per_second
         why = f"{times:.1f} times as fast as {DEFAULT_STRATEGY}; {why}"
-    elif best.share > 4 * _QUIET:
-        # With rows multiplied by this factor, communication takes a fifth of the time.
-        rows = spec.rows_per_step * math.ceil(best.share * 4)
-        why += f"; total_batch_size={rows} (or gradient_comm_dtype=bf16) would reduce it"
     return f"{why}: one process alone is faster" if _faster_alone(alone, best) else why
 
 
-def _why_low_communication(spec: RunSpec, quiet: Option, exact: Option, alone: Option, link: float) -> str:
+def _why_low_communication(quiet: Option, exact: Option, alone: Option, link: float) -> str:
     why = f"{exact.strategy} would spend {exact.share:.0%} of the time in communication at {round(link, 1):g} Mbit/s"
     if exact.fits is False:
         why = f"{exact.strategy} does not fit"
     if _faster_alone(alone, exact):
         why += ", where one process alone is faster"
-    within = spec.replica_hosts > 1 or "replica_hosts" in quiet.fields  # traffic that rounds do not change
-    if "local_steps" in quiet.fields or within or quiet.share <= _QUIET:
-        return f"{why}; {quiet.strategy} spends {quiet.share:.0%}"
-    steps = spec.local_steps * quiet.comm_seconds / max(1e-9, _QUIET * quiet.compute_seconds)
-    return f"{why}; local_steps={max(10, math.ceil(steps / 10) * 10)} keeps it below {_QUIET:.0%}"
+    return f"{why}; {quiet.strategy} spends {quiet.share:.0%}"
 
 
 def _too_large(spec: RunSpec, option: Option) -> str:
@@ -367,13 +243,12 @@ def _too_large(spec: RunSpec, option: Option) -> str:
             ("quantize=nf4", spec.quantize == "none" and spec.lora_r > 0),
             ("LoRA (lora_r=16)", not spec.lora_r),
         )
-        if applies and remedy.partition("=")[0].split()[-1] not in option.fields
+        if applies
     ]
-    with_alternatives = "".join(f" {name}={shown(value)}" for name, value in option.fields.items())
-    tried = f" with{with_alternatives}" if with_alternatives else ""
+    strategy = DEFAULT_STRATEGY if option.strategy == ALONE else option.strategy
     return (
         f"{option.memory.total / 2**30:.1f} GiB per process do not fit, besides {BASE} MiB for Python on a CPU "
-        f"(strategy={option.settings['strategy']}{tried}): try {' or '.join(remedies) or 'a smaller model'}, or more hosts"
+        f"(strategy={strategy}): try {' or '.join(remedies) or 'a smaller model'}, or more hosts"
     )
 
 
@@ -397,12 +272,9 @@ def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | Non
     except UserError as error:
         return DEFAULT_STRATEGY, f"auto selected {DEFAULT_STRATEGY}: {error}"
     setting, linked = _setting_of(spec, hosts, shape)
-    found = [
-        option for option in options(spec, setting) if option.strategy == ALONE or _automatic(option, setting, spec)
-    ]
-    advice = recommend(spec, found, setting)
+    strategy, why = recommend(spec, options(spec, setting), setting)
     said = " (link assumed, not measured)" if not linked and len(hosts) > 1 else ""
-    return advice.strategy, f"auto selected {advice.strategy}: {advice.why}{said}"
+    return strategy, f"auto selected {strategy}: {why}{said}"
 
 
 def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import UserError
 from trainer.common.lazy import LazyModule
-from trainer.costs.alternatives import Alternatives, whole_model_alternatives
 from trainer.data.shares import share
 from trainer.strategy.base import Rows, Strategy
 from trainer.strategy.ddp import DDP
@@ -43,9 +42,6 @@ _STOP = "averaging/stop"
 class AveragingPlan(StrategyPlan):
     """The plan of averaging. The defaults apply: no communication within a step."""
 
-    concessions = None
-    cost = "another result: workers never synchronize before the end"
-
     def field_prefixes(self, spec: RunSpec) -> set[str]:
         return {spec.strategy, "replica"}
 
@@ -55,9 +51,6 @@ class AveragingPlan(StrategyPlan):
 
     def strategy_class(self, spec: RunSpec) -> type[Strategy]:
         return Averaging
-
-    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        return [*super().alternatives(spec), *whole_model_alternatives(spec)]
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
         """The averaged adapter has the adapters of all workers; gradients and the optimizer's moments are freed before."""

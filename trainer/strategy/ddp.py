@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.lazy import LazyModule
-from trainer.costs.alternatives import Alternatives, gradient_alternatives, whole_model_alternatives
 from trainer.costs.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.data.shares import share
 from trainer.distributed.balance import Balance
@@ -64,9 +63,6 @@ class DDPPlan(StrategyPlan):
 
     def accelerate_config(self, spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
         return {}
-
-    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        return [*super().alternatives(spec), *whole_model_alternatives(spec), *gradient_alternatives(spec)]
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)

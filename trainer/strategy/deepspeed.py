@@ -13,14 +13,12 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import UserError
 from trainer.common.lazy import LazyModule
 from trainer.common.packages import how_to_install
-from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives
 from trainer.costs.cost import (
     PCI_EXPRESS,
     Layout,
@@ -56,24 +54,12 @@ else:
 _REUSED = 1e9  # stage3_max_reuse_distance: numbers between two uses of a weight below which it stays gathered
 _SMALL = 1e5  # numbers of a parameter below which stage 3 keeps it on every rank
 _LINK_EFFICIENCY = 0.7  # fraction of a link that gloo's gathers use
-_STAGES = {
-    1: "",
-    2: "gradients are reduced after every micro-batch",
-    3: "every pass sends the weights of all layers",
-}
-_OFFLOADS = {
-    "none": "",
-    "optimizer": "AdamW runs on the CPU",
-    "all": "AdamW runs on the CPU, and every pass copies the weights to the GPU",
-}
 _HOOK_SECONDS = 1.5e-3  # of stage 3, per module and micro-batch
 
 
 class DeepSpeedPlan(StrategyPlan):
     """The plan of ZeRO. Figures without a source were measured."""
 
-    concessions = 1
-    cost = "requires the package deepspeed on every host"
     uniform_dtype = True
     library_bytes = 20 << 20
 
@@ -106,18 +92,6 @@ class DeepSpeedPlan(StrategyPlan):
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         # Stage 3 takes the model from host memory, where the kernels cannot be tested with packed samples.
         return not self.sharded_weights(spec)
-
-    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        now = spec.deepspeed_stage, spec.deepspeed_offload
-        offloads = list(_OFFLOADS)[list(_OFFLOADS).index(spec.deepspeed_offload) :]
-        stages: list[Alternative] = [Alternative()]
-        for stage, offload in product(_STAGES, offloads):
-            fields: dict[str, Any] = {"deepspeed_stage": stage} if stage != now[0] else {}
-            fields |= {"deepspeed_offload": offload} if offload != now[1] else {}
-            cost = "; ".join(text for text in (_STAGES[stage], _OFFLOADS[offload]) if text)
-            if fields:
-                stages.append(Alternative(fields, cost))
-        return [*super().alternatives(spec), stages, *gradient_alternatives(spec)]
 
     def host_memory(self, spec: RunSpec, shape: Shape, layout: Layout) -> int:
         state = self.state(spec, shape, layout, cuda=False)

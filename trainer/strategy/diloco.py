@@ -5,14 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer.costs.alternatives import (
-    NONE,
-    Alternative,
-    Alternatives,
-    rounded_in_transit,
-    switch,
-    whole_model_alternatives,
-)
 from trainer.costs.cost import Layout, Memory, State, micro_batches
 from trainer.strategy import four_bits
 from trainer.strategy.ddp import DDPPlan, gradient_copies
@@ -29,10 +21,6 @@ if TYPE_CHECKING:
     from trainer.model_files.model_shape import Shape
     from trainer.strategy.diloco_fixed import DiLoCo
 
-_ROUNDS = (20, 50, 100, 200, 500)  # steps of a round that the planner tries; each longer one is a concession more
-_FRAGMENTS = 5
-_DELAYS = (0.5, 1.0)  # parts of the longest delay of a fragment
-_REPLICA_HOSTS = (1, 2, 3, 4)  # of a pipeline
 _PIPELINE = PipelinePlan()
 _INNER_PLANS: dict[str, DDPPlan | FSDPPlan | PipelinePlan] = {
     "ddp": DDPPlan(),
@@ -68,53 +56,11 @@ def _comm_parts(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> t
     return _INNER_PLANS[spec.replica_strategy].replica_comm_bytes(spec, shape, inside, micro, gloo=gloo), outer
 
 
-def _round_alternatives(spec: RunSpec) -> Alternatives:
-    """Return the alternatives of the steps in a round, of its fragments and of their delay, which the steps limit."""
-    found: list[Alternative] = []
-    for longer, steps in enumerate([spec.local_steps, *(steps for steps in _ROUNDS if steps > spec.local_steps)]):
-        fields = {"local_steps": steps} if longer else {}
-        costs = ["replicas differ more between synchronizations"] if longer else []
-        if spec.diloco_fragments > 1:
-            fields |= _delay(spec, spec.diloco_delay * steps // spec.local_steps)
-        found.append(Alternative(fields, "; ".join(costs), longer))
-        for late, part in enumerate(_DELAYS, 1) if spec.diloco_fragments == 1 else ():
-            delay = int(steps / _FRAGMENTS * part)
-            if delay:
-                after = "1 step" if delay == 1 else f"{delay} steps"
-                cost = f"replicas apply a fragment {after} after its exchange started, and evaluate other weights than they train"
-                changed = fields | {"diloco_fragments": _FRAGMENTS} | _delay(spec, delay)
-                found.append(Alternative(changed, "; ".join([*costs, cost]), longer + late))
-    return found
-
-
-def _delay(spec: RunSpec, steps: int) -> dict[str, int]:
-    """Return the field with the delay of a fragment, if it changes."""
-    return {} if steps == spec.diloco_delay else {"diloco_delay": steps}
-
-
-def _replica_alternatives(spec: RunSpec) -> Alternatives:
-    """Return the alternatives of a replica that holds the full model on every rank: it shards the model, or divides its layers."""
-    if spec.replica_strategy != "ddp":
-        return [NONE]
-    cost = "every pass within a replica sends the weights of all layers"
-    found = [NONE, Alternative({"replica_strategy": "fsdp"}, cost)]
-    cost = "ranks of a replica wait while its pipeline fills and drains"
-    sizes = _REPLICA_HOSTS if spec.replica_hosts == 1 else (spec.replica_hosts,)
-    for hosts in sizes:
-        fields = {"replica_strategy": "pipeline"} | ({"replica_hosts": hosts} if hosts != spec.replica_hosts else {})
-        # As for the strategy pipeline: otherwise a plan of it, fed back, would make that of DiLoCo possible.
-        for comm in rounded_in_transit(spec):
-            costs = "; ".join(filter(None, (cost, comm.cost)))
-            found.append(Alternative(fields | dict(comm.fields), costs, 1 + comm.concessions))
-    return found
-
-
 class DiLoCoPlan(StrategyPlan):
     """The plan of DiLoCo, with fixed replicas or with torchft."""
 
     auto = "low_communication"
     concessions = 1
-    cost = "another result: replicas hold different weights between synchronizations"
     shares_steps_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DiLoCo]:
@@ -191,13 +137,6 @@ class DiLoCoPlan(StrategyPlan):
 
     def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
         return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world)
-
-    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        return [*super().alternatives(spec), *whole_model_alternatives(spec), _replica_alternatives(spec)]
-
-    def exchange_alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        cost = "pseudo-gradients are rounded to 4 bits; what rounding lost is sent with the next exchange"
-        return [_round_alternatives(spec), switch(spec, "diloco_comm_dtype", "int4", cost, 1)]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         if self._staged(spec):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import DiskError, UserError, disk_failure
 from trainer.common.lazy import LazyModule
-from trainer.costs.alternatives import Alternative, Alternatives, gradient_alternatives, quantize_alternatives, switch
 from trainer.costs.cost import (
     PCI_EXPRESS,
     Layout,
@@ -102,7 +101,6 @@ class FSDPPlan(StrategyPlan):
     """The plan of FSDP2."""
 
     auto = "exact"
-    cost = "every pass sends the weights of all layers"
 
     def strategy_class(self, spec: RunSpec) -> type[FSDP]:
         return FSDP
@@ -123,16 +121,6 @@ class FSDPPlan(StrategyPlan):
     def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
         # The layers are compiled after they were sharded.
         return super().load_module(spec.model_copy(update={"torch_compile": False}), world)
-
-    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        # Either value may be faster, so both are tried.
-        shards = [
-            Alternative(),
-            *(Alternative({"fsdp_shard": value}) for value in ("all", "gradients", "host") if value != spec.fsdp_shard),
-        ]
-        cost = "AdamW runs on the CPU, and every pass copies the weights to the GPU"
-        offload = switch(spec, "fsdp_offload", True, cost)
-        return [*super().alternatives(spec), quantize_alternatives(spec), shards, offload, *gradient_alternatives(spec)]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         return spec.fsdp_shard != "host" or (len(set(layout.processes)) == 1 and layout.processes[0] > 1)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError
 from trainer.common.lazy import LazyModule
-from trainer.costs.alternatives import Alternative, Alternatives, quantize_alternatives, rounded_in_transit
 from trainer.costs.cost import (
     Layout,
     Memory,
@@ -72,7 +71,6 @@ class PipelinePlan(StrategyPlan):
 
     auto = "exact"
     concessions = 1
-    cost = "ranks wait while the pipeline fills and drains; a lost host stops the run until its layers are back"
 
     def strategy_class(self, spec: RunSpec) -> type[Pipeline]:
         return Pipeline
@@ -111,12 +109,6 @@ class PipelinePlan(StrategyPlan):
         return stage
 
     # Costs --------------------------------------------------------------------------------------------------------------
-
-    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        comm = rounded_in_transit(spec)
-        sizes = [Alternative(), *(Alternative({"pipeline_hosts": hosts}) for hosts in (2, 3, 4))]
-        groups = [quantize_alternatives(spec), comm, [Alternative()] if spec.pipeline_hosts else sizes]
-        return [*super().alternatives(spec), *groups]
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         hosts = spec.pipeline_hosts or len(layout.processes)

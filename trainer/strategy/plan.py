@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.common.errors import UserError
-from trainer.costs.alternatives import Alternatives, activation_alternatives
 from trainer.costs.cost import Memory, State, activation_bytes, autocast_bytes, full_state
 from trainer.costs.teacher_cost import teacher_memory, teacher_weights
 from trainer.method import method_of
@@ -40,12 +39,10 @@ class StrategyPlan:
     """
 
     # Whether `strategy=auto` may choose it: as a strategy with the result of a single process ("exact"), or as the one for
-    # slow links, with a different result ("low_communication"). None: the planner lists it without recommending it.
+    # slow links, with a different result ("low_communication"). None: the planner lists it, but never chooses it.
     auto: ClassVar[Literal["exact", "low_communication"] | None] = None
-    # Number of things that the strategy gives up beside speed (see `Alternative`), which `cost` describes; None: the planner
-    # never recommends it.
-    concessions: ClassVar[int | None] = 0
-    cost: ClassVar[str] = ""
+    # Number of things that the strategy gives up beside speed, such as the result of a single process.
+    concessions: ClassVar[int] = 0
     shares_rows_by_speed: ClassVar[bool] = False  # the field `balance` distributes the rows of a step over all ranks
     shares_steps_by_speed: ClassVar[bool] = False  # the field `balance` gives fast replicas more inner steps
     uniform_dtype: ClassVar[bool] = False  # all weights must have the same data type
@@ -113,14 +110,6 @@ class StrategyPlan:
         return ModelWithLoss(model, compiled=spec.torch_compile, method=method_of(spec).create(spec))
 
     # Costs --------------------------------------------------------------------------------------------------------------
-
-    def alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        """Return the changes of the spec that the planner tries, in groups that exclude each other."""
-        return activation_alternatives(spec)
-
-    def exchange_alternatives(self, spec: RunSpec) -> list[Alternatives]:
-        """Return further changes that only shorten communication: they need no less memory and no less computation."""
-        return []
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         """Return whether the model can be divided over these ranks."""

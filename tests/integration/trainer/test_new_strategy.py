@@ -20,7 +20,7 @@ from trainer.strategy.ddp import DDP, DDPPlan
 
 
 class ToyPlan(DDPPlan):
-    auto = concessions = None
+    auto = None
 
     def strategy_class(self, spec):
         return Toy

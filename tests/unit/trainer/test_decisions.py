@@ -273,7 +273,7 @@ def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, monkeypatch: A
         "auto: precision=32-true: the compute capability of a GPU is unk"
     )
     assert decisions({"memory_mib": 24000})[0].startswith("auto: precision=32-true: a CPU has no")
-    # No strategy fits without the settings that the plan tries.
+    # No strategy fits.
     flags = [f"--model={tmp_path}", "--no-measure", "--strategy=auto", "--lora-r=0", "--quantize=none"]
     flags += ["--gradient-checkpointing=false", "--batch-size=16"]
     [line] = decisions(*[{"memory_mib": 24000}] * 2)

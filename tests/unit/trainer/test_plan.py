@@ -259,7 +259,7 @@ def test_bytes_of_a_step() -> None:
 def test_recommendations() -> None:
     spec = make_spec({"model": "tiny"}, "here")
     found, advice = advice_for(spec, 2, 1000)
-    assert advice.strategy == "ddp" and "it fits" in advice.why and "alone" not in advice.why
+    assert advice[0] == "ddp" and "it fits" in advice[1] and "alone" not in advice[1]
     assert found["ddp"].tokens_per_second > 1.9 * found["alone"].tokens_per_second
     with pytest.raises(
         UserError, match=r"plan: .* GiB per process do not fit, .*: try gradient_checkpointing=true or "
@@ -344,7 +344,7 @@ def test_auto_gives_a_reason() -> None:
     assert "assumed" not in choose(spec, [host])[1]
     full = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
     strategy, why = choose(full, [host | {"threads": 8, "link_mbit": 10}] * 2)
-    assert strategy == "diloco" and "ddp would spend " in why and "local_steps=" in why
+    assert strategy == "diloco" and "ddp would spend " in why
     with pytest.raises(UserError, match="do not fit"):
         choose(make_spec({"model": "x", "strategy": "auto"}, "here"), [host], read_shape(BIG))
 
