@@ -235,10 +235,10 @@ def _cpu_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[st
     """Return the precision of CPUs, and why."""
     if plan_of(spec).separate_launchers(spec):
         return "32-true", "replicas with a torchrun each do not compare their CPUs"
-    if not all(host.get("bfloat16") for host in hosts):
-        return "32-true", "a CPU has no instructions for bfloat16 (avx512_bf16 or amx_bf16)"
     if shape and shape.hidden < SMALL_LAYER:
         return "32-true", "layers of this size are hardly faster in bfloat16 on a CPU"
+    if not all(host.get("bfloat16") for host in hosts):
+        return "32-true", "a CPU has no instructions for bfloat16 (avx512_bf16 or amx_bf16)"
     return "bf16-mixed", "every CPU has instructions for bfloat16"
 
 
