@@ -106,7 +106,7 @@ ZERO = FULL | {"strategy": "deepspeed"}
 FSDP = FULL | {"strategy": "fsdp"}
 NF4_FSDP = {"strategy": "fsdp", "quantize": "nf4"}
 PIPELINE = {"strategy": "pipeline"}
-DILOCO = {"strategy": "diloco", "local_steps": 3, "diloco_comm_dtype": "int4", "diloco_fragments": 2}
+DILOCO = {"strategy": "diloco", "local_steps": 3}
 CASES: dict[str, Case] = {
     "lora": Case("medium", timed=True, planned=True),
     "full": Case("medium", FULL, timed=True, planned=True),

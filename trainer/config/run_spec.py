@@ -42,7 +42,7 @@ Interval = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["epoch"]
 _INTERVAL = f"a number of steps from 0 to {MAX_COUNT}, or epoch"
 _WORD = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
 CommDtype = Annotated[Literal["32", "bf16"], _WORD]
-DilocoCommDtype = Annotated[Literal["32", "bf16", "int4"], _WORD]
+DilocoCommDtype = Annotated[Literal["32", "bf16"], _WORD]
 
 
 class RunSpec(MethodFields):
@@ -138,27 +138,8 @@ class RunSpec(MethodFields):
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
     diloco_comm_dtype: DilocoCommDtype = declare(
         "bf16",
-        "diloco: data type of the pseudo-gradients that replicas exchange; int4 keeps what rounding lost for the next exchange",
+        "diloco: data type of the pseudo-gradients that replicas exchange",
         deprecated_names=["diloco_wire"],
-    )
-    diloco_fragments: int = declare(
-        1,
-        "diloco: parts of the model that replicas exchange one after the other while they train; 1: the whole model at the end of a round",
-        ge=1,
-        le=10_000,
-    )
-    diloco_delay: int = declare(
-        1,
-        "diloco_fragments: inner steps from the start of the exchange of a fragment until its result is applied; 0: wait for it",
-        ge=0,
-        le=10_000,
-        unit="steps",
-    )
-    diloco_mixing: float = declare(
-        0.5,
-        "diloco_fragments: part of its own weights that a replica keeps when it applies the result of a fragment",
-        ge=0,
-        lt=1,
     )
     diloco_membership: Literal["fixed", "torchft"] = declare(
         "fixed",

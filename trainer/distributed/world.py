@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -91,22 +90,20 @@ class World:
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
         return cls(rank, size, local_rank, node_rank, device, store=store, replica=replica, local_size=local_size)
 
-    def subgroup(self, groups: Sequence[Sequence[int]], timeout: float | None, backend: str | None = None) -> "World":
+    def subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
         """Return the world of the group in `groups` (lists of ranks) that contains this rank. Every rank calls it.
 
         A rank that is in none of them gets a world with only itself.
 
         Args:
-            timeout: seconds after which a collective of the group fails; None: never, as `sum_without_timeout` needs.
-            backend: such as gloo on GPUs; None: that of the run.
+            timeout: seconds after which a collective of the group fails.
         """
-        limit = _NO_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
+        limit = datetime.timedelta(seconds=timeout)
         found = next((tuple(sorted(ranks)) for ranks in groups if self.rank in ranks), (self.rank,))
         lists = [sorted(ranks) for ranks in groups]
-        group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit, backend=backend)
-        untimed = group if timeout is None else self.untimed_group
+        group, _ = dist.new_subgroups_by_enumeration(lists, timeout=limit)
         rank, size = found.index(self.rank), len(found)
-        return replace(self, rank=rank, size=size, ranks=found, group=group, untimed_group=untimed)
+        return replace(self, rank=rank, size=size, ranks=found, group=group)
 
     def with_untimed_group(self) -> "World":
         """Return this world with a group for `sum_without_timeout`. Every rank calls it."""
@@ -197,46 +194,6 @@ def _start_sum(values: torch.Tensor, size: int, group: Any) -> tuple[Callable[[]
         return total
 
     return summed, work
-
-
-class Transfers:
-    """Messages between two ranks each that gloo sends and receives in the background; used like the work of a collective."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-        self._error: Exception | None = None
-        # gloo's own work is never completed before a wait for it.
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except Exception as error:  # raised by `wait`
-            self._error = error
-
-    def is_completed(self) -> bool:
-        """Return whether all messages have arrived, or one has failed."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait for all messages. Raises the error of the first that failed."""
-        self._thread.join()
-        if self._error:
-            raise self._error
-
-
-def start_exchange(values: torch.Tensor, world: World) -> tuple[list[torch.Tensor], Transfers]:
-    """Start to send `values` to every other rank of a world whose group is gloo; return those of all ranks, and the transfers.
-
-    Every rank announces all receives before it sends: gloo's all-gather, which sends halves around a ring, reaches only a part of
-    the speed of a slow link, and sends more messages.
-    """
-    parts = [values if rank == world.rank else torch.empty_like(values) for rank in range(world.size)]
-    peers = [(world.rank + offset) % world.size for offset in range(1, world.size)]
-    receives = [dist.irecv(parts[peer], group=world.group, group_src=peer) for peer in reversed(peers)]
-    return parts, Transfers(receives + [dist.isend(values, group=world.group, group_dst=peer) for peer in peers])
 
 
 def wait_for(work: Any, waiting: Callable[[], object]) -> None:

@@ -123,11 +123,10 @@ class Evaluation:
         mine = float(weights[[sample for row in division.mine for sample in row]].sum())
         module.eval()
         loss = 0.0
-        with strategy.synchronized():
-            work = module.method.prepare(Work(corpus, rows, parts, float(weights.sum()), mine, -1), self)
-            for part in work.parts:
-                self.waiting("")
-                loss += self.score(self.batch(work, part))
+        work = module.method.prepare(Work(corpus, rows, parts, float(weights.sum()), mine, -1), self)
+        for part in work.parts:
+            self.waiting("")
+            loss += self.score(self.batch(work, part))
         module.train()
         loss, weight, *sums = self.sum([loss, work.weight, *module.method.take_metrics(measures.sums)])
         self.metrics = measures.means(dict(zip(measures.sums, sums, strict=True)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -233,11 +232,6 @@ class Strategy(ABC):
     @abstractmethod
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of a micro-batch without gradients, for evaluation; 0 on a rank without the output head."""
-
-    @contextlib.contextmanager
-    def synchronized(self) -> Iterator[None]:
-        """Within the block, `plain` has weights that are equal on all ranks. Every rank enters it after `sync`."""
-        yield
 
     def weights_finite(self) -> bool:
         """Return whether the trained weights that this rank holds are finite."""

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,18 +247,10 @@ class DDP(Strategy):
         """Return the trained weights by name."""
         return {name: parameter.detach() for name, parameter in self.trained.items()}
 
-    def set_params(
-        self, values: Mapping[str, torch.Tensor] | None, host: World, names: Iterable[str] | None = None
-    ) -> None:
-        """Set the trained weights to those of the first rank of every host.
-
-        Args:
-            host: the ranks of this host.
-            names: the weights to set, if not all.
-        """
+    def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
+        """Set the trained weights to those of the first rank of every host. `host`: the ranks of this host."""
         with torch.no_grad():
-            for name in self.trained if names is None else names:
-                parameter = self.trained[name]
+            for name, parameter in self.trained.items():
                 if values:
                     parameter.copy_(values[name])
                 if host.size > 1:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer.costs.cost import Layout, Memory, State, micro_batches
-from trainer.strategy import four_bits
 from trainer.strategy.ddp import DDPPlan, gradient_copies
 from trainer.strategy.fsdp import FSDPPlan, sharded_state
 from trainer.strategy.pipeline import PipelinePlan, check_stages
@@ -35,8 +34,8 @@ def _as_pipeline(spec: RunSpec) -> RunSpec:
 
 
 def _outer_bytes(spec: RunSpec, shape: Shape) -> int:
-    """Return the bytes of the outer optimizer: a copy of the weights, its momentum and the residual of 4-bit values."""
-    return shape.trained(spec) * (12 if spec.diloco_comm_dtype == "int4" else 8)
+    """Return the bytes of the outer optimizer: a copy of the weights and its momentum."""
+    return shape.trained(spec) * 8
 
 
 def _comm_parts(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> tuple[float, float]:
@@ -44,11 +43,8 @@ def _comm_parts(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> t
     if layout.world == 1:
         return 0.0, 0.0
     replicas = -(-len(layout.processes) // spec.replica_hosts)
-    if spec.diloco_comm_dtype == "int4":  # to every other replica
-        outer = (replicas - 1) * shape.trained(spec) * four_bits.BYTES_PER_VALUE / spec.local_steps
-    else:
-        number = 2 if spec.diloco_comm_dtype == "bf16" else 4
-        outer = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
+    number = 2 if spec.diloco_comm_dtype == "bf16" else 4
+    outer = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
     inside = Layout(layout.processes[: spec.replica_hosts])
     if len(inside.processes) == 1:
         return 0.0, outer
@@ -64,10 +60,6 @@ class DiLoCoPlan(StrategyPlan):
     shares_steps_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DiLoCo]:
-        if spec.diloco_fragments > 1:
-            from trainer.strategy.diloco_fragments import DiLoCoFragments
-
-            return DiLoCoFragments
         if not self.separate_launchers(spec):
             from trainer.strategy.diloco_fixed import DiLoCo
 
@@ -77,12 +69,6 @@ class DiLoCoPlan(StrategyPlan):
         return DiLoCoTorchFT
 
     def validate(self, spec: RunSpec) -> None:
-        if self.separate_launchers(spec) and spec.diloco_comm_dtype == "int4":
-            raise ValueError(
-                "diloco_comm_dtype: int4 requires diloco_membership fixed, got torchft: set diloco_comm_dtype=bf16"
-            )
-        if spec.diloco_fragments > 1:
-            self._validate_fragments(spec)
         if not self.sharded_weights(spec):
             return
         reject_unshardable(spec, "replica_strategy", possible=("quantize",))
@@ -96,18 +82,6 @@ class DiLoCoPlan(StrategyPlan):
         if self.separate_launchers(spec):
             raise ValueError(
                 f"diloco_membership: torchft requires replica_strategy ddp, got replica_strategy {spec.replica_strategy}"
-            )
-
-    def _validate_fragments(self, spec: RunSpec) -> None:
-        for name, value in (("diloco_membership", "fixed"), ("replica_strategy", "ddp")):
-            if (found := getattr(spec, name)) != value:
-                raise ValueError(
-                    f"diloco_fragments: {spec.diloco_fragments} requires {name} {value}, got {found}: set diloco_fragments=1"
-                )
-        if spec.diloco_delay > (most := spec.local_steps // spec.diloco_fragments):
-            raise ValueError(
-                f"diloco_delay: {spec.diloco_fragments} fragments in {spec.local_steps} local_steps allow {most} steps at "
-                f"most, got {spec.diloco_delay}: set fewer diloco_fragments or more local_steps"
             )
 
     def needs_packages(self, spec: RunSpec) -> dict[str, str]:
@@ -198,17 +172,11 @@ class DiLoCoPlan(StrategyPlan):
                 _as_pipeline(spec), shape, layout, rows, part, optimizer, passing
             )
             return compute, exposed + communication - passing
-        compute, exposed = super().step_seconds(spec, shape, layout, rows, part, optimizer, communication)
-        if spec.diloco_fragments > 1:
-            # `diloco_delay` steps hide the exchange of a fragment.
-            per_fragment = exposed * spec.local_steps / spec.diloco_fragments
-            exposed *= max(0.0, 1 - spec.diloco_delay * compute / per_fragment) if per_fragment else 1.0
-        return compute, exposed
+        return super().step_seconds(spec, shape, layout, rows, part, optimizer, communication)
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
         trained = shape.trained(spec) * 4
-        # The pseudo-gradient, and a chunk of it in transit; with fragments, the local weights during an evaluation.
-        return state.held + trained + 2 * min(trained, 4 * CHUNK) + (trained if spec.diloco_fragments > 1 else 0)
+        return state.held + trained + 2 * min(trained, 4 * CHUNK)  # the pseudo-gradient, and a chunk of it in transit
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         return sum(_comm_parts(spec, shape, layout, gloo=gloo))

@@ -18,9 +18,8 @@ from torch import nn
 
 from trainer.common.errors import NonFiniteError
 from trainer.data.shares import share
-from trainer.distributed.world import World, start_exchange
+from trainer.distributed.world import World
 from trainer.models.optim import learning_rate
-from trainer.strategy import four_bits
 from trainer.strategy.base import Batch, Rows, Strategy, Update
 from trainer.strategy.ddp import DDP
 from trainer.strategy.fsdp import FSDP
@@ -43,7 +42,7 @@ class DiLoCo(Strategy):
     """Replicas with an inner and an outer optimizer. Every host keeps the state of the outer one in host memory."""
 
     # Every replica has its own inner optimizer. A host that lost its state continues with that of another replica.
-    per_host_files = ("optimizer.pt", four_bits.RESIDUAL_FILE, *(f"{moment}.safetensors" for moment in MOMENTS))
+    per_host_files = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         super().__init__(spec, world.with_untimed_group(), module)
@@ -54,8 +53,7 @@ class DiLoCo(Strategy):
         self.lockstep = self.inside.lockstep
         leaders = [rank for rank, first in enumerate(world.gather(world.is_host_leader)) if first]
         # The first ranks of all replicas; the first ranks of all hosts of this replica; all ranks of this host.
-        backend = "gloo" if spec.diloco_comm_dtype == "int4" else None
-        self.replica_leaders = world.subgroup([[ranks[0] for ranks in groups]], timeout, backend)
+        self.replica_leaders = world.subgroup([[ranks[0] for ranks in groups]], timeout)
         self.host_leaders = world.subgroup([[rank for rank in ranks if rank in leaders] for ranks in groups], timeout)
         nodes = world.gather(world.node_rank)
         self.host = world.subgroup(
@@ -74,9 +72,6 @@ class DiLoCo(Strategy):
             self.outer_optimizer = torch.optim.SGD(
                 self.outer.values(), lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0
             )
-            # The rounding errors of the 4-bit values, in the order of `outer`.
-            numbers = sum(value.numel() for value in initial.values()) if spec.diloco_comm_dtype == "int4" else 0
-            self.residual = torch.zeros(numbers)
 
     def join(
         self,
@@ -172,15 +167,11 @@ class DiLoCo(Strategy):
         tokens = self.exchange_counts(waiting)
         self.local_params = self.inside.full_params()
         if self.world.is_host_leader:
-            weight, begin = tokens[self.mine] / max(1.0, sum(tokens)), 0
+            weight = tokens[self.mine] / max(1.0, sum(tokens))
             for names in self.chunks(CHUNK):
-                if self.spec.diloco_comm_dtype == "int4":
-                    gradient = self._sum_in_four_bits(names, weight, begin)
-                    begin += len(gradient)
-                else:
-                    gradient = self.pseudo_gradient(names, weight, self.world.device)
-                    if self.replica_leaders.size > 1:
-                        dist.all_reduce(gradient, group=self.replica_leaders.group)
+                gradient = self.pseudo_gradient(names, weight, self.world.device)
+                if self.replica_leaders.size > 1:
+                    dist.all_reduce(gradient, group=self.replica_leaders.group)
                 self.broadcast_gradient(names, gradient)
         self.outer_step()
 
@@ -216,17 +207,6 @@ class DiLoCo(Strategy):
             change = [(self.outer[n].to(device) - self.local_params[n].to(device)).flatten() for n in names]
             gradient = torch.cat(change) * weight
             return gradient.to(torch.bfloat16 if self.spec.diloco_comm_dtype == "bf16" else torch.float32)
-
-    def _sum_in_four_bits(self, names: list[str], weight: float, begin: int) -> torch.Tensor:
-        """Return the sum of the replicas' pseudo-gradients, each rounded to 4 bits. `begin`: their place in the residual.
-
-        Values are rounded and summed on the CPU, in the order of the replicas, so that the sum is bit-equal on all hosts.
-        """
-        values = self.pseudo_gradient(names, weight, torch.device("cpu"))
-        packed = four_bits.pack_with_feedback(values, self.residual[begin : begin + len(values)])
-        parts, transfers = start_exchange(packed, self.replica_leaders)
-        transfers.wait()
-        return four_bits.unpack_sum(parts, len(values)).to(self.world.device)
 
     def broadcast_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
         """Set the sum of the replicas' pseudo-gradients on all hosts of this replica."""
@@ -266,10 +246,10 @@ class DiLoCo(Strategy):
         rate = learning_rate(self.spec, self._step, self._steps) / self.spec.lr
         return self.spec.outer_momentum * rate * min(1.0, self.spec.local_steps / _LONG_ROUND)
 
-    def chunks(self, most: int, within: Iterable[str] | None = None) -> Iterator[list[str]]:
-        """Yield the names of `within`, or all, in groups of at most `most` numbers, or one tensor."""
+    def chunks(self, most: int) -> Iterator[list[str]]:
+        """Yield the names of the weights in groups of at most `most` numbers, or one tensor."""
         names: list[str] = []
-        for name in self.outer if within is None else within:
+        for name in self.outer:
             if names and sum(self.outer[n].numel() for n in [*names, name]) > most:
                 yield names
                 names = []
@@ -280,7 +260,6 @@ class DiLoCo(Strategy):
         self.inside.save(folder)
         if self.world.is_host_leader:
             torch.save(self.outer_state(), folder / "outer.pt")
-            four_bits.write_residual(folder, self.residual, self.mine, len(self.sizes))
 
     def outer_state(self) -> dict[str, Any]:
         """Return the contents of `outer.pt`, which are equal on all hosts."""
@@ -297,4 +276,3 @@ class DiLoCo(Strategy):
                 for name, parameter in self.outer.items():
                     parameter.copy_(params[name])
             self.outer_optimizer.load_state_dict(outer["optimizer"])
-            four_bits.read_residual(folder, self.residual, self.mine, len(self.sizes))

@@ -272,8 +272,6 @@ def test_recommendations() -> None:
     [
         # Weights, gradients, two moments, the copy and momentum of the outer optimizer, the pseudo-gradient; two chunks of it.
         ({"strategy": "diloco"}, 4 + 4 + 8 + 8 + 4, 2 * 4 * CHUNK),
-        # With 4 bits also the residual.
-        ({"strategy": "diloco", "diloco_comm_dtype": "int4"}, 4 + 4 + 8 + 12 + 4, 2 * 4 * CHUNK),
         # Half of weights, gradients and moments; a copy of half of weights and moments.
         ({"strategy": "fsdp"}, 8 + 6, 0),
         # Half of weights, gradients, moments and DeepSpeed's copy; the gathered weights, a tenth of them twice (prefetched);
