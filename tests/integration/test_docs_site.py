@@ -46,7 +46,7 @@ def test_the_search_finds_a_page(site: Path, browser: webdriver.Chrome) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser.get(f"http://127.0.0.1:{server.server_port}/")
-        browser.find_element(By.CSS_SELECTOR, "[role=search] input").send_keys("pipeline_hosts\n")
+        browser.find_element(By.CSS_SELECTOR, "[role=search] input").send_keys("pipeline_layers\n")
         links = "#mkdocs-search-results a"
         WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, links))
         found = browser.find_element(By.CSS_SELECTOR, "#mkdocs-search-results a[href*='/run-spec/']")

@@ -99,7 +99,9 @@ def test_many_requests_raise_the_limit_of_open_files() -> None:
 
 def test_a_host_beyond_equal_pipelines_is_left_out_of_the_plan(tmp_path: Path) -> None:
     cluster, prepared = Cluster(3, tmp_path, duration=1.0), prepared_run(8)
-    spec = prepared.spec.model_copy(update={"strategy": "pipeline", "pipeline_hosts": 2, "automatic": ()})
+    spec = prepared.spec.model_copy(
+        update={"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2, "automatic": ()}
+    )
 
     def session(**options: object) -> RunSession:
         state = SessionState(prepared=replace(prepared, spec=spec))
@@ -109,5 +111,5 @@ def test_a_host_beyond_equal_pipelines_is_left_out_of_the_plan(tmp_path: Path) -
     allowed = session(min_nodes=2)
     assert f"{cluster.names[2]} is left out: every pipeline has 2 hosts" in allowed.plan()["lines"]
     assert [entry.host for entry in allowed.state.plan] == cluster.names[:2]
-    with pytest.raises(PlanError, match="pipeline_hosts: 3 hosts cannot form pipelines of 2 hosts each"):
+    with pytest.raises(PlanError, match="replica_hosts: 3 hosts cannot form pipelines of 2 hosts each"):
         session().plan()

@@ -405,22 +405,15 @@ def test_torchft_with_ipv6_is_refused_before_a_start() -> None:
         check_torchft(hosts, make_options({}))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"strategy": "pipeline", "pipeline_hosts": 2},
-        {"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2},
-    ],
-)
-def test_hosts_beyond_equal_pipelines_are_left_out(fields: dict[str, Any]) -> None:
-    spec = make_spec({"model": "x"} | fields, "here")
+def test_hosts_beyond_equal_pipelines_are_left_out() -> None:
+    spec = make_spec({"model": "x", "strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2}, "here")
     assert surplus(["a", "b", "c", "d"], spec, 2) == surplus(["a"], spec, 1) == {}
     assert surplus(["a", "b", "c"], spec, 2) == {"c": "every pipeline has 2 hosts"}
     for min_nodes in (0, 3):
-        with pytest.raises(PlanError, match="_hosts: 3 hosts cannot form pipelines of 2 hosts each: set "):
+        with pytest.raises(PlanError, match="replica_hosts: 3 hosts cannot form pipelines of 2 hosts each: set "):
             surplus(["a", "b", "c"], spec, min_nodes)
     assert surplus(["a", "b", "c"], spec.model_copy(update={"strategy": "ddp"}), 0) == {}
-    assert surplus(["a", "b", "c"], spec.model_copy(update={"pipeline_hosts": 0, "replica_hosts": 1}), 0) == {}
+    assert surplus(["a", "b", "c"], spec.model_copy(update={"replica_hosts": 1}), 0) == {}
 
 
 def test_runs_that_start_together_have_different_ports() -> None:
@@ -443,11 +436,10 @@ def test_runs_that_start_together_have_different_ports() -> None:
     [
         ({"pipeline_layers": "2,1,1"}, [1, 1], "pipeline_layers: 2,1,1 has 3 ranks and 4 layers, but the run has 2 ranks"),
         ({"pipeline_layers": "2,1"}, [1, 1], "the model has 4 layers: give one number per rank with the sum 4"),
-        ({"pipeline_layers": "2,2", "pipeline_hosts": 3}, [1] * 6, "but the run has 3 ranks"),
         ({}, [1, 4], "strategy: pipeline has 5 ranks, but the model has 4 layers: use at most 4 ranks"),
         ({"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2, "pipeline_layers": "2,1,1"},
          [1] * 4, "but the run has 2 ranks"),
-        ({"pipeline_layers": "2,2", "pipeline_hosts": 2}, [1] * 4, ""),
+        ({"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2, "pipeline_layers": "2,2"}, [1] * 4, ""),
         ({"strategy": "ddp", "pipeline_layers": "2,1,1"}, [1, 1], ""),
         ({}, [1, 1], ""),
     ],

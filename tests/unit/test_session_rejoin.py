@@ -179,12 +179,14 @@ def facts(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("size", "fits"), [(0, ["c"]), (1, ["c"]), (2, []), (3, ["c"])])
+@pytest.mark.parametrize(("size", "fits"), [(1, ["c"]), (2, []), (3, ["c"])])
 def test_a_host_that_completes_no_pipeline_does_not_stop_the_run(
     monkeypatch: pytest.MonkeyPatch, size: int, fits: list[str]
 ) -> None:
     session = Starts(monkeypatch, lambda names: None, returns=0).session
-    session.state.spec = SPEC.model_copy(update={"strategy": "pipeline", "pipeline_hosts": size})
+    session.state.spec = SPEC.model_copy(
+        update={"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": size}
+    )
     monkeypatch.setattr(absent_hosts, "fit_hosts", lambda *args: ["c"])
     rejoin = session._rejoin()
     assert rejoin and rejoin._fits(["c"])() == fits

@@ -172,13 +172,6 @@ class RunSpec(MethodFields):
         pattern=r"^([0-9]{1,4}(,[0-9]{1,4})*)?$",
         expected="numbers separated by commas, such as 10,6",
     )
-    pipeline_hosts: int = declare(
-        0,
-        "pipeline: hosts of one pipeline; further hosts form pipelines with the same layers, which share the rows of a step; 0: all hosts",
-        mutable=True,
-        ge=0,
-        le=1000,
-    )
     pipeline_comm_dtype: CommDtype = declare(
         "32",
         "pipeline: data type of activations and their gradients in transit between ranks: bf16 halves the bytes and "

@@ -253,7 +253,7 @@ def _adapted(spec: RunSpec, run_dir: Path) -> Any:
 
     from trainer.models.adapter_merge import adapted_model, merged_dtype
 
-    dtype, pipeline = merged_dtype(spec), bool(plan_of(spec).pipeline_field(spec))
+    dtype, pipeline = merged_dtype(spec), plan_of(spec).pipeline_hosts(spec) is not None
     # What no host holds in memory stays on the disk; float32 logits of a 16-bit base would be those of rounding.
     return adapted_model(spec, run_dir / "adapter", "auto" if pipeline or dtype != torch.float32 else dtype)
 

@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from trainer.model_files.model_shape import Shape
     from trainer.strategy.diloco_fixed import DiLoCo
 
-_PIPELINE = PipelinePlan()
+
+class _ReplicaPipelinePlan(PipelinePlan):
+    """The plan of a pipeline that is a replica."""
+
+    def pipeline_hosts(self, spec: RunSpec) -> int:
+        return spec.replica_hosts
+
+
+_PIPELINE = _ReplicaPipelinePlan()
 _INNER_PLANS: dict[str, DDPPlan | FSDPPlan | PipelinePlan] = {
     "ddp": DDPPlan(),
     "fsdp": FSDPPlan(),
     "pipeline": _PIPELINE,
 }  # values of `replica_strategy`
-
-
-def _as_pipeline(spec: RunSpec) -> RunSpec:
-    """Return the spec of pipelines that are the replicas."""
-    return spec.model_copy(update={"pipeline_hosts": spec.replica_hosts})
 
 
 def _outer_bytes(spec: RunSpec, shape: Shape) -> int:
@@ -99,8 +102,8 @@ class DiLoCoPlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return spec.replica_strategy != "ddp"
 
-    def pipeline_field(self, spec: RunSpec) -> str:
-        return "replica_hosts" if self._staged(spec) else ""
+    def pipeline_hosts(self, spec: RunSpec) -> int | None:
+        return spec.replica_hosts if self._staged(spec) else None
 
     def _staged(self, spec: RunSpec) -> bool:
         """Return whether every replica is a pipeline."""
@@ -110,13 +113,13 @@ class DiLoCoPlan(StrategyPlan):
         return not self._staged(spec)
 
     def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
-        return _INNER_PLANS[spec.replica_strategy].load_module(_as_pipeline(spec), world)
+        return _INNER_PLANS[spec.replica_strategy].load_module(spec, world)
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
         if self._staged(spec):
             if spec.replica_hosts >= len(layout.processes):  # one replica
                 return False
-            if not _PIPELINE.runs_on(_as_pipeline(spec), shape, layout):
+            if not _PIPELINE.runs_on(spec, shape, layout):
                 return False
         return -(-len(layout.processes) // spec.replica_hosts) <= spec.rows_per_step
 
@@ -142,7 +145,7 @@ class DiLoCoPlan(StrategyPlan):
     def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
         if not self._staged(spec):
             return super().memories(spec, shape, layout, rows, cuda=cuda)
-        stages = _PIPELINE.memories(_as_pipeline(spec), shape, layout, rows, cuda=cuda)
+        stages = _PIPELINE.memories(spec, shape, layout, rows, cuda=cuda)
         if cuda:
             return stages
         outer, trained = _outer_bytes(spec, shape), shape.trained(spec) * 4
@@ -153,7 +156,7 @@ class DiLoCoPlan(StrategyPlan):
         ]
 
     def rooms(self, spec: RunSpec, layout: Layout) -> tuple[float | None, ...]:
-        return _PIPELINE.rooms(_as_pipeline(spec), layout) if self._staged(spec) else super().rooms(spec, layout)
+        return _PIPELINE.rooms(spec, layout) if self._staged(spec) else super().rooms(spec, layout)
 
     def step_seconds(
         self,
@@ -168,9 +171,7 @@ class DiLoCoPlan(StrategyPlan):
         if self._staged(spec):
             inside, outer = _comm_parts(spec, shape, layout, gloo=True)
             passing = communication * inside / ((inside + outer) or 1.0)
-            compute, exposed = _PIPELINE.passing_seconds(
-                _as_pipeline(spec), shape, layout, rows, part, optimizer, passing
-            )
+            compute, exposed = _PIPELINE.passing_seconds(spec, shape, layout, rows, part, optimizer, passing)
             return compute, exposed + communication - passing
         return super().step_seconds(spec, shape, layout, rows, part, optimizer, communication)
 

@@ -20,9 +20,7 @@ from trainer.costs.cost import (
     autocast_bytes,
     exported_bytes,
     micro_batches,
-    ring_fraction,
 )
-from trainer.data.shares import share
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.pipeline_costs import boundary_bytes, layer_costs, one_pipeline, speeds_of, stage_state
@@ -56,7 +54,6 @@ _ROWS = (
     (0.5, 0.2),
     (0.01, 0.01),
 )  # assumed parts of a row, and of its tokens with loss
-_BUCKET = 1 << 20  # numbers of gradients that pipelines add up at a time
 
 
 def check_stages(spec: RunSpec, field: str) -> None:
@@ -82,8 +79,8 @@ class PipelinePlan(StrategyPlan):
     def sharded_weights(self, spec: RunSpec) -> bool:
         return True
 
-    def pipeline_field(self, spec: RunSpec) -> str:
-        return "pipeline_hosts"
+    def pipeline_hosts(self, spec: RunSpec) -> int:
+        return 0
 
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         return False
@@ -96,7 +93,7 @@ class PipelinePlan(StrategyPlan):
         from trainer.strategy.pipeline_stage import load_stage
 
         cuda = world.device.type == "cuda"
-        pipelines = Pipelines.find(spec, world)
+        pipelines = Pipelines.find(self.pipeline_hosts(spec), world, spec.collective_timeout)
         size, full = self.bytes_per_weight(spec), spec.seq_length
         rows = [RowStats(full * part, full * part, trained) for part, trained in _ROWS]
         costs = [layer_costs(spec, shape_of(spec), each, size, cuda=cuda) for each in rows]
@@ -111,10 +108,9 @@ class PipelinePlan(StrategyPlan):
     # Costs --------------------------------------------------------------------------------------------------------------
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
-        hosts = spec.pipeline_hosts or len(layout.processes)
-        sizes = set(layout.group_sizes(hosts))
+        sizes = set(layout.group_sizes(self.pipeline_hosts(spec) or len(layout.processes)))
         stages = max(sizes)
-        if len(sizes) > 1 or (spec.pipeline_hosts and hosts > len(layout.processes)):
+        if len(sizes) > 1:
             return False
         given = parse_layers(spec.pipeline_layers)
         if given and (len(given) != stages or sum(given) != shape.layers):
@@ -126,7 +122,7 @@ class PipelinePlan(StrategyPlan):
 
         If the ranks together have too little memory, the layers are divided as if they had enough.
         """
-        layout, count = one_pipeline(spec, layout)
+        layout, count = one_pipeline(self.pipeline_hosts(spec), layout)
         ranks = min(layout.world, shape.layers)
         given = parse_layers(spec.pipeline_layers)
         if len(given) == ranks and sum(given) == shape.layers:
@@ -146,11 +142,11 @@ class PipelinePlan(StrategyPlan):
 
     def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
         counts = self.layers(spec, shape, layout, rows, cuda=cuda)
-        micro = micro_batches(spec, one_pipeline(spec, layout)[1])
+        micro = micro_batches(spec, one_pipeline(self.pipeline_hosts(spec), layout)[1])
         return [self._stage(spec, shape, counts, rank, rows, micro, cuda) for rank in range(len(counts))]
 
     def rooms(self, spec: RunSpec, layout: Layout) -> tuple[float | None, ...]:
-        return one_pipeline(spec, layout)[0].rooms
+        return one_pipeline(self.pipeline_hosts(spec), layout)[0].rooms
 
     def _stage(
         self, spec: RunSpec, shape: Shape, counts: list[int], rank: int, rows: RowStats, micro: int, cuda: bool
@@ -177,15 +173,10 @@ class PipelinePlan(StrategyPlan):
         )
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
-        return self._passed_bytes(spec, shape, layout) + self._added_bytes(spec, shape, layout)
-
-    def _passed_bytes(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
         """Return the bytes that a rank sends to its neighbours: activations to the next, their gradients to the one before."""
         from trainer.costs.cost import RowStats
 
-        pipeline, count = one_pipeline(spec, layout)
-        directions = min(2, pipeline.world - 1)
-        return directions * micro_batches(spec, count) * boundary_bytes(spec, shape, RowStats.full(spec))
+        return min(2, layout.world - 1) * micro_batches(spec, 1) * boundary_bytes(spec, shape, RowStats.full(spec))
 
     def replica_comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
         """Return the bytes that a process sends in a step within a replica of `layout`, of which every rank had `micro` micro-batches."""
@@ -193,11 +184,6 @@ class PipelinePlan(StrategyPlan):
 
         directions = min(2, layout.world - 1)
         return directions * micro * layout.world * boundary_bytes(spec, shape, RowStats.full(spec))
-
-    def _added_bytes(self, spec: RunSpec, shape: Shape, layout: Layout) -> float:
-        """Return the bytes that a rank sends to add up the gradients of several pipelines, with as many layers as others."""
-        pipeline, count = one_pipeline(spec, layout)
-        return 2 * ring_fraction(count) * shape.trained(spec) * 4 / pipeline.world
 
     def step_seconds(
         self,
@@ -209,10 +195,7 @@ class PipelinePlan(StrategyPlan):
         optimizer: float,
         communication: float,
     ) -> tuple[float, float]:
-        passed = self._passed_bytes(spec, shape, layout)
-        passing = communication * passed / ((passed + self._added_bytes(spec, shape, layout)) or 1.0)
-        compute, exposed = self.passing_seconds(spec, shape, layout, rows, part, optimizer, passing)
-        return compute, exposed + communication - passing  # gradients are added up after the last micro-batch
+        return self.passing_seconds(spec, shape, layout, rows, part, optimizer, communication)
 
     def passing_seconds(
         self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, part: float, optimizer: float, passing: float
@@ -225,7 +208,7 @@ class PipelinePlan(StrategyPlan):
             passing: seconds in which a rank passes the hidden states and gradients of all micro-batches to its neighbours.
         """
         counts = self.layers(spec, shape, layout, rows, cuda=False)
-        pipeline, count = one_pipeline(spec, layout)
+        pipeline, count = one_pipeline(self.pipeline_hosts(spec), layout)
         micro = micro_batches(spec, count)
         head = layer_costs(spec, shape, rows, 4, cuda=False).head
         speeds = speeds_of(pipeline, len(counts))
@@ -273,19 +256,16 @@ class Pipeline(Strategy):
         # A rank without a layer that has adapters trains nothing.
         self.optimizer = make_optimizer(spec, self.trained.values()) if self.trained else None
         self.sharded_checkpoint = not spec.lora_r and replica_group is None
-        self._copies = StageCopies(self.pipelines) if self.sharded_checkpoint else None
+        self._copies = StageCopies(self.world) if self.sharded_checkpoint else None
         self._waiting: list[tuple[Batch, int]] = []
         weights = self.stage.trained_weights
         shared = [name for name, weight in weights.items() if len(weight.holders) > 1]
         self._shared = {name: self.trained[name] for name in shared if name in self.trained}
         last = self.pipelines.stages.size - 1
         self._ends = self.pipelines.group_of((0, last), limit).group if shared else None
-        several = len(self.pipelines.ranks) > 1 and replica_group is None
-        self._replicas = self.pipelines.replicas(limit) if several else None
 
     def divide(self, rows: Rows) -> Update:
-        own = rows[share(len(rows), [1] * len(self.pipelines.ranks), self.pipelines.mine)]
-        return self.divide_among(own, self.pipelines.stages)._replace(rows=rows)
+        return self.divide_among(rows, self.world)
 
     def divide_among(self, rows: Rows, group: World) -> Update:
         # The rows of a pipeline pass through all of its ranks; the last one, which has the loss, counts them.
@@ -334,13 +314,12 @@ class Pipeline(Strategy):
         for parameter in self._shared.values():  # the embedding and the tied head: both ranks get the sum
             dist.all_reduce(parameter.grad, group=self._ends)
         parameters = list(self.trained.values())
-        self._add_replicas(parameters)
         if self.scale.enabled and (scaled := [p.grad for p in parameters if p.grad is not None]):
             torch._foreach_mul_(scaled, 1 / self.scale.value)
         weights, stages = self.stage.trained_weights, self.pipelines.stages
         own = [p.grad for name, p in self.trained.items() if weights[name].owner == stages.rank and p.grad is not None]
         local = float(nn.utils.get_total_norm(own)) if own else 0.0
-        norm = math.sqrt(stages.sum([local * local])[0])  # equal in all pipelines, as their gradients are
+        norm = math.sqrt(stages.sum([local * local])[0])
         if not self.scale.update(norm):
             if self.optimizer:
                 self.optimizer.zero_grad()
@@ -355,22 +334,6 @@ class Pipeline(Strategy):
             self.optimizer.step()
             self.optimizer.zero_grad()
         return norm
-
-    def _add_replicas(self, parameters: list[torch.Tensor]) -> None:
-        """Replace the gradients by their sums over all pipelines, a few at a time."""
-        if self._replicas is None:
-            return
-        waiting: list[torch.Tensor] = []
-        for place, parameter in enumerate(parameters):
-            assert parameter.grad is not None
-            waiting.append(parameter.grad)
-            if sum(each.numel() for each in waiting) < _BUCKET and place + 1 < len(parameters):
-                continue
-            buffer = torch.cat([each.flatten() for each in waiting])
-            dist.all_reduce(buffer, group=self._replicas.group)
-            for each, total in zip(waiting, buffer.split([each.numel() for each in waiting]), strict=True):
-                each.copy_(total.view_as(each))
-            waiting = []
 
     def loss(self, batch: Batch) -> torch.Tensor:
         with torch.no_grad(), self.autocast():
@@ -409,8 +372,8 @@ class Pipeline(Strategy):
             self.scale.save(folder)
         if self.sharded_checkpoint:
             assert self._copies
-            return save_stage(folder, self.stage, self.pipelines, self.optimizer, self._copies)
-        save_full(folder, self.stage, self.pipelines, self.optimizer)
+            return save_stage(folder, self.stage, self.world, self.optimizer, self._copies)
+        save_full(folder, self.stage, self.pipelines.stages, self.optimizer)
         return None
 
     def load(self, folder: Path) -> None:
@@ -418,4 +381,4 @@ class Pipeline(Strategy):
 
         self.scale.load(folder)
         load = load_stages if self.sharded_checkpoint else load_full
-        load(folder, self.stage, self.pipelines, self.optimizer)
+        load(folder, self.stage, self.pipelines.stages, self.optimizer)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from trainer.distributed import COPY_STAGES
 
 if TYPE_CHECKING:
-    from trainer.distributed.pipelines import Pipelines
+    from trainer.distributed.world import World
 
 _CHUNK = 16 << 20  # bytes of one message
 _PATIENCE = 10.0  # s that the next checkpoint, or the end of the run, waits for copies
@@ -56,14 +56,10 @@ def transfers(
 class StageCopies:
     """Sends and receives the copies of one checkpoint after the other in a thread. One per rank."""
 
-    def __init__(self, pipelines: Pipelines) -> None:
-        """Every rank calls it. Ranks copy where the run may continue with fewer hosts.
-
-        Several pipelines write every stage on several hosts anyway.
-        """
-        wanted = all(pipelines.world.gather(os.environ.get(COPY_STAGES) == "1"))
-        self._active = wanted and len(pipelines.ranks) == 1 and pipelines.world.size > 1
-        self._world = pipelines.world.with_untimed_group() if self._active else pipelines.world
+    def __init__(self, world: World) -> None:
+        """Every rank calls it. Ranks copy where the run may continue with fewer hosts."""
+        self._active = all(world.gather(os.environ.get(COPY_STAGES) == "1")) and world.size > 1
+        self._world = world.with_untimed_group() if self._active else world
         self._given_up = False
         self._thread: threading.Thread | None = None
 

@@ -70,12 +70,12 @@ def boundary_bytes(spec: RunSpec, shape: Shape, rows: RowStats) -> float:
     return spec.batch_size * rows.places * shape.hidden * (2 if half else 4)
 
 
-def one_pipeline(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
-    """Return the layout of one pipeline, and the number of pipelines.
+def one_pipeline(hosts: int, layout: Layout) -> tuple[Layout, int]:
+    """Return the layout of one pipeline of `hosts` hosts (0: all), and the number of pipelines.
 
     Its ranks have the memory of the smallest, and the speed of the slowest rank of their stage.
     """
-    hosts = spec.pipeline_hosts or len(layout.processes)
+    hosts = hosts or len(layout.processes)
     count = max(1, len(layout.processes) // hosts)
     if count == 1:
         return layout, 1

@@ -21,7 +21,6 @@ from trainer.strategy.full_state_dict import KINDS, MOMENTS, create_moments, wri
 from trainer.strategy.pipeline_copies import StageCopies, stage_file
 
 if TYPE_CHECKING:
-    from trainer.distributed.pipelines import Pipelines
     from trainer.distributed.world import World
     from trainer.strategy.pipeline_stage import StageLoss
 
@@ -83,15 +82,14 @@ def _set_state(stage: StageLoss, optimizer: torch.optim.Optimizer | None, folder
     return _state(stage, optimizer)
 
 
-def save_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
+def save_full(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
     """Write all trained weights and their moments on every host. Every rank calls it."""
-    world = pipelines.stages
     shapes = {name: weight.shape for name, weight in stage.trained_weights.items()}
     for kind, tensors in _state(stage, optimizer).items():
         write_full(folder, kind, shapes, gather(stage, world, tensors))
 
 
-def load_full(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
+def load_full(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
     """Read this rank's part of what `save_full` wrote, for any division of the layers."""
     for kind, tensors in _set_state(stage, optimizer, folder).items():
         with safe_open(folder / f"{kind}.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
@@ -121,7 +119,7 @@ class StageWriting:
 def save_stage(
     folder: Path,
     stage: StageLoss,
-    pipelines: Pipelines,
+    world: World,
     optimizer: torch.optim.Optimizer | None,
     copies: StageCopies,
 ) -> StageWriting:
@@ -129,7 +127,7 @@ def save_stage(
 
     Every rank calls it. `copies`: sends the file to another host where that is wanted.
     """
-    number = pipelines.stages.rank
+    number = world.rank
     own = {
         f"{kind}/{name}": tensor.contiguous()
         for kind, tensors in _state(stage, optimizer).items()
@@ -142,15 +140,14 @@ def save_stage(
     except Exception as failure:  # every rank must reach `finish`
         error = disk_failure(failure) or first_line(failure)
     copies.start(folder, 0 if error else path.stat().st_size)
-    return StageWriting(pipelines.world, error, copies)
+    return StageWriting(world, error, copies)
 
 
-def load_stages(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer: torch.optim.Optimizer | None) -> None:
+def load_stages(folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None) -> None:
     """Read this rank's part of a state that the ranks of any division wrote with `save_stage`. Every rank calls it.
 
     The lowest rank that has a missing part sends it to this host.
     """
-    world = pipelines.world
     places = {
         f"{kind}/{name}": tensor
         for kind, tensors in _set_state(stage, optimizer, folder).items()
@@ -171,7 +168,7 @@ def load_stages(folder: Path, stage: StageLoss, pipelines: Pipelines, optimizer:
     for name, weight in stage.trained_weights.items():
         for key in (f"{kind}/{name}" for kind in KINDS):
             owner = next(rank for rank in range(world.size) if key in have[rank])
-            for rank in pipelines.holders(weight.holders):
+            for rank in weight.holders:
                 if world.rank == rank and key in files:
                     places[key].copy_(read(key))
                 elif key not in have[rank]:

@@ -77,9 +77,9 @@ class StrategyPlan:
         """Return whether no rank holds the full model on its device."""
         return False
 
-    def pipeline_field(self, spec: RunSpec) -> str:
-        """Return the field with the number of hosts of one pipeline; an empty string if ranks form none."""
-        return ""
+    def pipeline_hosts(self, spec: RunSpec) -> int | None:
+        """Return the number of hosts of one pipeline, 0 for all; None if ranks form no pipeline."""
+        return None
 
     def reads_own_shard(self, spec: RunSpec) -> bool:
         """Return whether a rank reads only its shard of the model's files, in their data type."""

@@ -121,19 +121,6 @@ def test_full_weights_resume_after_the_permanent_loss_of_a_host(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("full", [{}, pytest.param(FULL, marks=pytest.mark.long)], ids=["adapters", "full weights"])
-def test_two_pipelines_on_four_hosts_train_as_ddp(full: dict[str, Any], deep_cluster: Cluster, deep: Here) -> None:
-    """The pipelines share five rows: three and two. The run goes on as one pipeline on three hosts."""
-    assert deep("ddp", **STEPS, **full) == 0, deep.err
-    fields = STEPS | full | PIPELINE
-    stop_at(deep_cluster, 6, 4, pipeline_hosts=2, **fields)
-    assert "pipeline: 2 times layers of rank 0: " in deep_cluster.logs()
-    deep_cluster.run(3, **fields)
-    weights = "model/model.safetensors" if full else "adapter/adapter_model.safetensors"
-    compare(deep_cluster, 3, deep, weights)
-
-
-@pytest.mark.slow
 def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_cluster: Cluster) -> None:
     """Two replicas of one host each, and two of two hosts each, the latter with a resume."""
     fields = STEPS | {"strategy": "diloco", "local_steps": 5, "balance": "even", "max_steps": 20}
@@ -160,7 +147,8 @@ def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_clus
 @pytest.mark.slow
 @pytest.mark.long
 def test_pipelines_need_equal_numbers_of_hosts(deep_cluster: Cluster) -> None:
-    launchers = deep_cluster.start(3, pipeline_hosts=2, **STEPS, **PIPELINE)
+    replicas = {"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2}
+    launchers = deep_cluster.start(3, **STEPS, **replicas)
     assert 0 not in deep_cluster.wait(launchers)
     assert "strategy: pipelines of 2 hosts would have 2, 1 ranks, which must be equal" in deep_cluster.logs()
 

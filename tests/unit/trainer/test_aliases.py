@@ -199,7 +199,7 @@ def test_sections_of_a_file(tmp_path: Path) -> None:
     ("fields", "unused"),
     [
         ({"strategy": "pipeline", "deepspeed_stage": 2}, "deepspeed_stage has no effect with strategy=pipeline: set strategy=deepspeed"),
-        ({"pipeline_hosts": 2}, "pipeline_hosts has no effect with strategy=ddp"),
+        ({"pipeline_layers": "2,2"}, "pipeline_layers has no effect with strategy=ddp"),
         ({"strategy": "fsdp", "replica_hosts": 2}, "replica_hosts has no effect with strategy=fsdp: set strategy=diloco"),
         ({"strategy": "diloco", "replica_strategy": "fsdp", "fsdp_shard": "gradients"}, ""),
         ({"strategy": "auto", "fsdp_shard": "host"}, ""),

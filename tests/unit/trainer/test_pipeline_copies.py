@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed import COPY_STAGES
-from trainer.distributed.pipelines import Pipelines
 from trainer.distributed.world import World
 from trainer.strategy import pipeline_copies
 from trainer.strategy.pipeline_copies import StageCopies, stage_file, transfers
@@ -55,7 +54,7 @@ def rank(number: int, folder: Path, case: str) -> None:
         dist.send = lambda *args, **options: (time.sleep(0.05), send(*args, **options))
     here = folder / f"host{number}"
     here.mkdir()
-    copies = StageCopies(Pipelines(world, world, ((0, 1),)))
+    copies = StageCopies(world)
     for step in ("first", "second"):
         (here / step).mkdir()
         (here / step / stage_file(number)).write_bytes(bytes([number]) * 50_500)

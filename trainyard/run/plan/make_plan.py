@@ -161,12 +161,11 @@ def surplus(names: Sequence[str], spec: RunSpec, min_nodes: int) -> dict[str, st
     Raises:
         PlanError: `min_nodes` does not allow so few hosts.
     """
-    field = plan_of(spec).pipeline_field(spec)
-    size = getattr(spec, field) if field else 0
+    size = plan_of(spec).pipeline_hosts(spec) or 0
     over = len(names) % size if 0 < size < len(names) else 0
     if over and not 0 < min_nodes <= len(names) - over:
         raise PlanError(
-            f"{field}: {len(names)} hosts cannot form pipelines of {size} hosts each: set {field} to a divisor of "
+            f"replica_hosts: {len(names)} hosts cannot form pipelines of {size} hosts each: set replica_hosts to a divisor of "
             f"{len(names)}, or min_nodes to {len(names) - over} or less"
         )
     return dict.fromkeys(names[len(names) - over :], f"every pipeline has {size} hosts")
@@ -179,9 +178,10 @@ def check_layers(spec: RunSpec, processes: Sequence[int]) -> None:
         spec: with a model whose config the controller can read.
         processes: number of ranks of every host.
     """
-    if not (field := plan_of(spec).pipeline_field(spec)):
+    hosts = plan_of(spec).pipeline_hosts(spec)
+    if hosts is None:
         return
-    ranks = sum(processes[: getattr(spec, field) or len(processes)])
+    ranks = sum(processes[: hosts or len(processes)])
     try:
         layers = shape_of(spec).layers
         check_ranks(ranks, layers)
