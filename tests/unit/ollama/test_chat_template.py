@@ -5,11 +5,11 @@ import json
 
 import pytest
 import transformers.utils.chat_template_utils as reference
+from go_template import render
 
 from trainer.data.hf_template import ChatTemplate, TemplateError, read_template
 from trainyard.deploy import chat_template
-from trainyard.deploy.chat_template import derive, derive_apart, prove
-from trainyard.deploy.go_template import go_string, render
+from trainyard.deploy.chat_template import derive, derive_apart, go_string
 
 TODAY = datetime.datetime(2026, 3, 4, 5, 6)
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -67,10 +67,11 @@ CHAT = [
 def test_derived_template_renders_as_transformers_does(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name], TOKENS, TODAY)
     derived = derive(template)
-    assert derived.proofs == 300
     assert "\n" not in derived.text and '"""' not in derived.text
-    chat = CHAT if name != "gemma" else CHAT[1:]
-    if name != "date":  # transformers takes it from the clock
+    more = [{"role": "assistant", "content": "\u200bYes: 3.14\t{% if %}"}, {"role": "user", "content": "Why?"}]
+    for chat in [CHAT, CHAT[1:], CHAT[1:2], CHAT[:2], CHAT + more, CHAT[1:] + more]:
+        if name == "date" or (name == "gemma" and chat[0]["role"] == "system"):
+            continue  # transformers takes the date from the clock
         expected = reference._compile_jinja_template(TEMPLATES[name]).render(
             messages=chat, tools=None, documents=None, add_generation_prompt=True, **TOKENS
         )
@@ -93,7 +94,6 @@ def test_bos_token_that_the_server_adds_is_left_out() -> None:
         ("{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}", "out of order"),
         ("{% for m in messages %}{{ loop.index ~ m['content'] }}{% endfor %}", "depends on more than roles"),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "0 times"),
-        ("{% for m in messages %}{{ m['content'] | replace('3.14', 'pi') }}{% endfor %}", "differs at character"),
         ("{{ raise_exception('no') }}", "rejects a conversation: no"),
         ("{% for %}", "chat template: "),
         ("{{ messages.__class__.__mro__ }}", "rejects|0 times"),
@@ -116,13 +116,6 @@ def test_differences_are_reported() -> None:
     assert any("spaces" in note for note in derive(ChatTemplate(LLAMA3, TOKENS, TODAY)).notes)
     assert any("no place for a system message" in note for note in derive(ChatTemplate(GEMMA, TOKENS, TODAY)).notes)
     assert derive(ChatTemplate(PHI, TOKENS, TODAY)).notes == []
-
-
-def test_proof_finds_one_wrong_newline() -> None:
-    template = ChatTemplate(PHI, TOKENS, TODAY)
-    go = derive(template).text
-    with pytest.raises(TemplateError, match="differs at character"):
-        prove(template, go.replace("<|assistant|>\\n", "<|assistant|>"))
 
 
 def test_go_strings_hold_any_text() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from go_template import render
 
 from trainer.common.errors import UserError
 from trainer.generation.ollama_models import create_body
 from trainyard.deploy.deploy_options import make_deploy_options
-from trainyard.deploy.go_template import render
 from trainyard.deploy.model_settings import ModelSettings, SettingsReader
 from trainyard.deploy.trained_run import TrainedRun
 from trainyard.wire.connection import Host

@@ -1,4 +1,4 @@
-"""Evaluate the subset of Go's text/template that `chat_template` emits, so that a derived template can be proved.
+"""Evaluate the subset of Go's text/template that `trainyard.deploy.chat_template` emits.
 
 A template of the subset consists of actions only; there is no text between them. The actions are string literals,
 `$.System`, `$message.Content`, assignments of true, false or a role, `if`, `else if`, `else`, `range` over the messages, and
@@ -12,23 +12,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainyard.deploy.chat_template import RANGE
+
 _ACTION = re.compile(r"\{\{ ((?:(?!\}\}).)*) \}\}", re.DOTALL)
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[()]|[^\s()"]+')
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
-RANGE = "range $index, $message := .Messages"
-
-
-def go_string(text: str) -> str:
-    """Return text as a Go string literal without braces and quotes, in printable characters, on one line."""
-    parts = []
-    for char in text:
-        code = ord(char)
-        if code < 0x80:
-            plain = char.isprintable() and char not in '"\\{}'
-            parts.append(char if plain else {"\n": "\\n", "\t": "\\t"}.get(char, f"\\x{code:02x}"))
-        else:
-            parts.append(char if char.isprintable() else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
-    return '"' + "".join(parts) + '"'
 
 
 def _text_of(literal: str) -> str:
