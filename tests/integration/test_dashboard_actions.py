@@ -64,10 +64,8 @@ def ollamas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[OllamaCli
 def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) -> Iterator[Site]:
     """A dashboard of two local hosts with an Ollama each, and a run of them."""
     bed = Bed(tmp_path_factory.mktemp("actions"))
-    (bed.folder / "node1/dashboard").mkdir(parents=True)
-    (bed.folder / "node1/dashboard/config.json").touch()  # as if node1 had the service of the dashboard, too
     ports = {f"node{i}": {"ollama_port": int(client.url.rpartition(":")[2])} for i, client in enumerate(ollamas, 1)}
-    inventory = write_inventory(bed, ports, ollama_state="present", dashboard_state="present")
+    inventory = write_inventory(bed, ports, ollama_state="present")
     ended_run(bed, "hostile", time.time() - 10)
     # From another folder than the dashboard: the path of the dataset is relative to it.
     training = start_training(bed, inventory, RUN, STEPS, "--checkpoint-interval=10")
@@ -133,8 +131,6 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     deployed = f"deployed {RUN}:latest (merged, f16)"
     assert f"node1: {deployed}" in action(browser) and f"node2: {deployed}" in action(browser), action(browser)
     assert all(f"{RUN}:latest" in client.tags() for client in ollamas)
-    received = site.bed.folder / "node1/dashboard/.trainyard/received"
-    assert (received / f"starts/{RUN}.json").is_file()
     site.open(browser, "/models")
     until(lambda: "node1, node2" in body(browser).partition("Models on the hosts")[2], 30, "the models of the hosts")
     assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []

@@ -98,7 +98,7 @@ def test_a_new_folder_trains_and_discovers_as_a_checkout(installed: Path, tmp_pa
 
 
 def test_the_installed_package_has_what_site_sends_to_hosts(installed: Path, tmp_path: Path) -> None:
-    """The trainer's wheel, pip, pinned versions and the program of the dashboard are those of the checkout."""
+    """The trainer's wheel, pip, pinned versions and the pages of the dashboard are those of the checkout."""
     made = {}
     for name, python, environment in (
         ("checkout", Path(sys.executable), {"PYTHONPATH": str(TOP)}),
@@ -106,15 +106,16 @@ def test_the_installed_package_has_what_site_sends_to_hosts(installed: Path, tmp
     ):
         code = (
             "import json, pathlib, sys\n"
-            "from trainyard.dashboard.pack import pack\n"
+            "import trainyard.dashboard\n"
             "from trainyard.python_env.bundle import trainer_version, trainer_wheel\n"
             "from trainyard.python_env.resolve import FLAVOURS, read_constraints, requirements\n"
             "from trainyard.project_folder import shared_folder\n"
             "from trainyard.extra_vars import known_variables\n"
             "here, shared = pathlib.Path(sys.argv[1]), shared_folder()\n"
             "trainer_wheel(here)\n"
-            "packed = pack(here)\n"
-            "print(json.dumps([trainer_version(), packed['sha256'], packed['packages'], len(known_variables(here)),"
+            "pages = pathlib.Path(trainyard.dashboard.__path__[0])\n"
+            "pages = sorted(str(path.relative_to(pages)) for path in pages.rglob('*.*') if path.suffix != '.pyc')\n"
+            "print(json.dumps([trainer_version(), pages, len(known_variables(here)),"
             " requirements(shared / 'pyproject.toml', ['nvml'], True),"
             " [read_constraints(shared / name) for name in FLAVOURS.values()]]))\n"
         )

@@ -1,4 +1,4 @@
-"""Code of a rank, in a system unit, that lays traps for the programs outside: for a restart, for readers, and for the dashboard."""
+"""Code of a rank, in a system unit, that lays traps for the programs outside: for a restart, and for readers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard_site import Dashboard, end, serve
 from fault_trial import questions
 from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
-from test_dashboard_service_hosts import FOLDER, LIB, PASSWORD, PORT, shown
+from run_hosts import until
 from testbed.root import DATA_DIR
 
 from trainyard.wire.remote_archive import remote_command, remote_input
@@ -24,7 +25,6 @@ pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 SECRET = "kept from every rank"
 KEPT = "/home/tester/.ssh/kept"  # the unit hides its folder; the login user, and so programs outside, can read it
 KEYS = "cd /home/tester/.ssh && stat -c '%n %U %a' . * && sha256sum *"
-SERVICE = "systemctl show --value -p {} trainyard-dashboard"
 
 LINK_STATE = """
 import os, pathlib, sys
@@ -48,53 +48,15 @@ time.sleep(3)  # the playbook follows the log
 pathlib.Path(os.environ["TRAINYARD_RESULT"]).write_text(json.dumps({"adapter_sha256": os.environ["DIGEST"]}))
 sys.exit(int(os.environ["CODE"]))
 """
-EDIT_DASHBOARD = """
-import errno, json, os, pathlib, signal
-
-def attempt(action):
-    try:
-        return str(action() or "works")
-    except OSError as error:
-        return errno.errorcode[error.errno]
-
-lib, folder = pathlib.Path(os.environ["LIB"]), pathlib.Path(os.environ["FOLDER"])
-line = f"\\nopen({str(folder / 'planted')!r}, 'w')\\n"
-
-def edit(path):
-    with path.open("a") as file:
-        file.write(line)
-
-def swap(path):
-    path.rename(path.with_name("other")).rename(path)
-
-(program,) = lib.glob("program-*/trainyard/dashboard/__init__.py")
-tree = program.parents[2]
-found = {
-    "program": attempt(lambda: edit(program)),
-    "another module": attempt(lambda: (tree / "sitecustomize.py").write_text(line) and ""),
-    "swap program": attempt(lambda: swap(tree)),
-    "digests": attempt(lambda: edit(tree.with_name(tree.name + ".sha256"))),
-    "comparison": attempt(lambda: edit(lib / "verified_tree.py")),
-    "swap folder": attempt(lambda: swap(lib)),
-    "unit": attempt(lambda: edit(pathlib.Path("/etc/systemd/system/trainyard-dashboard.service"))),
-    "settings": attempt(lambda: edit(folder / "config.json")),
-    "kill": attempt(lambda: os.kill(int(os.environ["PID"]), signal.SIGKILL)),
-}
-pathlib.Path(os.environ["TRAINYARD_RESULT"]).write_text(json.dumps({"attempts": found}))
-"""
-REFUSED = dict.fromkeys(["program", "digests", "comparison", "unit", "settings"], "EACCES")
-REFUSED |= dict.fromkeys(["another module", "swap program", "swap folder"], "EROFS")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
-    """One host with the service of the dashboard, and a secret."""
+    """One host with a secret."""
     lab, folder = Lab(f"hostile-{os.getpid()}"), tmp_path_factory.mktemp("hostile")
     lab.up(hosts=1, venv=VENV, persistent=False)
-    settings = {"dashboard_state": "present", "dashboard_port": PORT, "dashboard_password": PASSWORD}
-    controller = lab.hosts[0].address.rpartition(".")[0] + ".254"
-    inventory = inventory_with(lab, folder, **settings, dashboard_allow=[controller])
-    played = run_playbook("site.yml", inventory, {}, "--tags", "storage,dashboard", timeout=900)
+    inventory = inventory_with(lab, folder)
+    played = run_playbook("site.yml", inventory, {}, "--tags", "storage", timeout=900)
     assert played.rc == 0, played.stdout
     lab.inside(lab.hosts[0], f"echo '{SECRET}' >{KEPT}; chown tester: {KEPT}; chmod 600 {KEPT}")
     yield lab, inventory
@@ -132,7 +94,8 @@ def test_links_in_place_of_logs_and_checkpoints_show_nothing(cluster: tuple[Lab,
         said += [played.stdout, json.dumps(played.events)]
         assert (played.rc != 0) == bool(code), played.stdout
         logs = run_playbook("playbooks/logs.yml", inventory, {"run": run, "logs_to": str(tmp_path / "logs" / run)})
-        said += [logs.stdout, json.dumps(logs.events), shown(lab, f"/runs/{run}")]
+        said += [logs.stdout, json.dumps(logs.events)]
+    said += pages(inventory, "/runs/failed", "/runs/ended")
     status = run_playbook("playbooks/status.yml", inventory, {})
     assert "ended" in status.stdout and "failed" in status.stdout, status.stdout
     said += [status.stdout, json.dumps(status.events), export(lab, f"{DATA_DIR}/runs/ended", digest)]
@@ -140,6 +103,22 @@ def test_links_in_place_of_logs_and_checkpoints_show_nothing(cluster: tuple[Lab,
     said += [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert [text for text in said if SECRET in text] == []
     assert lab.inside(head, f"readlink {DATA_DIR}/runs/ended/logs/rank0.log").strip() == KEPT
+
+
+def pages(inventory: Path, *paths: str) -> list[str]:
+    """Return pages of the dashboard, once it shows the runs."""
+    process, port, token = serve(inventory)
+    try:
+        board = Dashboard(process, port, token)
+        session = board.session()
+        return [until(lambda path=path: shown(board, path, session), 60, path) for path in paths]
+    finally:
+        end(process)
+
+
+def shown(board: Dashboard, path: str, session: str) -> str:
+    status, _, text = board.ask("GET", path, Cookie=session)
+    return text if status == 200 else ""
 
 
 def export(lab: Lab, run_dir: str, digest: str) -> str:
@@ -153,21 +132,3 @@ def export(lab: Lab, run_dir: str, digest: str) -> str:
     done = subprocess.run(command, input=remote_input(request, "gguf_export"), capture_output=True, timeout=300)
     assert b"error" in done.stdout, done
     return (done.stdout + done.stderr).decode()
-
-
-def test_the_dashboard_starts_again_with_its_own_program(cluster: tuple[Lab, Path], tmp_path: Path) -> None:
-    """A rank can end the process of the service, but not edit what starts after it."""
-    lab, _ = cluster
-    head = lab.hosts[0]
-    program = f"find {LIB} /etc/systemd/system/trainyard-dashboard.service -type f | sort | xargs sha256sum"
-    before, pid = lab.inside(head, program), lab.inside(head, SERVICE.format("MainPID")).strip()
-    played = train(cluster, tmp_path, "dashboard", EDIT_DASHBOARD, run_env={"LIB": LIB, "FOLDER": FOLDER, "PID": pid})
-    assert played.rc == 0, played.stdout
-    result = json.loads(lab.inside(head, f"cat {DATA_DIR}/runs/dashboard/result.json"))
-    assert result["attempts"] == REFUSED | {"kill": "works"}
-    lab.wait(lambda: lab.inside(head, SERVICE.format("NRestarts")).strip() == "1", "the service is not restarted", 30)
-    listening = f"ss -Htln 'sport = :{PORT}'"
-    lab.wait(lambda: lab.inside(head, listening) != "", "the service does not answer", 60)
-    assert lab.inside(head, SERVICE.format("MainPID")).strip() not in ("0", pid)
-    assert lab.inside(head, program) == before
-    assert lab.inside(head, f"ls {FOLDER}/planted 2>/dev/null || :") == ""

@@ -92,6 +92,11 @@ def test_site_converts_a_cluster_of_the_version_before(before: Path, cluster: tu
 
     site = run_playbook("site.yml", inventory, {}, "--tags", ROLES, timeout=1800)
     assert site.rc == 0, site.stdout
+    assert "the service of the dashboard and its password are removed from" in " ".join(site.stdout.split())
+    assert (
+        lab.inside(head, f"ls {DATA_DIR}/dashboard /etc/systemd/system/trainyard-dashboard.service 2>/dev/null || :")
+        == ""
+    )
     again = run_playbook("site.yml", inventory, {}, "--tags", ROLES, timeout=1800)
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 

@@ -25,6 +25,7 @@ from selenium.webdriver.common.keys import Keys
 
 from trainyard.run.launch.start_ranks import start_ranks
 from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.host_relay import make_transfer_key
 from trainyard.wire.openssh import LocalTransport
 
 AXE = TOP / "tests/support/axe/axe.min.js"
@@ -77,6 +78,13 @@ def serve(inventory: Path, path: str = "") -> tuple[subprocess.Popen[str], int, 
     found = re.search(r"http://127\.0\.0\.1:(\d+)/login\?token=(\S+)", process.stdout.readline())
     assert found, "the dashboard printed no URL"
     return process, int(found[1]), found[2]
+
+
+def certificate_file(path: Path) -> Path:
+    """Write a certificate and its key into one PEM file; return its path."""
+    path.touch(0o600)
+    path.write_text("".join(make_transfer_key()))
+    return path
 
 
 def write_inventory(bed: Bed, own: Mapping[str, Mapping[str, object]], **variables: object) -> Path:

@@ -57,7 +57,6 @@ def test_a_session_knows_whether_its_servers_were_found(
     addresses = {"rollout_servers": ("http://10.0.0.5:11434",)}
     resolved = lambda spec, machines, report: spec.model_copy(update=addresses)  # noqa: E731
     monkeypatch.setattr("trainyard.commands.call.with_rollout_servers", resolved)
-    monkeypatch.setattr(Call, "keep_record", None)
     one = call("train", True, method="grpo", reward="exact", rollout_servers=servers)
     session = one.session(spec=one.spec())
     assert session.spec and session.spec.rollout_servers == addresses["rollout_servers"]

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import uvicorn
+from dashboard_site import certificate_file
 
 from trainyard.dashboard import http_limits
-from trainyard.dashboard.certificate import own_certificate
 from trainyard.dashboard.http_limits import LimitedListener
 
 LIMIT = 8
@@ -48,8 +48,7 @@ def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Limite
                 await asyncio.to_thread(SLOW.wait, 10)
         LATE.set()
 
-    files = own_certificate(tmp_path, "127.0.0.1")
-    how: dict[str, Any] = {"ssl_certfile": files.file, "ssl_keyfile": str(files.key_file), "lifespan": "off"}
+    how: dict[str, Any] = {"ssl_certfile": certificate_file(tmp_path / "tls.pem"), "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(answer, log_level="critical", timeout_graceful_shutdown=1, **how))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

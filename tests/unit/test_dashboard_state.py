@@ -31,23 +31,21 @@ from trainyard.wire.replies import ReplyError, checked_reply
 
 
 @pytest.mark.parametrize(
-    ("spec", "is_service", "expected"),
+    ("spec", "expected"),
     [
-        ({"loggers": "tensorboard"}, False, "ssh -t -i /key -o X=y -L 6006:127.0.0.1:6006 me@box "),
-        ({"loggers": "wandb, tensorboard"}, True, "ssh -t -L 6006:127.0.0.1:6006 me@box "),
-        ({"loggers": "none"}, False, ""),
-        ({"loggers": "tensorboard", "script": "worker.py"}, False, ""),
-        ({}, False, ""),
+        ({"loggers": "tensorboard"}, "ssh -t -i /key -o X=y -L 6006:127.0.0.1:6006 me@box "),
+        ({"loggers": "wandb, tensorboard"}, "ssh -t -i /key -o X=y -L 6006:127.0.0.1:6006 me@box "),
+        ({"loggers": "none"}, ""),
+        ({"loggers": "tensorboard", "script": "worker.py"}, ""),
+        ({}, ""),
     ],
     ids=str,
 )
-def test_the_page_of_a_run_has_the_command_of_tensorboard(
-    spec: dict[str, str], is_service: bool, expected: str, tmp_path: Path
-) -> None:
+def test_the_page_of_a_run_has_the_command_of_tensorboard(spec: dict[str, str], expected: str, tmp_path: Path) -> None:
     login = Login("box", "me", key_file="/key", extra_arguments=("-o", "X=y"))
     cluster = ClusterView([replace(host, login=login) for host in hosts()])
     nothing = cast(Any, None)
-    board = Dashboard(cluster, {}, nothing, nothing, nothing, Project(tmp_path, is_service=is_service))
+    board = Dashboard(cluster, {}, nothing, nothing, nothing, Project(tmp_path))
     receive(cluster, "node1", run_line(1))
     assert board._tensorboard(cluster.runs["r"], spec) == "", "rank 0 writes the files"
     receive(cluster, "node2", run_line(0))

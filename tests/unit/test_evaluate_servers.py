@@ -99,15 +99,12 @@ def test_the_result_is_kept_for_the_dashboard(server: Server, tmp_path: Path) ->
     file.write_text('{"prompt": "1?", "answer": "1"}\n')
     subject = f"openai:m@http://127.0.0.1:{server.server_port}/v1"
     options = EvaluateOptions(subjects=(subject,), questions=(str(file),))
-    sent: list[str] = []
 
     def run(check: bool) -> dict[str, Any]:
-        how: dict[str, Any] = {"home": tmp_path, "keep_record": lambda name, content: sent.append(name)}
-        return evaluate(options, [], Mock(), LaunchOptions(), check=check, report=lambda line: None, **how)
+        return evaluate(options, [], Mock(), LaunchOptions(), check=check, report=lambda line: None, home=tmp_path)
 
     run(True)
-    assert sent == [] and not (tmp_path / ".trainyard").exists()
+    assert not (tmp_path / ".trainyard").exists()
     assert run(False)["changed"] is False
-    [name] = sent
-    [found] = kept_evaluations([tmp_path / ".trainyard/evaluations"]).values()
-    assert (tmp_path / ".trainyard" / name).is_file() and found.files[0].scores[0].right == 1
+    [found] = kept_evaluations(tmp_path / ".trainyard/evaluations").values()
+    assert found.files[0].scores[0].right == 1

@@ -50,7 +50,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainyard/remote/host_facts.py": dict.fromkeys(("gather", "firewall", "first_line"), KERNEL),
     "trainyard/remote/host_use.py": {"": KERNEL},
     "trainyard/remote/hub_fetch.py": {"hub_fetch": ROOT},
-    "trainyard/remote/keep_record.py": {"": "the folder of the dashboard's service, which no rank can reach"},
     "trainyard/remote/local_files.py": {"_followed": "a path that a user names: its links are followed"},
     "trainyard/remote/network.py": {"": KERNEL},
     "trainyard/remote/ollama.py": {

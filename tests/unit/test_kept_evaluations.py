@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,13 +12,10 @@ from typing import Any
 import pytest
 from dashboard_lines import SCRIPT, cluster_with, pages_of
 
-from trainyard.dashboard.evaluation_watch import EvaluationWatch
-from trainyard.dashboard.project import Project
 from trainyard.dashboard.views import Pages
 from trainyard.evaluate import kept_evaluations as kept
 from trainyard.evaluate.questions import Question
 from trainyard.evaluate.scores import Answered, Report, summarise
-from trainyard.remote.keep_record import keep_record
 
 
 def result(count: int = 4, text: str = "no", files: Sequence[str] = ("a", "b")) -> dict[str, Any]:
@@ -35,10 +31,9 @@ def result(count: int = 4, text: str = "no", files: Sequence[str] = ("a", "b")) 
 
 
 def test_what_is_kept_of_each_file(tmp_path: Path) -> None:
-    name, content = kept.keep_evaluation(tmp_path, result())
-    path = tmp_path / name
-    assert path.read_text() == content and path.stat().st_mode & 0o777 == 0o600
-    [found] = kept.kept_evaluations([path.parent]).values()
+    path = kept.keep_evaluation(tmp_path, result())
+    assert path.stat().st_mode & 0o777 == 0o600
+    [found] = kept.kept_evaluations(path.parent).values()
     assert found.subjects == ["base", "run"] and [file.file for file in found.files] == ["a", "b"]
     first, second = found.files  # questions 0 and 2; 1 and 3
     assert [(each.subject, each.right, each.questions) for each in first.scores] == [("base", 1, 2), ("run", 1, 2)]
@@ -51,29 +46,29 @@ def test_what_is_kept_of_each_file(tmp_path: Path) -> None:
 
 
 def test_limits_of_size_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, content = kept.keep_evaluation(tmp_path, result(2000, "\N{GRINNING FACE}" * 20_000))
-    assert len(content) < kept.LIMIT
-    [found] = kept.kept_evaluations([tmp_path / kept.FOLDER]).values()
+    path = kept.keep_evaluation(tmp_path, result(2000, "\N{GRINNING FACE}" * 20_000))
+    assert path.stat().st_size < kept.LIMIT
+    [found] = kept.kept_evaluations(path.parent).values()
     for file in found.files:
         assert file.changed and file.left_out + len(file.changed) == 500 + (file.file == "a")
     monkeypatch.setattr(kept, "KEPT", 3)
-    os.utime(tmp_path / name, (1, 1))
-    names = {Path(kept.keep_evaluation(tmp_path, result())[0]).stem for _ in range(3)}
-    assert kept.kept_evaluations([tmp_path / kept.FOLDER]).keys() == names and not (tmp_path / name).exists()
+    os.utime(path, (1, 1))
+    names = {kept.keep_evaluation(tmp_path, result()).stem for _ in range(3)}
+    assert kept.kept_evaluations(path.parent).keys() == names and not path.exists()
     monkeypatch.setattr(kept, "LIMIT", 100)
     with pytest.raises(OSError, match="larger than"):
         kept.keep_evaluation(tmp_path, result())
 
 
 def test_what_is_not_a_result_is_left_out(tmp_path: Path) -> None:
-    name, content = kept.keep_evaluation(tmp_path, result())
-    folder = tmp_path / kept.FOLDER
+    path = kept.keep_evaluation(tmp_path, result())
+    folder, content = path.parent, path.read_text()
     texts = ["", "[", "[" * 100_000, "{}", content.replace('"low"', '"no"'), "x" * (kept.LIMIT + 1)]
     for number, text in enumerate(texts):
         (folder / f"20260101-000000-00000{number}.json").write_text(text)
     (folder / "notes.json").write_text(content)
     os.mkfifo(folder / "20260101-000000-aaaaaa.json")
-    assert list(kept.kept_evaluations([folder, tmp_path / "none"])) == [Path(name).stem]
+    assert list(kept.kept_evaluations(folder)) == [path.stem] and not kept.kept_evaluations(tmp_path / "none")
 
 
 def page(pages: Pages, *names: str) -> str:
@@ -84,21 +79,11 @@ def test_the_page_shows_the_scores_and_hostile_answers_as_text(tmp_path: Path) -
     pages = pages_of(cluster_with(), tmp_path)
     assert "No evaluation is known" in page(pages)
     hostile = f"{SCRIPT}\x1b[2J\x00"
-    name, _ = kept.keep_evaluation(tmp_path / ".trainyard", result(text=hostile))
+    path = kept.keep_evaluation(tmp_path / ".trainyard", result(text=hostile))
     asyncio.run(pages.evaluations.update())
     html = page(pages)
     assert "&lt;script&gt;" in html and SCRIPT not in html and not re.search("[\x00\x1b]", html)
     words = re.sub(r"<[^>]*>|\s+", " ", html)
     assert re.search(r"base → run : 1 wrong answers became right, 1 right ones wrong \(p = 1\.000\)", words)
     assert re.search(r"run *50 % *1 of 2 *9 % to 91 %", words)
-    assert html == page(pages, Path(name).stem) and page(pages, "20200101-000000-abcdef").count("<section") == 3
-
-
-def test_the_service_shows_what_a_controller_sends(tmp_path: Path) -> None:
-    name, content = kept.keep_evaluation(tmp_path / "controller", result())
-    (tmp_path / "config.json").touch()
-    assert keep_record({"folder": str(tmp_path), "name": name, "content": content}) == {"kept": True}
-    pages = pages_of(cluster_with())
-    watch = EvaluationWatch(pages.cluster, Project(tmp_path, is_service=True))
-    asyncio.run(watch.update())
-    assert list(watch.found) == [Path(name).stem] and json.loads(content)["subjects"] == ["base", "run"]
+    assert html == page(pages, path.stem) and page(pages, "20200101-000000-abcdef").count("<section") == 3

@@ -9,16 +9,12 @@ import yaml
 
 from trainer.spec import changed_fields, make_spec
 from trainyard.queue.run_folder import read_session
-from trainyard.run.launch.start_record import read_service_start, read_start
+from trainyard.run.launch.start_record import read_start
 from trainyard.run.plan.nodes import environment
 from trainyard.run.stage.stage_files import plan_file
 from trainyard.run.types import PlanEntry, PreparedRun, StagedFile
 
 SPEC = {"run": "r", "model": "host:/m", "dataset": "host:/d.jsonl", "max_steps": 3, "rows_per_step": 32}
-DATASET = {
-    "kind": "dataset", "src": "", "dest": "store/datasets/d.jsonl", "sha256": {}, "bytes": 0, "digest": "a" * 64,
-    "on_hosts": "/d.jsonl", "config": "", "source": 0,
-}  # fmt: skip
 MODEL = {
     "kind": "model", "dest": "store/models/m-1", "sha256": {"w.safetensors": "b" * 64}, "bytes": 7, "digest": "c" * 64,
     "sizes": {"w.safetensors": 7}, "modes": {"w.safetensors": 0o600}, "src": "", "fetched_by": "node1", "config": "{}",
@@ -29,7 +25,7 @@ def test_the_starts_of_the_version_before_are_read(tmp_path: Path) -> None:
     folder = tmp_path / ".trainyard/starts"
     folder.mkdir(parents=True)
     record = {"spec": SPEC, "launch": {"max_restarts": 3}, "hosts": ["node1"], "folder": str(Path.cwd())}
-    (folder / "r.json").write_text(json.dumps(record | {"variables": ["A"]}))
+    (folder / "r.json").write_text(json.dumps(record | {"variables": ["A"], "files": [], "origin": {}, "env": {}}))
     start = read_start(tmp_path, "r")
     assert (start.spec.max_steps, start.launch, start.hosts, start.variables) == (
         3,
@@ -37,10 +33,6 @@ def test_the_starts_of_the_version_before_are_read(tmp_path: Path) -> None:
         ["node1"],
         ["A"],
     )
-    service = {"spec": SPEC, "launch": {}, "files": [DATASET, MODEL], "origin": {"model": "m"}, "env": {"node1": {}}}
-    (tmp_path / "r.json").write_text(json.dumps(service))
-    dataset, model = read_service_start(tmp_path / "r.json", "r").files
-    assert dataset.on_hosts == "/d.jsonl" and model.modes == {"w.safetensors": 0o600} and model.fetched_by == "node1"
 
 
 def test_the_session_of_a_queued_run_of_the_version_before_is_read(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,9 @@ from trainer.spec import make_spec
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import time_limit
-from trainyard.run.launch.start_record import StartRecord, _in_folder, read_service_start
+from trainyard.run.launch.start_record import _in_folder
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.prepare.spec_files import PreparedRun, prepare
-from trainyard.run.types import plain
 
 
 def prepared(folder: Path, reward: str, **fields: Any) -> PreparedRun:
@@ -77,14 +74,6 @@ def test_a_start_remembers_where_the_files_were(tmp_path: Path) -> None:
     spec = make_spec({"method": "grpo", "reward": "mine.py:2,exact"}, "the test")
     assert _in_folder(spec, tmp_path).reward_files == [str(path)]
     assert _in_folder(spec, tmp_path / "other").reward_files == ["mine.py"]
-
-
-def test_the_service_accepts_files_with_rewards(tmp_path: Path) -> None:
-    run = prepared(tmp_path, str(reward_file(tmp_path)))
-    files = [file for file in run.files if file.kind == "reward"]
-    record = StartRecord(spec=run.spec, launch={}, files=[replace(files[0], src="")], origin={}, env={"node1": {}})
-    (tmp_path / "start.json").write_text(json.dumps(plain(record)), encoding="utf-8")
-    assert read_service_start(tmp_path / "start.json", run.run).files[0].kind == "reward"
 
 
 def test_completions_have_no_estimate(tmp_path: Path) -> None:

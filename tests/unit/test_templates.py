@@ -99,9 +99,6 @@ INVENTORY: dict[str, Any] = {
     "__nfs_ids": {"results": [{"stdout": "1000"}, {"stdout": "1000"}]},
     "__queue_digest": "0" * 64,
     "queue_phase": "epilog",
-    "__dashboard_pack": {"sha256": "0" * 64, "packages": "0" * 16},
-    "__dashboard_python": {"stdout": "cpython-311"},
-    "__dashboard_settings": {"files": [{"path": "/srv/trainyard/dashboard/password", "checksum": "0" * 64}]},
     "__ollama_machine": {"stdout": "x86_64"},
     "__python_wheels": {"files": [{"path": "/wheels/torch-2.13.0-cp311-none-any.whl", "checksum": "0" * 64}]},
 }

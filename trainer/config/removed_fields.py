@@ -57,6 +57,12 @@ REMOVED_OPTIONS: dict[str, tuple[Any, str]] = {
 """Name of a launch option -> its default, and what to do instead."""
 
 
+REMOVED_DASHBOARD_OPTIONS: dict[str, tuple[Any, str]] = {
+    "dashboard_password_file": ("", "the token is the login; set certfile and keyfile for an address of the network"),
+}
+"""Name of an option of the dashboard -> its default, and what to do instead."""
+
+
 def removed(table: Mapping[str, tuple[Any, str]], live: Iterable[str]) -> dict[str, tuple[Any, str]]:
     """Return the entries of a table whose names are not declared any more."""
     names = set(live)

@@ -15,8 +15,7 @@ from trainyard.ollama.rollout_hosts import with_rollout_servers
 from trainyard.ollama.teachers import Candidate, candidates
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.run.session import KeepRecord, RunSession
-from trainyard.service_records import ServiceRecords, service_records
+from trainyard.run.session import RunSession
 from trainyard.workflows.push_run import FinalPush, check_push
 
 Options = TypeVar("Options", bound=PlaybookOptions)
@@ -100,20 +99,9 @@ class Call:
         groups = self.cluster.groups
         return candidates(groups["cluster"], groups.get("discovered", []), self.cluster.variables)
 
-    def service_records(self) -> ServiceRecords | None:
-        """Return what sends records to the service of the dashboard; None without it."""
-        cluster = self.cluster
-        return service_records(cluster.groups, cluster.variable, cluster.connect, self.report, self.check)
-
-    @property
-    def keep_record(self) -> KeepRecord | None:
-        """Keeps a record for the service of the dashboard; None without it."""
-        records = self.service_records()
-        return records.keep if records else None
-
     def session(self, **start: Any) -> RunSession:
         """Make the session of a run, with its `spec` or its `state`. Raises UserError."""
-        keep, launch, hosts, connect = self.keep_record, self.launch, self.cluster.hosts, self.cluster.connect
+        launch, hosts, connect = self.launch, self.cluster.hosts, self.cluster.connect
         if spec := start.get("spec"):
             start["spec"] = with_rollout_servers(spec, self.machines, self.report)
             start["servers_found"] = start["spec"].rollout_servers != spec.rollout_servers
@@ -121,5 +109,5 @@ class Call:
             push = start["push"] = FinalPush(hosts, connect, launch, self.top, self.report)
             if spec:  # before a host is contacted; the later steps have a state
                 check_push(push.options("run"))
-        start |= {"home": self.top, "report": self.report, "check": self.check, "keep_record": keep}
+        start |= {"home": self.top, "report": self.report, "check": self.check}
         return RunSession(hosts, connect, launch, **start)

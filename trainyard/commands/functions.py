@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.inputs import user_path
+from trainer.config.removed_fields import REMOVED_DASHBOARD_OPTIONS, replacement
 from trainyard import front_end
 from trainyard.commands.call import Call
 from trainyard.commands.command_options import (
@@ -22,7 +23,7 @@ from trainyard.commands.command_options import (
     StatusOptions,
     StopOptions,
 )
-from trainyard.dashboard.dashboard_options import PASSWORD, DashboardOptions, run_dashboard
+from trainyard.dashboard.dashboard_options import DashboardOptions, run_dashboard
 from trainyard.dashboard.project import Project
 from trainyard.deploy.deploy_options import make_deploy_options
 from trainyard.deploy.deployment import Deployment
@@ -151,7 +152,6 @@ def evaluate(call: Call) -> dict[str, Any]:
     """Let models answer questions, side by side."""
     options, cluster = EvaluateOptions.from_variables(call.given, "evaluate"), call.cluster
     how: dict[str, Any] = {"home": call.top, "report": call.report, "check": call.check}
-    how["keep_record"] = call.keep_record
     return run_evaluate(options, cluster.hosts, cluster.connect, call.launch, **how)
 
 
@@ -193,11 +193,12 @@ def queue(call: Call, verb: str) -> dict[str, Any]:
 
 def dashboard(call: Call) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C."""
+    for name, entry in REMOVED_DASHBOARD_OPTIONS.items():
+        if reason := replacement(call.given.get(name), entry):
+            raise UserError(f"dashboard: {name} {reason}")
     options, cluster = call.options(DashboardOptions), call.cluster
     find_queue = functools.partial(queue_host, cluster.groups)
-    password = str(cluster.variable(cluster.hosts[0].name, PASSWORD) or "")
-    project = Project.of(call.top, cluster.groups, cluster.variables)
-    how: dict[str, Any] = {"find_queue": find_queue, "project": project, "check": call.check, "password": password}
+    how: dict[str, Any] = {"find_queue": find_queue, "project": Project(call.top), "check": call.check}
     return run_dashboard(cluster.hosts, cluster.connect, call.launch, options, call.report, **how)
 
 

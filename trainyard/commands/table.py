@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.removed_fields import REMOVED_DASHBOARD_OPTIONS
 from trainyard.commands import functions
 from trainyard.commands.call import Call
 from trainyard.commands.command_options import (
@@ -75,9 +76,9 @@ def _launch(*names: str) -> Group:
     return Group(LAUNCH.title, {name: LAUNCH_OPTIONS[name] for name in names})
 
 
-def _own(fields: Any, title: str = "command options") -> Group:
-    """Return the options of a class, or of a table of fields."""
-    return Group(title, getattr(fields, "model_fields", fields))
+def _own(fields: Any, title: str = "command options", removed: Collection[str] = ()) -> Group:
+    """Return the options of a class, or of a table of fields, and names that it declared once."""
+    return Group(title, getattr(fields, "model_fields", fields), removed)
 
 
 def _by_roles(name: str, summary: str, run: Callable[[Call], dict[str, Any]] | None = None) -> Command:
@@ -173,7 +174,7 @@ _TABLE = (
     Command(
         "dashboard",
         "serve a web page with the hosts, the runs and their curves",
-        *(functions.dashboard, (_own(DashboardOptions), LIMITS)),
+        *(functions.dashboard, (_own(DashboardOptions, removed=REMOVED_DASHBOARD_OPTIONS), LIMITS)),
         keeps_connections=True,
     ),
     _by_roles("site", "provision the hosts"),

@@ -23,7 +23,6 @@ from trainyard.run.follow.manage_runs import stop_run
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import SessionState
-from trainyard.service_records import ServiceRecords
 from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
 from trainyard.wire.run_errors import RunError
 
@@ -99,10 +98,8 @@ class Actions:
         """Start a run again with its spec, so that it resumes, and follow it to its end. As `stop`."""
 
         def work(progress: Progress) -> dict[str, Any]:
-            records = self._service(progress)
-            how: dict[str, Any] = {"report": progress.report, "keep_record": records and records.keep}
-            session = self._project.session_of(run, self._hosts, progress.connect, self._options, **how)
-            return _run(session, progress)
+            how = self._hosts, progress.connect, self._options, progress.report
+            return _run(self._project.session_of(run, *how), progress)
 
         return self._begin(run, "Start again", work)
 
@@ -135,8 +132,7 @@ class Actions:
         return begun
 
     def _new_session(self, draft: Draft, progress: Progress, **what: Any) -> RunSession:
-        records = self._service(progress)
-        what |= {"home": self._project.home, "report": progress.report, "keep_record": records and records.keep}
+        what |= {"home": self._project.home, "report": progress.report}
         return RunSession(draft.hosts, progress.connect, draft.options, **what)
 
     def deploy(self, run: str, name: str, base: str) -> bool:
@@ -166,12 +162,6 @@ class Actions:
 
         titles = {"priority": f"Change the priority to {priority}", "again": "Add to the queue again"}
         return self._begin(run, titles.get(verb, verb.capitalize()), work)
-
-    def _service(self, progress: Progress) -> ServiceRecords | None:
-        """Return what sends records to the service of the dashboard, if this is another one."""
-        name = self._project.service
-        known = name in (host.name for host in self._hosts)
-        return ServiceRecords(name, self._by_name(progress), progress.report) if known else None
 
     def _by_name(self, progress: Progress) -> Callable[[str], HostConnection]:
         hosts = {host.name: host for host in self._hosts}

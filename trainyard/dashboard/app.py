@@ -79,8 +79,7 @@ class Dashboard:
     def app(self, listener: LimitedListener) -> Starlette:
         """Return the application, for the connections of a listener."""
         routes = [
-            Route("/login", self.login, methods=["GET", "POST"]),
-            Route("/logout", self.logout, methods=["POST"]),
+            Route("/login", self.login),
             Route("/", self._page("nodes")),
             Route("/runs", self.runs),
             Route("/events", self._page("events")),
@@ -124,14 +123,8 @@ class Dashboard:
         return self.cluster.runs[name]
 
     async def login(self, request: Request) -> Response:
-        """Log in, by the URL that was printed or with the password."""
-        return await self.access.login(request, self.pages.login)
-
-    async def logout(self, request: Request) -> Response:
-        """End the session."""
-        if await self.access.read_form(request) is None:
-            return PlainTextResponse(NOT_OUR_FORM, 403)
-        return self.access.end_session(request)
+        """Log in, by the URL with the token."""
+        return self.access.login(request)
 
     def _page(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         """Return what shows a page without arguments."""
@@ -180,8 +173,7 @@ class Dashboard:
         if 0 not in run.ranks or spec.get("script") or "tensorboard" not in spec.get("loggers", "").split(", "):
             return ""
         name, _ = run.ranks[0]  # the rank that writes them
-        host = self.project.for_user(self.cluster.hosts[name].host)
-        return tensorboard_command(f"{run.parts[name].run_dir}/tensorboard", host)
+        return tensorboard_command(f"{run.parts[name].run_dir}/tensorboard", self.cluster.hosts[name].host)
 
     def _others(self, run: RunState, given: list[str]) -> list[str]:
         """Return the other runs that a request names."""

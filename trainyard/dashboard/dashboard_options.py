@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import ssl
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import field_validator
 
 from trainer.common.errors import UserError
+from trainer.common.inputs import user_path
 from trainer.config.fields import declare
 from trainyard.dashboard.project import Project
 from trainyard.playbook_options import PlaybookOptions
@@ -18,9 +21,8 @@ from trainyard.run.launch_options import LaunchOptions
 from trainyard.wire.connection import Host, HostConnection
 
 LOOPBACK, PORT = "127.0.0.1", 5000
-PASSWORD = "dashboard_password"  # a variable of the inventory, for a vault; no option, which a command line could show
 # Of the extra `dashboard`.
-PACKAGES = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client", "cryptography")
+PACKAGES = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client")
 
 
 class DashboardOptions(PlaybookOptions):
@@ -31,17 +33,17 @@ class DashboardOptions(PlaybookOptions):
     )
     dashboard_listen: str = declare(
         LOOPBACK,
-        "IP address of this machine at which the dashboard listens; one that is not loopback needs a password, and has TLS",
+        "IP address of this machine at which the dashboard listens; one that is not loopback needs `certfile`",
         expected="an IP address of this machine",
     )
-    dashboard_password_file: str = declare(
+    certfile: str = declare(
         "",
-        "file of mode 0600 with the password, or with its hash; the variable `dashboard_password` has the same effect",
+        "PEM file of a TLS certificate, with which the dashboard uses TLS",
+        deprecated_names=["dashboard_certificate"],
     )
-    dashboard_certificate: str = declare(
-        "", "PEM file of the TLS certificate; by default one that the dashboard makes and signs itself"
+    keyfile: str = declare(
+        "", "PEM file of its key, without a passphrase; by default in `certfile`", deprecated_names=["dashboard_key"]
     )
-    dashboard_key: str = declare("", "PEM file of the key of `dashboard_certificate`")
 
     @field_validator("dashboard_listen")
     @classmethod
@@ -51,15 +53,39 @@ class DashboardOptions(PlaybookOptions):
         return str(ipaddress.ip_address(value))
 
     @property
-    def public(self) -> bool:
-        """Whether other machines may reach the address."""
-        return not ipaddress.ip_address(self.dashboard_listen).is_loopback
-
-    @property
     def address(self) -> str:
         """Address and port, for messages."""
         host = f"[{self.dashboard_listen}]" if ":" in self.dashboard_listen else self.dashboard_listen
         return f"{host}:{self.dashboard_port}"
+
+    def tls_files(self) -> tuple[Path, Path] | None:
+        """Return the files of the certificate and of its key; None without TLS.
+
+        Raises:
+            UserError: they cannot be used, or other machines reach the address and there is no certificate.
+        """
+        if not self.certfile:
+            if self.keyfile:
+                raise UserError("keyfile: it belongs to a certificate: set certfile, too")
+            if not ipaddress.ip_address(self.dashboard_listen).is_loopback:
+                raise UserError(
+                    f"dashboard_listen: other machines reach {self.dashboard_listen}: set certfile and keyfile to a TLS "
+                    "certificate and its key, or listen on 127.0.0.1 and forward the port with ssh -L"
+                )
+            return None
+        certificate = user_path(self.certfile, "certfile").absolute()
+        key = user_path(self.keyfile, "keyfile").absolute() if self.keyfile else certificate
+        try:
+            if key.stat().st_mode & 0o007:
+                raise UserError(f"keyfile: other users may read {key}: run chmod 600 {key}")
+            # Without a password, OpenSSL would ask for it on the terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise UserError(
+                f"certfile: {certificate} and {key} are not a PEM certificate and its key without a passphrase: {why}"
+            ) from None
+        return certificate, key
 
 
 def run_dashboard(
@@ -71,26 +97,24 @@ def run_dashboard(
     *,
     find_queue: Callable[[], str],
     project: Project,
-    password: str = "",
     check: bool = False,
 ) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C, see `server.serve`; with `check`, do not.
 
     Args:
         find_queue: returns the name of the queue host; raises UserError where there is no queue.
-        project: whose runs are started again and deployed; its work folder has the certificate that the dashboard makes.
-        password: the variable `dashboard_password`.
+        project: whose runs are started again and deployed.
 
     Raises:
         UserError: a package is not installed, a host is not described completely, the port is in use, or other machines
-            reach the address and there is no password.
+            reach the address and there is no certificate.
     """
     if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
         names = [package.replace("_", "-") for package in missing]
         raise UserError(f"the dashboard needs the package {names[0]}: run {pip_install(names)}")
-    from trainyard.dashboard.server import login_method, serve
-
-    method = login_method(options, password, project.work / "dashboard", check)
+    files = options.tls_files()
     if check:
         return {"skipped": True, "msg": f"would serve the dashboard on {options.address}"}
-    return serve(hosts, connect, launch, method, report, find_queue, project)
+    from trainyard.dashboard.server import serve
+
+    return serve(hosts, connect, launch, options, files, report, find_queue, project)

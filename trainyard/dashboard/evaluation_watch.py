@@ -26,8 +26,7 @@ class EvaluationWatch(PageWatch):
 
     async def update(self) -> None:
         """Read the results once."""
-        folders = [self._project.work, *([self._project.received] if self._project.is_service else ())]
-        found = await asyncio.to_thread(kept_evaluations, [folder / FOLDER for folder in folders])
+        found = await asyncio.to_thread(kept_evaluations, self._project.work / FOLDER)
         if found.keys() != self.found.keys():
             self.found = found
             self._cluster.change()

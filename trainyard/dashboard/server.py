@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from trainer.common.errors import UserError
+from trainer.common.files import cache_folder
 from trainyard import front_end
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
-from trainyard.dashboard.certificate import Certificate, own_certificate, user_certificate
-from trainyard.dashboard.dashboard_options import LOOPBACK, DashboardOptions
+from trainyard.dashboard.dashboard_options import DashboardOptions
 from trainyard.dashboard.evaluation_watch import EvaluationWatch
 from trainyard.dashboard.http_limits import LimitedListener
-from trainyard.dashboard.password import SHORTEST, read_password
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.security import SessionAuth, Site
+from trainyard.dashboard.security import SessionAuth, Site, read_token
 from trainyard.dashboard.start_form import NewRuns
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
@@ -31,57 +30,15 @@ from trainyard.dashboard.views import Pages
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.wire.connection import Host, HostConnection
 
-CONNECTIONS = 512  # at the same time; a client without a password can open them, too
-
-
-@dataclass(frozen=True)
-class LoginMethod:
-    """How a browser gets in: with the token of this start over HTTP, or with a password over TLS.
-
-    Attributes:
-        password: its hash; None for the token.
-        certificate: None without a password.
-    """
-
-    options: DashboardOptions
-    password: str | None = None
-    certificate: Certificate | None = None
-
-
-def login_method(options: DashboardOptions, password: str, home: Path, check: bool = False) -> LoginMethod:
-    """Read the password and the certificate.
-
-    Args:
-        password: the variable `dashboard_password`; empty without it.
-        home: folder for the certificate that the dashboard makes.
-        check: make no certificate.
-
-    Raises:
-        UserError: they are unreadable, or other machines reach the address and there is no password.
-    """
-    # A variable of the inventory is for all dashboards of the cluster: it does not change one that only this machine reaches.
-    found = read_password(password if options.public else "", options.dashboard_password_file)
-    if bool(options.dashboard_certificate) != bool(options.dashboard_key):
-        raise UserError("dashboard_certificate and dashboard_key belong together: set both or none")
-    if found is None:
-        if options.public:
-            raise UserError(
-                f"dashboard_listen: other machines reach {options.dashboard_listen}, and there is no password: set "
-                f"dashboard_password_file to a file of mode 0600 with a password of {SHORTEST} characters or more"
-            )
-        if options.dashboard_certificate:
-            raise UserError("dashboard_certificate: TLS needs a password: set dashboard_password_file")
-        return LoginMethod(options)
-    if options.dashboard_certificate:
-        return LoginMethod(options, found, user_certificate(options.dashboard_certificate, options.dashboard_key))
-    return LoginMethod(options, found, None if check else own_certificate(home, options.dashboard_listen))
+CONNECTIONS = 512  # at the same time; a client without a token can open them, too
 
 
 def serve(
     hosts: list[Host],
     connect: Callable[[Host], HostConnection],
     launch: LaunchOptions,
-    method: LoginMethod,
+    options: DashboardOptions,
+    tls: tuple[Path, Path] | None,
     report: Callable[[str], None],
     find_queue: Callable[[], str],
     project: Project,
@@ -90,56 +47,56 @@ def serve(
 
     Args:
         launch: limits of the actions.
-        report: gets the URL, with the token or with the fingerprint of the certificate.
+        tls: files of the certificate and of its key; None without TLS.
+        report: gets the URL with the token; in systemd's journal, the file of the token.
         find_queue: returns the name of the queue host; raises UserError where there is no queue.
         project: whose runs are started again and deployed.
 
     Raises:
-        UserError: the address is not one of this machine, or the port is in use.
+        UserError: the address is not one of this machine, the port is in use, or the token cannot be read.
     """
-    listener = _listen(method.options)
-    access = _access(method, listener.getsockname()[1], report)
+    token_file = cache_folder() / "dashboard-token"  # a folder that units hide from ranks on this machine
+    token, listener = read_token(token_file), _listen(options)
+    site = Site(options.dashboard_listen, listener.getsockname()[1], tls is not None)
+    access = SessionAuth(site, token, str(token_file))
     cluster = ClusterView(hosts)
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}
     queue = QueueWatch(cluster, streams, find_queue)
-    pages = Pages(
-        cluster, access.csrf, queue, EvaluationWatch(cluster, project), project.can_start, bool(access.password)
-    )
-    pages.new_runs = None if project.is_service else NewRuns(project.home, hosts, launch)
+    pages = Pages(cluster, access.csrf, queue, EvaluationWatch(cluster, project), project.can_start)
+    pages.new_runs = NewRuns(project.home, hosts, launch)
     actions = Actions(hosts, connect, launch, pages, project)
     app = Dashboard(cluster, streams, pages, actions, access, project).app(listener)
-    certificate = method.certificate
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,  # it would have the token
         server_header=False,
-        proxy_headers=False,  # a client must not choose the address at which its attempts are counted
+        proxy_headers=False,  # a client must not choose the address at which its connections are counted
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=2,
         ws="none",
-        ssl_certfile=certificate.file if certificate else None,
-        ssl_keyfile=str(certificate.key_file) if certificate else None,
+        ssl_certfile=tls[0] if tls else None,
+        ssl_keyfile=str(tls[1]) if tls else None,
     )
-    report(f"dashboard: {access.url}")
-    if certificate:
-        kind = "self-signed certificate, compare its SHA-256 fingerprint" if certificate.self_signed else "certificate"
-        report(f"{kind}: {certificate.fingerprint}")
-    key = "Whoever has the password" if certificate else "The URL contains a token: whoever has it"
+    # Other users may read the journal, in which a unit of systemd writes.
+    where = f"{site.url} (the token is in {token_file})" if _in_journal() else access.url
+    report(f"dashboard: {where}")
     report(
-        f"{key} can start, stop and deploy runs, ask models, and change the queue. Ctrl-C ends the dashboard; runs continue."
+        "Whoever has the token can start, stop and deploy runs, ask models, and change the queue. Ctrl-C ends the dashboard; "
+        "runs continue."
     )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
         uvicorn.Server(config).run(sockets=[listener])
     return {"lines": []}
 
 
-def _access(method: LoginMethod, port: int, report: Callable[[str], None]) -> SessionAuth:
-    address = method.options.dashboard_listen
-    if method.password is None or method.certificate is None:
-        return SessionAuth(Site(address, port, (address, "localhost") if address == LOOPBACK else (address,)))
-    names = (address, *(name for name in method.certificate.names if name != address))
-    return SessionAuth(Site(address, port, names, tls=True), method.password, report)
+def _in_journal() -> bool:
+    """Return whether the output of this process goes to systemd's journal (systemd.exec(5), JOURNAL_STREAM)."""
+    try:
+        output = os.fstat(1)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{output.st_dev}:{output.st_ino}"
 
 
 def _listen(options: DashboardOptions) -> LimitedListener:

@@ -69,14 +69,12 @@ class Pages:
         queue: QueueWatch,
         evaluations: EvaluationWatch,
         can_start: Callable[[str], bool] = lambda run: False,
-        log_out: bool = False,
     ) -> None:
         """Take the data of the pages.
 
         Args:
             csrf: the token of every form.
             can_start: returns whether it is known how a run was started.
-            log_out: whether the pages have a button to log out.
         """
         self.cluster, self.queue, self.evaluations, self._can_start = cluster, queue, evaluations, can_start
         self.new_runs: NewRuns | None = None  # None where no run can be started
@@ -93,13 +91,9 @@ class Pages:
             auto_reload=False,  # which reads the time of the file for every region
         )
         self._templates.filters |= FILTERS
-        self._templates.globals |= {"csrf": csrf, "log_out": log_out, "max_question": QUESTION}
+        self._templates.globals |= {"csrf": csrf, "max_question": QUESTION}
         self._pieces: dict[str, tuple[Any, str]] = {}  # {id of a region: (version of its contents, HTML)}
         self._cache: dict[tuple[str, ...], tuple[int, dict[str, Regions]]] = {}
-
-    def login(self, message: str) -> str:
-        """Render the form for the password."""
-        return self._templates.get_template("login.html").render(message=message)
 
     def page(self, name: str, *arguments: str, **more: Any) -> str:
         """Render a page with its regions."""

@@ -109,8 +109,8 @@ def _changed_question(record: Mapping[str, Any], subjects: Sequence[str]) -> Cha
     return ChangedQuestion(record["messages"][-1]["content"][:_TEXT], record["answer"][:_TEXT], answers)
 
 
-def keep_evaluation(work: Path, result: Mapping[str, Any]) -> tuple[str, str]:
-    """Write a result below the folder of created files, and remove the oldest ones. Return its name there and its contents.
+def keep_evaluation(work: Path, result: Mapping[str, Any]) -> Path:
+    """Write a result below the folder of created files, and remove the oldest ones. Return its path.
 
     Raises:
         OSError: it cannot be written, or is too large.
@@ -118,19 +118,18 @@ def keep_evaluation(work: Path, result: Mapping[str, Any]) -> tuple[str, str]:
     content = to_json(plain(kept_evaluation(result)))
     if len(content) > LIMIT:
         raise OSError(0, f"it is larger than {LIMIT >> 20} MiB")
-    name = f"{FOLDER}/{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}.json"
-    path = work / name
+    path = work / FOLDER / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, content, 0o600)
     for old in newest_first(path.parent.glob("*.json"))[KEPT:]:
         old.unlink(missing_ok=True)
-    return name, content
+    return path
 
 
-def kept_evaluations(folders: Sequence[Path]) -> dict[str, KeptEvaluation]:
-    """Return the results in these folders by name, the newest first. What is not valid is left out."""
+def kept_evaluations(folder: Path) -> dict[str, KeptEvaluation]:
+    """Return the results in a folder by name, the newest first. What is not valid is left out."""
     found = {}
-    for path in newest_first(path for folder in folders for path in folder.glob("*.json"))[:KEPT]:
+    for path in newest_first(folder.glob("*.json"))[:KEPT]:
         with contextlib.suppress(FileNotFoundError):
             if NAME.fullmatch(path.stem) and (kept := _read_kept(path, path.stat().st_mtime_ns)):
                 found[path.stem] = kept

@@ -26,7 +26,6 @@ from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch.trainer_command import apart_request, copy_entry
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.prepare.spec_files import trainer_file
-from trainyard.run.session import KeepRecord
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.wire.run_errors import RunError
@@ -72,7 +71,6 @@ def evaluate(
     home: Path,
     report: Lines = print,
     check: bool = False,
-    keep_record: KeepRecord | None = None,
 ) -> dict[str, Any]:
     """Let all subjects answer all questions.
 
@@ -80,7 +78,6 @@ def evaluate(
         hosts: on which the runs are searched, and whose Ollama servers answer.
         home: folder of the project, for created files.
         check: find the subjects, and ask nothing.
-        keep_record: keeps a record of the result, with its name and contents, for the service of the dashboard.
 
     Returns:
         `changed`: whether a file was written; `lines`, readable text; `result`, see `summarise`.
@@ -121,9 +118,7 @@ def evaluate(
         except OSError as error:
             raise UserError(f"evaluate: save: cannot write {target}: {error.strerror}") from None
     try:
-        name, content = keep_evaluation(home / ".trainyard", result)
-        if keep_record:
-            keep_record(name, content)
+        keep_evaluation(home / ".trainyard", result)
     except OSError as error:  # the result is complete without it
         report(f"warning: the dashboard does not get the result: {error.strerror}")
     return {"changed": bool(target), "result": result, "lines": lines}

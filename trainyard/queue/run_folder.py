@@ -59,17 +59,17 @@ class QueuedStart:
         return json.dumps({"hosts": hosts, "options": options, "state": state, **more}).encode()
 
 
-def service_login(host: Host, key: str = KEY) -> Host:
-    """Return a host as a service of the cluster reaches it: by its cluster address, with the key of the service.
+def read_host(entry: dict[str, Any]) -> Host:
+    """Return a host from its fields, as the queue reaches it: by its cluster address, with the key of the queue.
 
-    Args:
-        key: path of the key in the home of the service's user.
+    Raises ValueError for wrong fields.
     """
+    host = read(Host, entry)
     login = Login(
         address=host.address,
         user=host.login.user,
         port=host.login.port,
-        key_file=str(Path.home() / key),
+        key_file=str(Path.home() / KEY),
         extra_arguments=SSH_ARGUMENTS,
     )
     return replace(host, login=login)
@@ -88,11 +88,6 @@ def read_session(folder: Path) -> QueuedStart:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
     return QueuedStart(hosts, options, prepared, steps, bool(content.get("continues")))
-
-
-def read_host(entry: dict[str, Any], key: str = KEY) -> Host:
-    """Return a host from its fields, as `service_login`. Raises ValueError for wrong fields."""
-    return service_login(read(Host, entry), key)
 
 
 def _below(folder: Path, name: str) -> Path:

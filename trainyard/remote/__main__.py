@@ -32,7 +32,6 @@ VERBS: dict[str, tuple[str, str, float | None]] = {
     "ollama": ("trainyard.remote.ollama", "ollama", 9000),
     "read_files": ("trainyard.remote.read_files", "read_files", 1800),
     "exchange": ("trainyard.remote.exchange", "exchange", 7200),
-    "keep_record": ("trainyard.remote.keep_record", "keep_record", 60),
     "queue_info": ("trainyard.remote.queue", "info", 300),
     "queue_add": ("trainyard.remote.queue", "add", 300),
     "queue_again": ("trainyard.remote.queue", "again", 300),

@@ -1,13 +1,4 @@
-"""Program trees that are compared with a list of digests before they run. Standard library only.
-
-The role dashboard installs this file for root, and runs it as a program:
-
-    verified_tree.py install ARCHIVE SHA256 TREE     unpack a zip file; prints `changed` or `unchanged`
-    verified_tree.py check TREE...                   compare
-    verified_tree.py run TREE... -- COMMAND...       compare, then become the command
-
-The list of a tree, `TREE.sha256`, has the format of sha256sum.
-"""
+"""Program trees of the queue's service, which are compared with their archive before they run. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,14 +7,11 @@ import io
 import os
 import shutil
 import stat
-import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 LIMIT = 1 << 30  # bytes of an archive, and of a file of a tree
-REFUSED = 78  # exit code, EX_CONFIG: the unit does not restart after it
-ADVICE = "run site.yml"
 
 
 class TreeError(Exception):
@@ -108,51 +96,3 @@ def _make_read_only(tree: Path) -> None:
         for name in names:
             Path(folder, name).chmod(0o444)
         Path(folder).chmod(0o555)
-
-
-def _list(tree: Path) -> Path:
-    return tree.with_name(f"{tree.name}.sha256")
-
-
-def install(archive: Path, sha256: str, tree: Path) -> bool:
-    """Unpack an archive with this digest, and write the list of its files; return whether anything changed.
-
-    Raises OSError, TreeError and zipfile.BadZipFile.
-    """
-    content = read_regular(archive)
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise TreeError(f"{archive} was changed while it was installed")
-    changed = unpack(content, tree)
-    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(tree_digests(tree).items()))
-    if not _list(tree).is_file() or _list(tree).read_text(encoding="utf-8") != text:
-        _list(tree).write_text(text, encoding="utf-8")
-        changed = True
-    return changed
-
-
-def check(tree: Path) -> None:
-    """Compare a tree with its list. Raises OSError and TreeError."""
-    lines = read_regular(_list(tree)).decode().splitlines()
-    check_digests(tree, {name: digest for digest, _, name in (line.partition("  ") for line in lines)})
-
-
-def main(verb: str, *words: str) -> int:
-    """Carry out one verb; see the module."""
-    os.umask(0o022)
-    at = words.index("--") if verb == "run" else len(words)
-    try:
-        if verb == "install":
-            print("changed" if install(Path(words[0]), words[1], Path(words[2])) else "unchanged")
-            return 0
-        for tree in words[:at]:
-            check(Path(tree))
-    except (TreeError, OSError, ValueError, zipfile.BadZipFile) as error:
-        print(f"error: {' '.join(str(error).split())}: {ADVICE}", file=sys.stderr)
-        return REFUSED
-    if verb == "run":
-        os.execv(words[at + 1], words[at + 1 :])
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

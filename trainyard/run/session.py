@@ -31,7 +31,7 @@ from trainyard.run.follow.restart_policy import RestartPolicy
 from trainyard.run.follow.run_status import planned_parts
 from trainyard.run.launch.launch_scripts import write_scripts
 from trainyard.run.launch.start_ranks import paths_in, start_ranks
-from trainyard.run.launch.start_record import keep_start, service_start
+from trainyard.run.launch.start_record import keep_start
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import describe
 from trainyard.run.plan.make_plan import check_plan_mesh, plan_run, stopped_line
@@ -64,7 +64,6 @@ PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, 
 PLAN_AHEAD = 2.0  # s before a restart at which it is planned: a user may stop the run until then
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
 LINE_LIMIT = 2000  # characters of a reported line
-KeepRecord = Callable[[str, str], None]
 _SKIPPED: StepResult = {"skipped": True}
 
 
@@ -84,7 +83,6 @@ class RunSession:
         check: change nothing; report what would change.
         state: results of earlier steps.
         veto: returns why a run that failed must not be restarted, or an empty string.
-        keep_record: keeps a record of each start, with its name and contents, for the service of the dashboard.
         watch: receives each heartbeat of the first rank while the run is followed.
         push: puts a run that has finished into a repository, by its name; returns readable lines.
         servers_found: see PreparedRun.
@@ -102,7 +100,6 @@ class RunSession:
         check: bool = False,
         state: SessionState | None = None,
         veto: Callable[[RunFailure], str] = lambda failure: "",
-        keep_record: KeepRecord | None = None,
         watch: Watch = lambda state: None,
         push: Callable[[str], list[str]] | None = None,
         servers_found: bool = False,
@@ -114,7 +111,7 @@ class RunSession:
         self.home = home or Path.cwd()
         self.report = lambda line: report(printable(line, LINE_LIMIT))
         self.check = check
-        self.veto, self.keep_record, self.watch = veto, keep_record, watch
+        self.veto, self.watch = veto, watch
         self.push, self.servers_found = push, servers_found
         self.state = state or SessionState()
         self.announce = Announcer(options, self.report)
@@ -395,17 +392,7 @@ class RunSession:
         self.state.phase = "running"
         if self.state.prepared:
             keep_start(self.home, self.prepared, self.options, self.hosts)
-            self._keep_for_service()
         return started
-
-    def _keep_for_service(self) -> None:
-        if self.keep_record:
-            try:
-                record = service_start(self.prepared, self.options, self.hosts, self.state.plan)
-            except (OSError, ValueError) as error:
-                self.report(f"warning: the service of the dashboard cannot start this run again: {error}")
-            else:
-                self.keep_record(f"starts/{self.run_name}.json", record)
 
     def _render(self) -> StepResult:
         if not self.check:  # the scripts are started by hand, without this session

@@ -365,7 +365,7 @@ class SessionState:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """How a run was started: on the controller with `hosts`, `folder` and `variables`, for the service with the rest.
+    """How a run was started.
 
     Attributes:
         spec: spec of the run, with its name.
@@ -373,18 +373,12 @@ class StartRecord:
         hosts: their names.
         folder: the current folder of the start, to which relative paths of the spec belong.
         variables: names of the environment variables of `run_env`, whose values are not kept.
-        files: of PreparedRun, as the hosts have them; without the trainer, which is that of the service.
-        origin: of PreparedRun.
-        env: environment variables of the ranks, by host, in inventory order. They may be secrets.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")  # of earlier versions
 
     spec: StoredSpec
     launch: dict[str, Any]
     hosts: list[str] = field(default_factory=list)
     folder: str = ""
     variables: list[str] = field(default_factory=list)
-    files: Files = field(default_factory=list)
-    origin: dict[str, str] = field(default_factory=dict)
-    env: dict[str, dict[str, str]] = field(default_factory=dict)

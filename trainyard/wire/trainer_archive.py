@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -24,18 +24,18 @@ def trainer_archive(work: Path) -> Path:
     return target
 
 
-def zip_packages(*packages: ModuleType, suffixes: Collection[str] = (".py",)) -> bytes:
-    """Return the files of packages whose names have one of the suffixes as one zip file. Equal files give equal bytes."""
+def zip_packages(*packages: ModuleType) -> bytes:
+    """Return the Python files of packages as one zip file. Equal files give equal bytes."""
     files: dict[str, bytes] = {}
     for package in packages:
-        files |= package_files(package, suffixes)
+        files |= package_files(package)
     return zip_files(files)
 
 
-def package_files(package: ModuleType, suffixes: Collection[str] = (".py",)) -> dict[str, bytes]:
-    """Return {path from the parent of the package: content} of its files whose names have one of the suffixes."""
+def package_files(package: ModuleType) -> dict[str, bytes]:
+    """Return {path from the parent of the package: content} of its Python files."""
     folder = Path(package.__path__[0])
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in suffixes and folder / SHARE not in path.parents)
+    paths = sorted(path for path in folder.rglob("*.py") if folder / SHARE not in path.parents)
     return {str(path.relative_to(folder.parent)): path.read_bytes() for path in paths}
 
 

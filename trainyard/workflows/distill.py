@@ -24,7 +24,6 @@ from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import Report
-from trainyard.service_records import service_records
 from trainyard.wire.run_errors import RunError
 from trainyard.workflows.host_teachers import HostTeachers
 from trainyard.workflows.queued_students import student_queue
@@ -98,7 +97,6 @@ def distill(
     queue = None
     if options.queue:
         queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)
-    records = service_records(cluster.groups, cluster.variable, cluster.connect, report, check)
     models = {spec.model: _checked_model(spec, cluster, launch, top, report) for spec in specs if spec.model != TINY}
     if queue:
         queue.check(specs)
@@ -133,7 +131,6 @@ def distill(
             hybrid=options.hybrid,
             home=top,
             report=report,
-            keep_record=records.keep if records else None,
         )
         failed = {run.run: run.error for run in runs if run.error}
         students = {run.run: run.result for run in runs}

@@ -20,7 +20,7 @@ from trainer.config import RunSpec
 from trainer.distributed.worker_process import die_with_launcher
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.nodes import PORTS
-from trainyard.run.session import KeepRecord, RunSession
+from trainyard.run.session import RunSession
 from trainyard.run.types import Report
 from trainyard.wire.connection import Host, HostConnection, InventoryError
 from trainyard.wire.run_errors import RunError
@@ -70,14 +70,13 @@ def train_students(
     hybrid: bool = False,
     home: Path,
     report: Report = print,
-    keep_record: KeepRecord | None = None,
 ) -> list[StudentRun]:
     """Train every student; one that fails does not end the others.
 
     Args:
         connect: makes the connection to a host. It is called in the main thread of a process.
         hybrid: see `host_groups`.
-        home, keep_record: as for RunSession.
+        home: as for RunSession.
 
     Raises:
         UserError: a spec is invalid, before any host is contacted.
@@ -103,7 +102,7 @@ def train_students(
     def train(group: int, tell: Callable[[tuple[Any, ...]], None]) -> None:
         for index, state in jobs[group]:
             say = _prefixed(runs[index].run, tell) if len(specs) > 1 else lambda line: tell(("line", line))
-            how: dict[str, Any] = {"home": home, "report": say, "state": state, "keep_record": keep_record}
+            how: dict[str, Any] = {"home": home, "report": say, "state": state}
             session = RunSession(groups[group], connect, settings[group], **how)
             try:
                 if result := session.run().get("result"):

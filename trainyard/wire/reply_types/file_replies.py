@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 
-from trainyard.wire.reply_fields import FILES_LIMIT, Count, Digest, Flag, Line, OpenReply, Text
+from trainyard.wire.reply_fields import FILES_LIMIT, Count, Digest, Line, OpenReply, Text
 
 FileNames = Annotated[dict[Annotated[str, Field(max_length=4096)], tuple[Count, Digest]], Field(max_length=FILES_LIMIT)]
 
@@ -54,10 +54,6 @@ class Exchange(OpenReply):
     """That the files are in place: the host reports no more."""
 
 
-class KeepRecord(OpenReply):
-    kept: Flag
-
-
 FILE_REPLY_TYPES: dict[str, Any] = {
     "local_files": LocalFiles,
     "hub_fetch": HubFetch,
@@ -66,5 +62,4 @@ FILE_REPLY_TYPES: dict[str, Any] = {
     "commit": Commit,
     "read_files": ReadFiles,
     "exchange": Exchange,
-    "keep_record": KeepRecord,
 }
