@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_teacher import Teacher, serve
 from lab_hosts import NEEDS_LAB, REPO, Lab, inventory_with, run_playbook
-from run_hosts import free_port
 from test_queue import as_user, cluster
 from testbed.root import DATA_DIR
 
@@ -29,7 +26,6 @@ from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
-from trainyard.ollama.answers import answers_path
 from trainyard.queue.queue_client import queue_host
 
 __all__ = ["cluster"]
@@ -187,39 +183,6 @@ def test_mistakes_are_one_line_and_leave_nothing(queue: tuple[Lab, Path], tmp_pa
     assert lab.inside(head, f"ls {DATA_DIR}/queue; squeue -h -o %i") == before
     without = inventory_with(lab, tmp_path)
     assert trainyard(without, "list")["runs"], "queue_state may have been given to site.yml with -e"
-
-
-def test_students_are_added_once_after_the_teachers(queue: tuple[Lab, Path], tmp_path: Path) -> None:
-    lab, _ = queue
-    model, asked = f"queued{os.getpid()}", tmp_path / "asked"
-    teacher = Teacher("127.0.0.1", free_port(), model=f"{model}:latest", log=str(asked))
-    inventory = inventory_with(lab, tmp_path, queue_state="present", ollama_url=teacher.url)
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"What follows {n}?"}) + "\n" for n in range(40)))
-    given = {"teacher": model, "prompts": str(tmp_path / "p.jsonl"), "model": "tiny,tiny", "run": "student"}
-    given |= {"max_steps": "5", "near_duplicates": "0", "cores": "1", "priority": "high", "after": "wants"}
-    answers = answers_path(REPO / ".trainyard", model)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    try:
-        with serve(teacher):
-            added = run_playbook("playbooks/distill.yml", inventory, given | {"queue": "true"})
-            assert added.rc == 0 and added.count("changed") == 1, added.stdout
-            text = " ".join(added.stdout.split())
-            assert "40 answers to train on" in text and "waits for the end of run wants" in text, added.stdout
-            for run in ("student-1", "student-2"):
-                assert f"added run {run}, priority high, 1 host after wants; time limit" in text
-            assert "playbooks/attach.yml -e run=student-1 follows a run that has started" in text
-            again = trainyard(inventory, *flags, "--queue", command="distill")
-            refused = trainyard(inventory, *flags, "--queue", "--nodes=4", code=2, command="distill")
-    finally:
-        for file in (answers, *(REPO / ".trainyard/distill").glob(f"{answers.stem}-*.jsonl")):
-            file.unlink(missing_ok=True)
-    jobs = {name: run["job"] for name, run in listed(inventory).items() if name.startswith("student")}
-    assert [line for line in again["lines"] if "already" in line] == [
-        f"run {name} is waiting already, as job {jobs[name]}" for name in ("student-1", "student-2")
-    ]
-    assert not again["changed"] and {run["run"]: run["job"] for run in again["runs"]} == jobs
-    assert refused["error"] == "run student-1: it needs 4 hosts, and the queue has 3"
-    assert len(asked.read_text().splitlines()) == 40
 
 
 def test_slurm_that_does_not_answer_is_one_line(queue: tuple[Lab, Path]) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a queued run besides training, and runs whose teacher fails. Slurm, hosts, training and deployment are scripted."""
+"""Runs that wait for one that fails. Slurm, hosts and training are scripted."""
 
 from __future__ import annotations
 
@@ -8,129 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_queue_driver import World, drive, ended, running, submit_again, world, write_state
+from test_queue_driver import World, drive, ended, world, write_state
 
 from trainyard.queue import driver as module
 from trainyard.queue.queue_client import Job as ListedJob
 from trainyard.queue.queue_client import QueueState
 from trainyard.queue.queue_tables import describe
 from trainyard.queue.request import Request
-from trainyard.queue.slurm_lease import AGAIN, FAILED, Job
-from trainyard.queue.step_work import LeaseLostError
-from trainyard.wire.run_errors import RunError
+from trainyard.queue.slurm_lease import FAILED, Job
 
 __all__ = ["world"]
 
 NEVER = Job(5, "PENDING", 0, reason="DependencyNeverSatisfied")
-TEACHER_FAILED = "the run has finished, but its model is not deployed: node2: no server"
+TEACHER_FAILED = "lr is too high"
 
 
 class KilledError(Exception):
     """The driver is killed at this point."""
-
-
-class Steps:
-    """Scripted steps.
-
-    Attributes:
-        done: calls in their order.
-        fail: errors that a step raises, by step; each once.
-        has_model: whether a host has the trained model already.
-    """
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-        self.fail: dict[str, list[BaseException]] = {}
-        self.has_model = False
-
-    def do(self, step: str) -> None:
-        self.done.append(step)
-        if errors := self.fail.get(step):
-            raise errors.pop(0)
-
-
-@pytest.fixture
-def steps(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Steps:
-    """A run that asks teachers, trains and deploys."""
-    found = Steps()
-    session = json.loads((tmp_path / "session.json").read_text())
-    session["steps"] = {"student": {}, "deploy": {}}
-    (tmp_path / "session.json").write_text(json.dumps(session))
-
-    def ask(data: Any, prepared: Any, folder: Path, report: Any, lost: Callable[[], str]) -> Path:
-        found.do("answers")
-        return folder / "dataset/d.jsonl"
-
-    def follow(self: module.Driver, leases: Any, hosts: Any) -> str:
-        assert self.state["dataset"] == "dataset/d.jsonl"
-        found.do("training")
-        return "finished"
-
-    monkeypatch.setattr(module, "ask_teachers", ask)
-    monkeypatch.setattr(module.Driver, "follow", follow)
-    monkeypatch.setattr(module, "has_model", lambda *_: found.has_model)
-    monkeypatch.setattr(module, "deploy_model", lambda *_: found.do("deployment"))
-    return found
-
-
-def test_a_run_that_is_added_again_for_its_deployment_is_not_trained_again(
-    world: World, steps: Steps, tmp_path: Path
-) -> None:
-    steps.has_model = True
-    world.jobs = [running(), ended("COMPLETED")]
-    assert drive(tmp_path)["phase"] == "finished" and steps.done == ["answers", "deployment"]
-
-
-@pytest.mark.parametrize("step", ["answers", "training", "deployment"])
-def test_a_killed_driver_repeats_only_the_step_that_was_in_progress(
-    world: World, steps: Steps, tmp_path: Path, step: str
-) -> None:
-    steps.fail[step] = [KilledError()]
-    world.jobs = [running()]
-    with pytest.raises(KilledError):
-        drive(tmp_path)
-    recorded = json.loads((tmp_path / "state.json").read_text())
-    assert (recorded["phase"], recorded["step"]) == ("running", step)
-    world.jobs = [running(), ended("COMPLETED")]
-    state = drive(tmp_path)
-    assert state["phase"] == "finished" and len(state["attempts"]) == 1
-    order = ["answers", "training", "deployment"]
-    assert steps.done == sorted([*order, step], key=order.index)
-
-
-@pytest.mark.parametrize("step", ["answers", "deployment"])
-def test_a_step_that_fails_ends_the_run(world: World, steps: Steps, tmp_path: Path, step: str) -> None:
-    steps.fail[step] = [RunError("node2: no server", lines=["node1: deployed"])]
-    world.jobs = [running(), ended("FAILED")]
-    state = drive(tmp_path)
-    assert (state["phase"], world.orders, state["exit"]["reason"]) == ("failed", [FAILED], "node2: no server")
-    assert "training" in steps.done or step == "answers"
-
-
-def test_a_run_that_loses_its_hosts_while_teachers_answer_waits_again(
-    world: World, steps: Steps, tmp_path: Path
-) -> None:
-    """Also if the lease is valid again: the answers so far are kept, and the next allocation requests the rest."""
-    steps.fail["answers"] = [LeaseLostError("node1: Slurm has asked for the host")]
-    world.jobs = [running(), Job(5, "PENDING", 1)]
-    state = drive(tmp_path)
-    assert state["phase"] == "waiting" and [each["order"] for each in state["attempts"]] == [AGAIN]
-    world.jobs = [running(1), ended("COMPLETED", 1)]
-    assert drive(tmp_path)["phase"] == "finished" and steps.done == ["answers", "answers", "training", "deployment"]
-
-
-def test_a_job_that_slurm_forgot_keeps_its_finished_steps(
-    world: World, steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submit_again(monkeypatch)
-    write_state(tmp_path, arguments=[], submitted=module.time.time(), dataset="dataset/d.jsonl", trained=True)
-    world.jobs = [None]
-    drive(tmp_path)
-    world.jobs = [running(), ended("COMPLETED")]
-    assert drive(tmp_path)["phase"] == "finished" and steps.done == ["deployment"]
-
-
-# A teacher that fails ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -209,12 +103,3 @@ def test_a_student_waits_while_the_end_of_its_teacher_is_not_recorded(
     assert drive(folder)["phase"] == "waiting" and world.commands == []
     world.jobs = [Job(5, "PENDING", 0, reason="Dependency")]
     assert drive(folder)["phase"] == "waiting" and world.commands == []
-
-
-def test_the_list_says_what_a_run_does_besides_training() -> None:
-    job = ListedJob(5, "r", "normal", "RUNNING", hosts=("node1",))
-    for step, said in (("answers", "its teachers answer its prompts"), ("deployment", "its model is deployed")):
-        queue = QueueState({"r": job}, {}, {"r": Request(run="r")}, {"r": {"phase": "running", "step": step}})
-        assert describe("r", queue)["reason"] == said
-    queue = QueueState({"r": job}, {}, {"r": Request(run="r")}, {"r": {"phase": "running", "step": ["x"]}})
-    assert describe("r", queue)["reason"] == ""

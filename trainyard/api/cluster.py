@@ -244,16 +244,14 @@ class Cluster:
     def students(self, answers: Answers, *, model: str | Sequence[str], count: int = 1, **options: Any) -> list[Run]:
         """Train `count` students of each model on the answers, and return when they have finished.
 
-        With `queue=True` the queue trains them, and the call returns at once. Options of the command `distill`, such as
-        `student_data`.
+        Options of the command `distill`, such as `student_data`.
 
         Raises:
             RunError: a student failed.
         """
         given = {**answers.asked, "students": count, **options, "model": model}
         found = self.command("distill", **given)
-        names = [*found["students"], *(run["run"] for run in found.get("runs", []))]
-        return [self.run(name) for name in names]
+        return [self.run(name) for name in found["students"]]
 
     def merge(self, runs: Sequence[Run | str], *, run: str = "merged", **options: Any) -> Merged:
         """Merge finished runs of one base into the run `run`, or let them vote; options of the command `merge`."""

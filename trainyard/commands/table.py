@@ -28,7 +28,6 @@ from trainyard.import_file.import_options import ImportOptions
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
-from trainyard.queue.steps import DEPLOY_OPTIONS, STUDENT_OPTIONS
 from trainyard.workflows.merge_runs import OPTIONS as MERGE_OPTIONS
 from trainyard.workflows.push_run import OPTIONS as PUSH_OPTIONS
 
@@ -94,12 +93,8 @@ def _queue(verb: str, summary: str, groups: tuple[Group, ...], positional: str =
 LIMIT, LIMITS = _launch("limit"), _launch("limit", "lost_limit")
 QUEUED_RUNS = (_own({"run": CHANGE_OPTIONS["run"]}), LIMIT)
 COMPLETION = _own(CompletionOptions)
-_ADD = (
-    _own({"file": FILE, **QUEUE_OPTIONS}, "queue options"),
-    _own(DEPLOY_OPTIONS, "deployment options"),
-    _own(STUDENT_OPTIONS, "options of students"),
-)
-_DISTILL = (_own(DISTILL_OPTIONS), _own(QUEUE_OPTIONS, "queue options"), SpecGroup(DISTILL_OPTIONS), LAUNCH)
+_ADD = _own({"file": FILE, **QUEUE_OPTIONS}, "queue options")
+_DISTILL = (_own(DISTILL_OPTIONS), SpecGroup(DISTILL_OPTIONS), LAUNCH)
 _FOLLOW = _launch("limit", "lost_limit", "progress_interval", "stall_limit")
 _TABLE = (
     Command("train", "start a run, follow it, and collect its result", functions.train, (SPEC, LAUNCH), "spec"),
@@ -163,7 +158,7 @@ _TABLE = (
         "check all hosts before a run",
         *(functions.preflight, (_own(RunOptions), _launch("limit", "master_port"))),
     ),
-    _queue("add", "add runs to the queue", (*_ADD, SPEC, LAUNCH), "spec"),
+    _queue("add", "add runs to the queue", (_ADD, SPEC, LAUNCH), "spec"),
     _queue("list", "list the runs that wait or run, with the reason", QUEUED_RUNS),
     _queue("history", "list all runs of the queue, with those that have ended", QUEUED_RUNS),
     _queue("cancel", "take runs out of the queue; those that run save a checkpoint first", QUEUED_RUNS),

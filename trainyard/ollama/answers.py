@@ -33,10 +33,6 @@ def answer_key(digest: str, prompt: Prompt) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-class AnswersInUseError(UserError):
-    """Another process collects answers in the same file."""
-
-
 class AnswerFile:
     """The answers of one teacher, open for this process alone.
 
@@ -52,7 +48,7 @@ class AnswerFile:
         """Open or create the file.
 
         Raises:
-            AnswersInUseError: another process has it open.
+            UserError: another process has it open.
             DiskError: it cannot be read or written.
         """
         self.path, self.repaired, self.damaged = path, 0, 0
@@ -66,7 +62,7 @@ class AnswerFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._file)
-            raise AnswersInUseError(
+            raise UserError(
                 f"distill: another controller collects answers in {path}: wait for it, or stop it first"
             ) from None
         try:

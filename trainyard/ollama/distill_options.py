@@ -67,10 +67,6 @@ class DistillOptions(AnswerOptions):
         "all, drawn with replacement",
     )
     hybrid: bool = declare(False, "train each student data-parallel over several hosts")
-    queue: bool = declare(False, "add the students to the queue, which trains them, and return")
-    retry_failed: bool = declare(
-        False, "with `queue`, add students again that have failed, or were cancelled or stopped"
-    )
 
 
 _FIELDS = DistillOptions.model_fields

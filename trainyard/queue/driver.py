@@ -2,10 +2,9 @@
 
     python -m trainyard.queue.driver FOLDER     started by service.py when the job has hosts
 
-One call drives one allocation of the job: it waits for the leases, collects the answers of teachers to the prompts of
-the run, starts or monitors the ranks through RunSession, deploys the model, and says how the lease ends: the run has
-finished, it has failed permanently, or it returns to the queue because it was preempted or lost a host. Killed and
-started again, the driver finds the ranks running and monitors them. It also ends a run that can never start, because
+One call drives one allocation of the job: it waits for the leases, starts or monitors the ranks through RunSession, and
+says how the lease ends: the run has finished, it has failed permanently, or it returns to the queue because it was
+preempted or lost a host. Killed and started again, the driver finds the ranks running and monitors them. It also ends a run that can never start, because
 one that it waits for has not finished, and one that loses a host in every attempt.
 """
 
@@ -37,7 +36,6 @@ from trainyard.queue.slurm_lease import (
     leased_hosts,
     read_job,
 )
-from trainyard.queue.step_work import LeaseLostError, ask_teachers, deploy_model, has_model, with_dataset
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
 from trainyard.run.follow.announce import Announcer, Event
@@ -154,11 +152,10 @@ class Driver:
         return now is not None and now.state == "RUNNING" and now.restart == job.restart
 
     def train(self, leases: Leases, hosts: list[Host]) -> tuple[int, str]:
-        """Do the steps of the run; return how the lease ends, and why."""
+        """Train the run; return how the lease ends, and why."""
         while True:
             try:
-                result = self.do_steps(leases, hosts)
-                if result != "stopped":
+                if self.follow(leases, hosts) != "stopped":
                     return FINISHED, ""
                 stopped = leases.lost()
                 return left_for(stopped) if stopped else (FAILED, STOPPED)
@@ -166,9 +163,6 @@ class Driver:
                 self.report("ranks of an interrupted start are stopped")
                 parts = [HostRun(host.name, f"{host.data_dir}/runs/{self.run}") for host in hosts]
                 stop_parts(parts, self.connect, {"now": True})
-            except LeaseLostError as error:
-                lost = leases.lost()
-                return left_for(lost) if lost else (AGAIN, str(error))
             except (RunError, UserError, InventoryError) as error:
                 for line in [f"failed: {error}", *getattr(error, "details", {}).get("lines", [])]:
                     self.report(line)
@@ -177,34 +171,9 @@ class Driver:
                     return left_for(lost)
                 return AGAIN if host_was_lost(error) else FAILED, str(error)
 
-    def do_steps(self, leases: Leases, hosts: list[Host]) -> str:
-        """Collect the answers of teachers, train, and deploy, each once; return the status of the run: finished, or
-        stopped."""
-        steps = self.session.steps
-        if "student" in steps and not self.state.get("dataset"):
-            self.save(step="answers")
-            ask: dict[str, Any] = {"report": self.report, "lost": lambda: describe(leases.lost())}
-            dataset = ask_teachers(steps["student"], self.session.prepared, self.folder, **ask)
-            self.report(f"dataset: {dataset}")
-            self.save(dataset=str(dataset.relative_to(self.folder)))
-        deployed = "deploy" in steps
-        if not self.state.get("trained") and not (
-            deployed and has_model(self.run, self.session.hosts, self.connect_host)
-        ):
-            self.save(step="training")
-            if (status := self.follow(leases, hosts)) == "stopped":
-                return status
-        self.save(trained=True)
-        if deployed:
-            self.save(step="deployment")
-            where: tuple[Any, ...] = (self.session.hosts, self.connect_host, self.folder, self.report)
-            deploy_model(steps["deploy"], self.session.prepared, *where)
-        return "finished"
-
     def follow(self, leases: Leases, hosts: list[Host]) -> str:
         """Do the steps of the session; return the status of the run: finished, or stopped."""
-        name = self.state.get("dataset")
-        prepared = with_dataset(self.session.prepared, self.folder / name if name else None, self.folder)
+        prepared = self.session.prepared
         again = len(self.state["attempts"]) > 1
         if again:  # resume=never refuses only checkpoints from before the run was added
             prepared = replace(prepared, spec=prepared.spec.model_copy(update={"resume": "auto"}))
@@ -361,7 +330,6 @@ class Driver:
         if arguments is None or time.time() - float(submitted or 0) > FORGET_LIMIT:
             return False
         before = [attempt | {"restart": -1} for attempt in self.state["attempts"]]
-        done = {name: self.state[name] for name in ("dataset", "trained") if name in self.state}
         try:
             submit(self.folder, arguments)
         except (SupervisorError, OSError) as error:
@@ -369,7 +337,7 @@ class Driver:
             return False
         self.state = read_json(self.folder / "state.json") or self.state
         self.report(f"Slurm has forgotten the job: it is submitted again, as job {self.state['job']}")
-        self.save(attempts=before, **done)
+        self.save(attempts=before)
         return True
 
     # Records ----------------------------------------------------------------------------------------------------------

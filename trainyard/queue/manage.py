@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from trainyard.queue.queue_tables import ENDED, list_history, list_queue, run_st
 from trainyard.queue.reasons import refusal
 from trainyard.queue.request import Priority, is_run_name
 from trainyard.queue.requests import Site, add_runs
-from trainyard.queue.steps import servers_of
 from trainyard.queue.sweep import in_order
 from trainyard.run.types import Report
 from trainyard.wire.run_errors import RunError
@@ -218,8 +216,6 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
         return show_runs(site.queue, verb, options.run)
     if verb != "add":
         return change_runs(site.queue, verb, options, check=check)
-    if any(run.steps.student or run.steps.deploy for run in runs):
-        site = dataclasses.replace(site, servers=servers_of(cluster))
     return add_runs(runs, site)
 
 

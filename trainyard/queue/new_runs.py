@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,9 @@ from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, is_known
 from trainer.config.rollout_fields import require_addresses
-from trainer.generation.ollama_client import full_name
 from trainyard import front_end
 from trainyard.extra_vars import check_pairs, read_run_spec
 from trainyard.queue.request import MAX_RUNS, OPTIONS, QueueOptions, Request
-from trainyard.queue.steps import OPTIONS as STEP_OPTIONS
-from trainyard.queue.steps import Steps, read_steps
 from trainyard.queue.sweep import SweepRun, grids_of, in_order, read_sweep, without_grids
 from trainyard.run import launch_options
 from trainyard.run.launch_options import LaunchOptions
@@ -28,7 +25,6 @@ OWN_NAMES = ("do", "file")
 # Options that make no sense where this machine neither starts nor follows the run.
 _EXCLUDED = {
     "render_only": "the queue host starts the run",
-    "launcher": "the queue host starts the run on hosts of the cluster",
     "follow": "the queue host follows the run",
     "render_to": "the queue host starts the run",
     "push": "push the run when it has finished: {push}",
@@ -45,19 +41,16 @@ class NewRun:
 
     Attributes:
         grid: name of the grid to which it belongs; empty for none.
-        steps: its steps besides training.
     """
 
     options: QueueOptions
     spec: RunSpec
     launch: LaunchOptions
     grid: str = ""
-    steps: Steps = field(default_factory=Steps)
 
     def request(self, hosts: Sequence[str] = (), **more: Any) -> Request:
         """Return its request. Its name is that of the spec, or `run`."""
         fields = self.options.model_dump() | {"run": self.spec.run or "run", "hosts": tuple(hosts), "grid": self.grid}
-        fields["deploy_name"] = self.steps.deploy_name
         return Request.model_validate(fields | {"max_restarts": self.launch.max_restarts} | more)
 
     def waiting_for(self, grids: Mapping[str, Sequence[str]], runs: Sequence[str]) -> NewRun:
@@ -79,17 +72,14 @@ class NewRun:
         return dataclasses.replace(self, options=self.options.model_copy(update={"after": after}))
 
 
-def make_run(
-    options: QueueOptions, spec: RunSpec, launch: LaunchOptions, grid: str = "", steps: Steps | None = None
-) -> NewRun:
+def make_run(options: QueueOptions, spec: RunSpec, launch: LaunchOptions, grid: str = "") -> NewRun:
     """Return a run that may be added to a queue. Raises UserError for options that cannot be set for it."""
     for name, why in _EXCLUDED.items():
         if getattr(launch, name) != launch_options.OPTIONS[name].default:
             raise UserError(
                 f"{name}: cannot be set for the queue: {why.format(train=front_end.playbook('train'), push=front_end.playbook('push'))}"
             )
-    run = NewRun(options, spec, launch, grid, steps or Steps())
-    run.steps.check(spec)
+    run = NewRun(options, spec, launch, grid)
     try:
         run.request()
     except ValueError as error:
@@ -117,30 +107,17 @@ def read_runs(
         for name in dict.fromkeys(name for entry in listed for name in entry.values if name not in given):
             if launch_options.ALIASES.get(name, name) == "limit":
                 raise UserError(f"{file}: {name} selects hosts for all runs of a call: give --limit")
-            if not (name in OPTIONS or name in STEP_OPTIONS or is_known(name) or name in launch_options.names()):
-                known = [*OPTIONS, *STEP_OPTIONS, *FIELDS, *launch_options.names()]
+            if not (name in OPTIONS or is_known(name) or name in launch_options.names()):
+                known = [*OPTIONS, *FIELDS, *launch_options.names()]
                 raise UserError(f"{file}: unknown name {printable(name, 80)}{nearest(name, known)}")
     quiet: list[str] = []
     runs = [_new_run(entry, launch_of, top, quiet.append, file) for entry in listed]
     for line in dict.fromkeys(quiet):
         report(line)
-    _check_deployments(runs)
     grids, names = grids_of((run.spec.run, run.grid) for run in runs), [run.spec.run for run in runs]
     runs = [run.waiting_for(grids, names) for run in runs]
     order = in_order({run.spec.run: run.options.after for run in runs if run.spec.run})
     return sorted(runs, key=lambda run: order.index(run.spec.run) if run.spec.run else -1)
-
-
-def _check_deployments(runs: Sequence[NewRun]) -> None:
-    """Check that no two runs deploy a model under one name. Raises UserError."""
-    known: dict[str, str] = {}
-    for run in runs:
-        if (name := run.steps.deploy_name) and (
-            other := known.setdefault(full_name(name), run.spec.run)
-        ) != run.spec.run:
-            raise UserError(
-                f"deploy_name: the runs {other} and {run.spec.run} would both deploy {name}: give each its own"
-            )
 
 
 def _new_run(
@@ -148,14 +125,11 @@ def _new_run(
 ) -> NewRun:
     source = f"run {entry.values['run']} of {file}" if file else "-e"
     options = QueueOptions.from_variables(entry.values, source if file else "queue")
-    steps = read_steps(entry.values)
-    of_run = {name: value for name, value in entry.values.items() if name not in OPTIONS and name not in STEP_OPTIONS}
-    if steps.student:
-        of_run = {"eval_start": True, **of_run}
+    of_run = {name: value for name, value in entry.values.items() if name not in OPTIONS}
     aliases = launch_options.ALIASES
     launch = launch_of(
         {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
     )
-    spec = read_run_spec(launch.spec, of_run, top, report, source=source, more=(*OPTIONS, *STEP_OPTIONS))
+    spec = read_run_spec(launch.spec, of_run, top, report, source=source, more=OPTIONS)
     require_addresses(spec)
-    return make_run(options, spec, launch, entry.grid, steps)
+    return make_run(options, spec, launch, entry.grid)

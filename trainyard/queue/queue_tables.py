@@ -18,7 +18,6 @@ _GPU = re.compile(r"[A-Za-z0-9-]{1,64}")
 _LIST = ["run", "priority", "state", "hosts", "submitted", "ends about", "reason"]
 _HISTORY = ["run", "priority", "state", "hosts", "submitted", "started", "ended", "took", "reason"]
 _BY_SLURM = {"COMPLETED": "finished", "CANCELLED": "cancelled", "PREEMPTED": "preempted", "TIMEOUT": "stopped"}
-_STEPS = {"answers": "its teachers answer its prompts", "deployment": "its model is deployed"}
 _WHY = {"TIMEOUT": "its time limit was reached", "NODE_FAIL": "a host was lost", "OUT_OF_MEMORY": "out of memory"}
 
 
@@ -79,8 +78,6 @@ def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict
     if job and job.state == "PENDING":
         return why_waiting(request, job, queue)
     recorded = queue.states.get(request.run, {})
-    if state == "running" and (doing := _STEPS.get(str(recorded.get("step")))):
-        return doing
     # The last attempt of a run that was cancelled, or given up, ended for another reason than the run.
     ending = recorded.get("exit")
     if state in ENDED and isinstance(ending, dict):

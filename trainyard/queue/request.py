@@ -15,7 +15,6 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic.fields import FieldInfo
 
 from trainer.config.fields import Words, declare
-from trainyard.deploy.deploy_options import MODEL_NAME_RULES
 from trainyard.playbook_options import PlaybookOptions
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -70,7 +69,6 @@ class Request(QueueOptions):
         submitted: seconds since the epoch, by the clock of the queue host.
         user: who added it, on the controller; empty if unknown.
         hosts: hosts that it may use, as in the inventory; empty for all of the queue.
-        deploy_name: name under which its model is deployed after the training; empty if it is not.
     """
 
     run: Annotated[str, Field(pattern=RUN_NAME)]
@@ -79,7 +77,6 @@ class Request(QueueOptions):
     submitted: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     user: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$")] = ""
     hosts: Annotated[tuple[str, ...], Field(max_length=10_000)] = ()
-    deploy_name: str = declare("", "", **MODEL_NAME_RULES)
 
     @field_validator("after")
     @classmethod

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import getpass
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,10 @@ from trainer.spec import changed_fields, make_spec
 from trainyard import front_end
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.queue_client import Node, QueueClient, QueueState
-from trainyard.queue.queue_tables import ENDED, run_state, state_words
+from trainyard.queue.queue_tables import run_state, state_words
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
 from trainyard.queue.run_folder import QueuedStart, program_archive
-from trainyard.queue.steps import (
-    EVAL_PROMPTS,
-    PROMPTS,
-    Servers,
-    converter_files,
-    is_student,
-    prepare_student,
-    step_data,
-)
 from trainyard.queue.sweep import grids_of
 from trainyard.run.plan.choose_fields import spec_here
 from trainyard.run.prepare.host_files import HostAccess
@@ -46,7 +37,6 @@ from trainyard.wire.connection import FanOut, Host, HostConnection
 FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate
 MIN_LIMIT = 10  # minutes of a derived time limit: a start takes a minute or two, whatever the estimate says
-DEPLOY_LIMIT = 60  # minutes that a derived time limit has for the deployment
 COUNTED_BYTES = 1 << 28  # of datasets whose samples are counted for the estimate
 FACTS_LIMIT = 30.0  # s for a host to read files of its runs
 
@@ -61,7 +51,6 @@ class Site:
         connect: makes the connection to a host by its name; called in the main thread.
         home: the project's folder on the controller.
         token: token of this controller's transfers.
-        servers: servers of Ollama, for runs that deploy a model or have teachers.
     """
 
     hosts: Sequence[Host]
@@ -72,14 +61,10 @@ class Site:
     report: Report
     token: str
     check: bool = False
-    servers: Servers = field(default_factory=Servers)
 
 
-def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[str, Any]:
+def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
     """Add runs to the queue. Nothing is added if one of them is refused.
-
-    Args:
-        again: whether runs that have failed, or were cancelled or stopped, are added again.
 
     Returns:
         `changed`; `runs`, for each its name, job and time limit; `lines`, readable text.
@@ -96,11 +81,7 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
         raise UserError(f"run {twice[0]}: two runs have the same spec: name each model once")
     queue = site.queue.state(names)
     there = read_on_hosts(site, names, "spec.yml")
-    known = [
-        (_is_known(prepared, queue, there, site.hosts) and not _deploys_anew(run, prepared.run, queue))
-        or (not again and run_state(prepared.run, queue) in ENDED)
-        for (run, _), prepared in zip(waiting, ready, strict=True)
-    ]
+    known = [_is_known(prepared, queue, there, site.hosts) for prepared in ready]
     # A run of `after` may have ended since.
     answers, jobs = [], {name: job.number for name, job in (before.jobs | queue.jobs).items()}
     for (run, after), prepared, is_known_run in zip(waiting, ready, known, strict=True):
@@ -115,11 +96,6 @@ def add_runs(runs: Sequence[NewRun], site: Site, *, again: bool = True) -> dict[
     return {"changed": not all(known), "runs": answers, "lines": lines}
 
 
-def check_runs(runs: Sequence[NewRun], site: Site) -> None:
-    """Check that hosts of the queue can satisfy the runs, whose files may be missing. Raises as `add_runs`."""
-    _checked(runs, site, site.queue.state())
-
-
 def _checked(runs: Sequence[NewRun], site: Site, queue: QueueState) -> list[tuple[NewRun, list[str]]]:
     """Return each run, with the names of runs as `after`, and those of them that have not finished. Raises UserError."""
     allowed = [host.name for host in site.hosts] if site.limited else []
@@ -129,60 +105,19 @@ def _checked(runs: Sequence[NewRun], site: Site, queue: QueueState) -> list[tupl
     batch = [run.spec.run for run in runs if run.spec.run]
     grids = grids_of((name, request.grid) for name, request in queue.requests.items())
     found = [run.waiting_for(grids, [*batch, *queue.requests]) for run in runs]
-    deployed = {name: request.deploy_name for name, request in queue.requests.items()}
-    deployed |= {run.spec.run: run.steps.deploy_name for run in runs if run.spec.run}
-    anew = {run.spec.run for run in runs if _deploys_anew(run, run.spec.run, queue)}
-    return [(_with_teacher(run, deployed), _open_runs(run, batch, queue, anew)) for run in found]
-
-
-def _deploys_anew(run: NewRun, name: str, queue: QueueState) -> bool:
-    """Return whether a run of the queue shall be deployed that was added without that. Raises UserError if it is too late."""
-    request = queue.requests.get(name)
-    if request is None or not run.steps.deploy or request.deploy_name == run.steps.deploy_name:
-        return False
-    if name in queue.jobs:
-        before = f"deploy_name={request.deploy_name}" if request.deploy_name else "without deploy_name"
-        raise UserError(
-            f"run {name} is in the queue {before}: cancel it, and add it again, or deploy it once it has finished"
-        )
-    return True
-
-
-def _with_teacher(run: NewRun, deployed: Mapping[str, str]) -> NewRun:
-    """Return the run with the name of its teacher, if it has prompts and names none. Raises UserError.
-
-    Args:
-        deployed: names of the deployed models, by run.
-    """
-    student = run.steps.student
-    if student is None or student.ollama_teacher:
-        return run
-    found = dict.fromkeys(name for before in run.options.after if (name := deployed.get(before)))
-    if len(found) != 1:
-        several = f": the runs of after deploy {', '.join(found)}" if found else ""
-        raise UserError(
-            f"{_label(run)}: prompts: the model that answers is not known{several}: set ollama_teacher, or let one run of "
-            "after deploy a model with deploy_name"
-        )
-    return dataclasses.replace(run, steps=run.steps.after_deployment(next(iter(found))))
+    return [(run, _open_runs(run, batch, queue)) for run in found]
 
 
 def _label(run: NewRun) -> str:
     return f"run {run.spec.run}" if run.spec.run else "the run"
 
 
-def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState, anew: Collection[str]) -> list[str]:
-    """Return the runs of `after` that have not finished. Raises UserError for one that is unknown or has failed.
-
-    Args:
-        anew: runs of the batch that have finished, and are added again.
-    """
+def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState) -> list[str]:
+    """Return the runs of `after` that have not finished. Raises UserError for one that is unknown or has failed."""
     left = []
     for name in run.options.after:
         state = run_state(name, queue)
-        if state in ("waiting", "held", "running", "ending") or (
-            name in batch and (state != "finished" or name in anew)
-        ):
+        if state in ("waiting", "held", "running", "ending") or (name in batch and state != "finished"):
             left.append(name)
         elif state == "unknown":
             grids = (request.grid for request in queue.requests.values())
@@ -203,13 +138,7 @@ def _prepared(run: NewRun, site: Site) -> PreparedRun:
     queue_host = site.queue.host
     hosts = [queue_host, *(host for host in site.hosts if host.name != queue_host.name)]
     access = HostAccess(hosts, site.connect, run.launch.run_env, site.check)
-    work = site.home / ".trainyard"
-    if run.steps.student:
-        prepared = prepare_student(run.spec, run.steps.student, work, site.report, access)
-    else:
-        prepared = prepare(run.spec, work, site.report, access)
-    more = [] if site.check else converter_files(run.steps, work, site.report)
-    return dataclasses.replace(prepared, files=[*prepared.files, *more])
+    return prepare(run.spec, site.home / ".trainyard", site.report, access)
 
 
 def _is_known(
@@ -264,8 +193,7 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, has
     found += changed_fields(named, now, resumes=not has_job)
     changed = {kind for kind, _ in {*map(tuple, before["digests"])} ^ {(f.kind, f.digest) for f in prepared.files}}
     return [printable(line) for line in found] or [
-        f"{kind}: another content"
-        for kind in sorted(changed & {"dataset", "model", "teacher", "script", "reward", PROMPTS, EVAL_PROMPTS})
+        f"{kind}: another content" for kind in sorted(changed & {"dataset", "model", "teacher", "script", "reward"})
     ]
 
 
@@ -281,8 +209,6 @@ def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str
         return ["its spec.yml is damaged"]
     now = prepared.spec_on(host.data_dir)
     now, _ = as_before(now, earlier)
-    if is_student(prepared):  # the queue host has made its dataset
-        now = now.model_copy(update={"dataset": earlier.dataset})
     return [printable(line) for line in changed_fields(earlier, now)]
 
 
@@ -304,8 +230,7 @@ def read_on_hosts(site: Site, names: Sequence[str], file: str) -> dict[str, dict
 def _already(name: str, queue: QueueState) -> dict[str, Any]:
     job = queue.jobs.get(name)
     state = run_state(name, queue)
-    ended = f"run {name} {state_words(state)}: {'nothing to do' if state == 'finished' else 'not added again'}"
-    line = f"run {name} is {state} already, as job {job.number}" if job else ended
+    line = f"run {name} is {state} already, as job {job.number}" if job else f"run {name} is finished: nothing to do"
     return {"run": name, "job": job.number if job else None, "state": state, "line": line}
 
 
@@ -331,7 +256,6 @@ def _add(
     request = run.request(allowed, **more)
     answer: dict[str, Any] = {"run": request.run, "priority": request.priority, "time_limit": minutes}
     waits = f" after {', '.join(after)}" if after else ""
-    steps = step_data(run.steps, request.run, site.servers)
     what = f"run {request.run}, priority {request.priority}, {counted(request.nodes, 'host')}{waits}; {why}"
     if site.check:
         return answer | {"job": None, "line": f"would add {what}"}
@@ -342,7 +266,7 @@ def _add(
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
     contents = {
-        "session.json": QueuedStart(list(site.hosts), options, staged, steps, continues).as_json(),
+        "session.json": QueuedStart(list(site.hosts), options, staged, continues).as_json(),
         "program.zip": program_archive(),
     }
     job = jobs[request.run] = site.queue.add(request, contents, links, arguments)
@@ -380,8 +304,6 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
     """Return the time limit of a run in minutes (0: none), and where it comes from."""
     if run.options.time_limit:
         return run.options.time_limit, f"time limit {_minutes(run.options.time_limit)}"
-    if run.steps.student:
-        return 0, "no time limit, because the plan cannot estimate the time of its teachers: set time_limit=MINUTES"
     if run.spec.script:
         return 0, "no time limit, because the plan cannot estimate a script: set time_limit=MINUTES"
     if run.spec.learns_from_prompts:
@@ -399,9 +321,8 @@ def time_limit(run: NewRun, prepared: PreparedRun, queue: QueueState) -> tuple[i
     minutes = max(MIN_LIMIT, math.ceil(LIMIT_FACTOR * seconds / 60))
     estimate = _minutes(max(1, round(seconds / 60)))
     least = f", at least {MIN_LIMIT} minutes" if minutes == MIN_LIMIT else ""
-    more = f", and {_minutes(DEPLOY_LIMIT)} for the deployment" if run.steps.deploy else ""
-    minutes = min(MAX_MINUTES, minutes + (DEPLOY_LIMIT if run.steps.deploy else 0))
-    return minutes, f"time limit {_minutes(minutes)}: twice the plan's estimate of {estimate}{least}{more}"
+    minutes = min(MAX_MINUTES, minutes)
+    return minutes, f"time limit {_minutes(minutes)}: twice the plan's estimate of {estimate}{least}"
 
 
 def _minutes(number: int) -> str:

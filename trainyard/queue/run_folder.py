@@ -1,7 +1,7 @@
 """The folder of a queued run on the queue host: what the controller writes there, and what the driver of the run reads.
 
 request.json    what the run asks of the cluster (request.py)
-session.json    hosts, launch options, the prepared run and its further steps (this file); mode 0600, it may hold secrets
+session.json    hosts, launch options, the prepared run (this file); mode 0600, it may hold secrets
 program.zip     trainyard and trainer as the controller has them, which the driver runs
 files/          dataset and model, where the controller has them
 state.json      job, phase, attempts and end of the run; written by `submit` and then by the driver
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,12 @@ class QueuedStart:
     Attributes:
         hosts: all hosts that it may use, in inventory order.
         prepared: `src` of a file is below the run's folder.
-        steps: the run's steps besides training, as for `step_data`.
         continues: whether hosts, or the queue host, have a folder of the run from before it was added.
     """
 
     hosts: list[Host]
     options: LaunchOptions
     prepared: PreparedRun
-    steps: dict[str, Any] = field(default_factory=dict)
     continues: bool = False
 
     def as_json(self) -> bytes:
@@ -55,8 +53,8 @@ class QueuedStart:
         hosts = [asdict(host) | {"env": dict(host.env)} for host in self.hosts]
         state = {"prepared": plain(self.prepared)}
         options = self.options.model_dump(mode="json")
-        more = {"steps": self.steps, "continues": self.continues}
-        return json.dumps({"hosts": hosts, "options": options, "state": state, **more}).encode()
+        content = {"hosts": hosts, "options": options, "state": state, "continues": self.continues}
+        return json.dumps(content).encode()
 
 
 def read_host(entry: dict[str, Any]) -> Host:
@@ -82,12 +80,11 @@ def read_session(folder: Path) -> QueuedStart:
         hosts = [read_host(entry) for entry in content["hosts"]]
         prepared = read(PreparedRun, content["state"]["prepared"])
         options = make_options(content["options"], str(folder / "session.json"))
-        steps = dict(content.get("steps") or {})
         files = [replace(file, src=str(_below(folder, file.src))) if file.src else file for file in prepared.files]
         prepared = replace(prepared, files=files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'session.json'} is unreadable ({error}): add the run again") from None
-    return QueuedStart(hosts, options, prepared, steps, bool(content.get("continues")))
+    return QueuedStart(hosts, options, prepared, bool(content.get("continues")))
 
 
 def _below(folder: Path, name: str) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.errors import UserError
-from trainer.common.formats import counted, printable
+from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import TINY, RunSpec
 from trainer.config.fields import split_words
@@ -20,13 +20,11 @@ from trainyard.ollama.openai_node import openai_teachers
 from trainyard.ollama.prompts import read_evaluation, read_prompts
 from trainyard.ollama.teacher_nodes import OllamaNode
 from trainyard.ollama.teachers import candidates, find_teachers
-from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import Report
 from trainyard.wire.run_errors import RunError
 from trainyard.workflows.host_teachers import HostTeachers
-from trainyard.workflows.queued_students import student_queue
 from trainyard.workflows.students import student_table, train_students
 
 
@@ -39,15 +37,13 @@ def student_specs(
 
     Args:
         file: YAML file of the run spec, or empty.
-        extra_vars: all variables given with ``-e``; those of the queue only with `queue`.
+        extra_vars: all variables given with ``-e``.
         top: the project's folder.
 
     Raises:
         UserError: an unknown name, or a bad value.
     """
-    if not options.queue and (queued := [name for name in extra_vars if name in QUEUE_OPTIONS]):
-        raise UserError(f"distill: {queued[0]} is an option of the queue: set queue=true")
-    rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS and name not in QUEUE_OPTIONS}
+    rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS}
     if "dataset" in rest:
         raise UserError("distill: the dataset is made of the teacher's answers: set prompts instead of dataset")
     models = (split_words(rest.get("model", "")) or [""]) * max(1, options.students)
@@ -76,7 +72,7 @@ def distill(
     check: bool,
 ) -> dict[str, Any]:
     """Run the distillation that the values of ``-e`` of playbooks/distill.yml specify: ask the teachers, filter the answers, and
-    train the students or add them to the queue.
+    train the students.
 
     Args:
         top: the project's folder.
@@ -85,28 +81,22 @@ def distill(
 
     Returns:
         `changed`; `lines`, readable text; `dataset`, its path; `answers`, the number of its samples; `students`, the
-        result.json of each student that has finished, by run; `runs`, those that wait or run in the queue.
+        result.json of each student that has finished, by run.
 
     Raises:
         UserError: a mistake in the values. No host has received a request yet, unless only hosts can check the value.
-        RunError: a student failed, or the queue does not take it.
+        RunError: a student failed.
         InventoryError: a host is not described completely.
     """
     options, launch = make_distill_options(values), cluster.launch_of({})
     specs = student_specs(options, launch.spec, values, top, report)
-    queue = None
-    if options.queue:
-        queue = student_queue(values, options.hybrid, cluster, launch, top, report, check, options.retry_failed)
     models = {spec.model: _checked_model(spec, cluster, launch, top, report) for spec in specs if spec.model != TINY}
-    if queue:
-        queue.check(specs)
     questions, evaluation = _questions(options, specs, models), read_evaluation(options, specs[0])
     nodes, collect = _teachers(options, cluster, launch, top, report, check)
     names = ", ".join(printable(node.name, 40) for node in nodes)
     report(f"{options.teacher} teaches on {names}: {len(questions.chats)} prompts x {options.samples}")
     if check:
-        then = f", and add {counted(len(specs), 'run')} to the queue" if queue else ""
-        return {"changed": True, "msg": f"would ask {len(questions)} answers of {names}{then}"}
+        return {"changed": True, "msg": f"would ask {len(questions)} answers of {names}"}
     work = top / ".trainyard"
     with AnswerFile(answers_path(work, options.teacher)) as answers:
         allowed = all(spec.allow_dropped for spec in specs)
@@ -120,23 +110,11 @@ def distill(
     # The settings of the prompts are not those of the dataset.
     change = {"dataset_split": "train", "dataset_config": "", "columns": {}, "ignore_keys": ()}
     specs = [spec.model_copy(update={"dataset": str(dataset), **change}) for spec in specs]
-    if queue:
-        trained = queue.add(specs)
-    else:
-        runs = train_students(
-            specs,
-            cluster.hosts,
-            cluster.connect,
-            launch,
-            hybrid=options.hybrid,
-            home=top,
-            report=report,
-        )
-        failed = {run.run: run.error for run in runs if run.error}
-        students = {run.run: run.result for run in runs}
-        trained = {"changed": True, "lines": student_table(runs), "students": students, "failed": failed}
-    trained["lines"] = [*lines, *trained["lines"]]
-    if failed := trained.pop("failed"):
+    runs = train_students(specs, cluster.hosts, cluster.connect, launch, hybrid=options.hybrid, home=top, report=report)
+    failed = {run.run: run.error for run in runs if run.error}
+    students = {run.run: run.result for run in runs}
+    trained: dict[str, Any] = {"changed": True, "lines": [*lines, *student_table(runs)], "students": students}
+    if failed:
         run, why = next(iter(failed.items()))
         more = f" ({len(failed)} of {len(specs)} students failed)" if len(specs) > 1 else ""
         raise RunError(f"{run}: {why}{more}", **trained, failed=failed)
