@@ -220,9 +220,7 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
 
     site.open(browser, "/queue")
     until(lambda: "wants-gpu" in body(browser), 20, "the queue")
-    assert "waits for 16 GB of GPU memory and 1 GPU: node1 has it, busy with run first-run until about" in row(
-        "wants-gpu"
-    )
+    assert "waits for free hosts" in row("wants-gpu")
     # In one step, because the page may replace the labels between two.
     every = "[...document.querySelectorAll('.timeline .label')]"
     labels = browser.execute_script(f"return {every}.map((one) => one.textContent.trim())")

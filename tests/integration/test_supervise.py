@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -368,6 +369,18 @@ def replace(path: Path, content: str | None) -> None:
         path.mkdir()
     elif content is not None:
         path.write_text(content)
+
+
+def test_the_ranks_end_with_the_lease_of_the_host(bed: Bed) -> None:
+    bed.make_run(1)
+    path = bed.run_dir(0).parents[1] / "leases/7"
+    path.parent.mkdir()
+    with path.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        start(bed, plain_rank(), lease=str(path))
+        bed.at_step(0, 1)
+    final = ended(bed)
+    assert final["status"] == "failed" and "the lease of this host has ended (7)" in final["node"]["error"]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from lab_hosts import VENV, Host, Lab, inventory_with, run_playbook
 from testbed.root import DATA_DIR, USER
 
 from trainer.spec import make_spec
+from trainer.supervise.processes import RUN_VARIABLE
 from trainyard.ansible_adapter import Inventory
 from trainyard.queue.request import Request, slurm_options
 from trainyard.queue.run_folder import QueuedStart, program_archive
@@ -32,7 +33,7 @@ SUBMIT = (
     "print(submit(Path(sys.argv[1]), sys.argv[2:]))"
 )
 # Processes of a run, on a host where none may be left.
-LEFT = "grep -lsaz TRAINYARD_LEASE= /proc/[0-9]*/environ || :"
+LEFT = f"grep -lsaz ^{RUN_VARIABLE}= /proc/[0-9]*/environ || :"
 
 
 @dataclass

@@ -12,7 +12,7 @@ TOP = Path(__file__).resolve().parents[2]
 SOURCES = [
     *sorted((TOP / "trainyard/remote").glob("*.py")),
     *sorted((TOP / "trainer/supervise").glob("*.py")),
-    *(TOP / f"trainyard/queue/{name}.py" for name in ("lease_step", "node_release", "queue_service", "carry")),
+    *(TOP / f"trainyard/queue/{name}.py" for name in ("lease_step", "queue_service", "carry")),
 ]
 # Methods of pathlib.Path; those of LinkFreePath have other names.
 METHODS = {
@@ -70,7 +70,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "": "the folder of the queue, which no rank can reach; hosts are reached through verbs"
     },
     "trainyard/queue/lease_step.py": {"main": "the folder of leases, which no rank can write"},
-    "trainyard/queue/node_release.py": {"": KERNEL},
     "trainyard/queue/queue_service.py": {"": "the folder of the queue, which no rank can reach"},
 }
 

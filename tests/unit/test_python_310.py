@@ -21,7 +21,7 @@ from trainyard.wire.remote_archive import remote_archive
 
 TOP = Path(__file__).resolve().parents[2]
 FOLDERS = ("plugins/modules", "plugins/module_utils", "trainyard/remote", "trainer/supervise")
-QUEUE = [TOP / "trainyard/queue" / name for name in ("queue_service.py", "lease_step.py", "node_release.py")]
+QUEUE = [TOP / "trainyard/queue" / name for name in ("queue_service.py", "lease_step.py")]
 SOURCES = sorted([*itertools.chain.from_iterable((TOP / folder).glob("*.py") for folder in FOLDERS), *QUEUE])
 # Staging runs with the Python of the cluster's environment.
 RUN_ONLY = {"receive.py", "digests.py", "relay.py", "local_files.py"}

@@ -12,7 +12,6 @@ import pytest
 
 from trainer.spec import make_spec
 from trainyard.queue import driver as module
-from trainyard.queue.never_starts import LOST_LIMIT
 from trainyard.queue.run_folder import QueuedStart
 from trainyard.queue.slurm_lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
 from trainyard.run.launch_options import LaunchOptions
@@ -124,20 +123,20 @@ def test_the_run_ends(world: World, tmp_path: Path, outcome: str | Exception, or
 def test_a_run_that_loses_a_host_every_time_fails_unless_it_makes_progress(
     world: World, tmp_path: Path, reaches: Callable[[int], int]
 ) -> None:
-    for place in range(LOST_LIMIT):
+    for place in range(module.LOSSES):
         waits = Job(5, "PENDING", place + 1)
         hosts = {"node1": {"ranks": {"0": {"step": reaches(place)}}}}
         world.outcome = [HostUnreachableError("node1 does not answer", hosts=hosts)]
         world.jobs = [running(place), waits, waits, waits]
-        if place == LOST_LIMIT - 1 and reaches(0):
-            world.jobs.append(ended("CANCELLED", LOST_LIMIT))
+        if place == module.LOSSES - 1 and reaches(0):
+            world.jobs.append(ended("CANCELLED", module.LOSSES))
         state = drive(tmp_path)
-        assert state["phase"] == "waiting" or place == LOST_LIMIT - 1
+        assert state["phase"] == "waiting" or place == module.LOSSES - 1
     if reaches(0):
         assert state["phase"] == "failed" and world.commands == [["scancel", "5"]]
         assert state["exit"]["reason"].startswith("10 attempts in a row lost a host and made no progress")
     else:
-        assert state["phase"] == "waiting" and state["attempts"][-1]["reached"] == LOST_LIMIT - 1
+        assert state["phase"] == "waiting" and state["attempts"][-1]["reached"] == module.LOSSES - 1
 
 
 @pytest.mark.parametrize("after", ["PENDING", "FAILED"])
@@ -209,6 +208,7 @@ def test_a_job_that_starts_again_with_an_old_number_returns_to_the_queue_once_mo
     [
         (ended("CANCELLED"), "cancelled", "it was cancelled"),
         (ended("TIMEOUT"), "failed", "its time limit"),
+        (Job(5, "CANCELLED", reason="DependencyNeverSatisfied"), "failed", "a run for which it waits did not finish"),
         (None, "failed", "Slurm has forgotten its job: add the run again"),
     ],
 )

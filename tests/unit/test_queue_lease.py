@@ -1,4 +1,4 @@
-"""Leases of the queue: Slurm's words for a job, the step that holds a host, and the release of the host."""
+"""Leases of the queue: Slurm's words for a job, and the step that holds a host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ import pytest
 from trainer.config import RunSpec
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import link_free
-from trainer.supervise.processes import LEASE_VARIABLE, is_running
 from trainer.supervise.run_files import SupervisorError, is_locked, read_json, write_json
 from trainer.supervise.start import check_idle
-from trainyard.queue import node_release
 from trainyard.queue import queue_service as service
 from trainyard.queue import slurm_lease as lease
 from trainyard.queue.run_folder import QueuedStart, program_archive, read_session
@@ -166,41 +164,6 @@ def test_sigterm_asks_for_a_checkpoint_and_waits_for_the_ranks(step: subprocess.
 def test_a_lease_without_ranks_ends_at_once(step: subprocess.Popen[bytes], tmp_path: Path) -> None:
     step.terminate()
     assert step.wait(10) == lease.AGAIN and not (tmp_path / "runs/r/stop").exists()
-
-
-def test_the_node_kills_what_outlives_its_lease(tmp_path: Path) -> None:
-    (tmp_path / "leases").mkdir()
-    ours, other = tmp_path / "leases/7", tmp_path / "leases/8"
-    held = other.open("ab")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    ours.touch()
-    nested = ["/bin/sh", "-c", "env -u TRAINYARD_LEASE sleep 600 & wait"]
-    left = [subprocess.Popen(nested, env={LEASE_VARIABLE: str(path), "PATH": "/bin"}) for path in (ours, other)]
-    below = Path(f"/proc/{left[0].pid}/task/{left[0].pid}/children")
-    wait_for(lambda: below.read_text().split())
-    child = int(below.read_text().split()[0])
-    environment = {"PYTHONPATH": str(REPO), "SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(os.getuid())}
-    words = [sys.executable, "-S", "-m", "trainyard.queue.node_release"]
-    try:
-        assert subprocess.run([*words, "epilog"], env=environment, timeout=30).returncode == 0
-        assert left[0].wait(5) == -9 and not is_running(child) and left[1].poll() is None
-        held.close()  # as after a loss of the host: its job runs elsewhere, and no Epilog has run
-        assert subprocess.run([*words, "prolog"], env=environment, timeout=30).returncode == 0
-        assert left[1].wait(5) == -9
-    finally:
-        for process in left:
-            process.kill()
-            process.wait()
-
-
-@pytest.mark.parametrize("lease", ["/leases/..", "/a\nb/leases/", "/dev/null", "leases/7"])
-def test_a_process_that_names_another_path_does_not_stop_the_queue(lease: str) -> None:
-    environment = {"PYTHONPATH": str(REPO), "SLURM_JOB_ID": "7", "SLURM_JOB_UID": str(os.getuid())}
-    with subprocess.Popen(["/bin/sleep", "60"], env={LEASE_VARIABLE: lease}) as process:
-        words = [sys.executable, "-S", "-m", "trainyard.queue.node_release", "prolog"]
-        assert subprocess.run(words, env=environment, timeout=30).returncode == 0
-        assert process.poll() is None
-        process.kill()
 
 
 def test_leased_runs_share_processors_but_no_gpu(tmp_path: Path) -> None:
@@ -371,8 +334,7 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
         "returned-after-its-end": ("failed", "PENDING|trainyard-released|launch failed requeued held"),
         "waits-after-its-end": ("finished", "PENDING|trainyard-released|BeginTime"),
         "new": ("waiting", "PENDING|trainyard-new|Resources"),
-        "after-a-failed-run": ("waiting", "PENDING|trainyard-released|DependencyNeverSatisfied"),
-        "after-a-live-run": ("waiting", "PENDING|trainyard-released|Dependency"),
+        "after-another": ("waiting", "PENDING|trainyard-released|Dependency"),
     }
     words = [(number, name, *said.split("|")) for number, (name, (_, said)) in enumerate(jobs.items(), 1)]
     squeue = "; ".join(f"echo '{job}|{state}|{comment}|{run}|{why}'" for job, run, state, comment, why in words)
@@ -387,11 +349,11 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
         write_json(tmp_path / f"queue/{name}/state.json", {"job": number, "phase": phase})
     one = service.Service(tmp_path / "queue", sys.executable, tmp_path / "programs")
     started: list[str] = []
-    monkeypatch.setattr(one, "start", lambda run, pause=0.0: started.append(run))
+    monkeypatch.setattr(one, "start", started.append)
     one.start_due()
     asked, *then = (tmp_path / "log").read_text().splitlines()
     released = [list(jobs)[int(line.removeprefix("release ")) - 1] for line in then]
-    assert asked == "asked" and sorted(started) == ["after-a-failed-run", "again", "lost"]
+    assert asked == "asked" and sorted(started) == ["again", "lost"]
     assert sorted(released) == ["forgotten", "held-after-its-end", "returned-after-its-end", "slurm-holds"]
     for name in phases:
         write_json(tmp_path / f"queue/{name}/state.json", {"job": 99, "phase": "cancelled"})
@@ -400,47 +362,25 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("reason", "left", "resumed"),
+    ("reason", "node", "told"),
     [
-        ("Duplicate jobid", {7}, True),
-        ("Kill task failed", set(), True),
-        ("Kill task failed", {7}, False),
-        ("Low RealMemory", set(), False),
+        ("Duplicate jobid", "CPUAlloc=2 GresUsed=gpu:x:2(IDX:0-1) State=MIXED", "update NodeName=node3 State=RESUME\n"),
+        ("Kill task failed", "CPUAlloc=0 GresUsed=gpu:x:0(IDX:N/A) State=IDLE", "update NodeName=node3 State=RESUME\n"),
+        ("Low RealMemory", "CPUAlloc=0 GresUsed=gpu:x:2(IDX:0-1) State=IDLE+COMPLETING", ""),
+        ("", "CPUAlloc=0 GresUsed=gpu:x:2(IDX:0-1) State=IDLE", "reconfigure\n"),
     ],
 )
-def test_the_health_check_resumes_a_host_that_is_drained_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, left: set[int], resumed: bool
+def test_the_health_check_corrects_what_slurm_says_of_an_idle_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, node: str, told: str
 ) -> None:
-    """`left`: processes that outlive their lease. Other tests on this machine have some, so they are not looked for here."""
-    slurm(tmp_path, monkeypatch, sinfo=f"echo '{reason}'", scontrol=f'[ "$1" = update ] && echo "$@" >>{tmp_path}/log')
-    monkeypatch.setattr(node_release, "stale", lambda job: left)
-    monkeypatch.setattr(sys, "argv", ["node_release", "health", "node3"])
-    assert node_release.main() == 0
-    log = tmp_path / "log"
-    assert (log.read_text() if log.exists() else "") == ("update NodeName=node3 State=RESUME\n" if resumed else "")
-
-
-@pytest.mark.parametrize(
-    ("state", "cpus", "used", "counted"),
-    [
-        ("IDLE", 0, "gpu:standingpu:2(IDX:0-1)", True),
-        ("IDLE", 0, "gpu:standingpu:0(IDX:N/A)", False),
-        ("MIXED", 2, "gpu:standingpu:2(IDX:0-1)", False),
-        ("IDLE+COMPLETING", 0, "gpu:standingpu:2(IDX:0-1)", False),
-    ],
-)
-def test_the_health_check_lets_slurm_count_the_gpus_of_an_idle_host_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, cpus: int, used: str, counted: bool
-) -> None:
-    answer = (
-        f"NodeName=node3 CPUAlloc={cpus} CPUTot=2 Gres=gpu:standingpu:2 GresUsed={used} State={state} ThreadsPerCore=1"
-    )
+    """A host that is drained for nothing returns, and GPUs of an idle host that count as used are counted anew."""
+    answer = f"NodeName=node3 {node} ThreadsPerCore=1"
     show = f'case "$*" in *show*) echo "{answer}" ;; *) echo "$@" >>{tmp_path}/log ;; esac'
-    slurm(tmp_path, monkeypatch, sinfo="true", scontrol=show)
-    monkeypatch.setattr(sys, "argv", ["node_release", "health", "node3"])
-    assert node_release.main() == 0
-    assert (tmp_path / "log").exists() == counted
-    assert not counted or (tmp_path / "log").read_text() == "reconfigure\n"
+    slurm(tmp_path, monkeypatch, sinfo=f"echo '{reason}'", scontrol=show)
+    text = (REPO / "roles/queue/templates/health.j2").read_text().replace("{{ inventory_hostname | quote }}", "node3")
+    (tmp_path / "log").touch()
+    subprocess.run(["/bin/sh", "-c", text], check=True, timeout=30)
+    assert (tmp_path / "log").read_text() == told
 
 
 def test_a_session_is_read_as_written(tmp_path: Path) -> None:

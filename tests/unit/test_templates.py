@@ -98,7 +98,6 @@ INVENTORY: dict[str, Any] = {
     "__cluster_login": {"stdout_lines": ["ubuntu", "users", "/home/ubuntu", "1000"]},
     "__nfs_ids": {"results": [{"stdout": "1000"}, {"stdout": "1000"}]},
     "__queue_digest": "0" * 64,
-    "queue_phase": "epilog",
     "__ollama_machine": {"stdout": "x86_64"},
     "__python_wheels": {"files": [{"path": "/wheels/torch-2.13.0-cp311-none-any.whl", "checksum": "0" * 64}]},
 }

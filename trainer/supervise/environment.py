@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.processes import LEASE_VARIABLE, RUN_VARIABLE
+from trainer.supervise.processes import RUN_VARIABLE
 from trainer.supervise.run_files import SupervisorError
 
 CACHE = "cache"  # of the run folder: compiled kernels and downloads
@@ -45,9 +45,9 @@ def clean_environment() -> dict[str, str]:
     return {**kept, **identity, "PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8"), "PYTHONUTF8": "1"}
 
 
-def import_environment(run_dir: LinkFreePath, lease: str = "", trainer: Path = IMPORT_ROOT) -> dict[str, str]:
+def import_environment(run_dir: LinkFreePath, trainer: Path = IMPORT_ROOT) -> dict[str, str]:
     """Return the variables that mark a process of the run and make the trainer importable."""
-    return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(trainer)} | ({LEASE_VARIABLE: lease} if lease else {})
+    return {RUN_VARIABLE: str(run_dir), "PYTHONPATH": str(trainer)}
 
 
 def run_environment(run_dir: LinkFreePath) -> dict[str, str]:

@@ -14,7 +14,6 @@ from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.run_files import DEVICE_LIMIT, gpu_names, run_devices
 
 RUN_VARIABLE = "TRAINYARD_RUN_DIR"  # in the environment of every process of a run
-LEASE_VARIABLE = "TRAINYARD_LEASE"  # as well, under the queue: the file of the lease
 _UNIT = re.compile(r"trainyard-.+-[0-9a-f]{6}\.service")  # of a run
 
 

@@ -155,7 +155,7 @@ def start_process(wanted: StartRequest, run_dir: LinkFreePath, command: list[str
 def supervisor_environment(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, str]:
     """Return the variables of a supervisor. It imports the staged trainer."""
     staged = run_dir / TRAINER
-    return import_environment(run_dir, wanted.lease, staged.path if staged.is_file() else IMPORT_ROOT)
+    return import_environment(run_dir, staged.path if staged.is_file() else IMPORT_ROOT)
 
 
 def unit_settings(systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath) -> list[str]:

@@ -18,7 +18,7 @@ from trainer.supervise.environment import run_environment
 from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.logs import limit_logs
-from trainer.supervise.processes import LEASE_VARIABLE, descendants, process_stat, send_signal
+from trainer.supervise.processes import descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_log, write_json
 from trainer.supervise.start_request import StartRequest
@@ -44,9 +44,6 @@ def run_supervisor(arguments: list[str]) -> None:
     with hold_lock(run_dir / "lock", wait=2.0) as locked, log.open_append() as sink:
         if not locked:
             raise SupervisorError(f"run {run_dir.name} is already running here")
-        # Check again, now that the Epilog of the node can find this process: either it ends the process, or the
-        # lease has ended before.
-        check_lease(request.lease)
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
         Supervisor(request, run_dir, log).run()
@@ -132,6 +129,10 @@ class Supervisor:
             if self.ranks.update(torchrun.pid):
                 self.save()
             self.keep_lighthouse()
+            try:
+                check_lease(self.request.lease)
+            except SupervisorError as error:  # another run may get this host at once
+                self.node["error"] = str(error)
             if time.monotonic() - self.logs_limited >= LOG_INTERVAL:
                 limit_logs(self.run_dir / "logs")
                 self.logs_limited = time.monotonic()
@@ -142,8 +143,7 @@ class Supervisor:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of torchrun. Raises SupervisorError."""
-        values = run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
-        return values | ({LEASE_VARIABLE: self.request.lease} if self.request.lease else {})
+        return run_environment(self.run_dir) | {"TRAINYARD_RESTARTS": str(self.restarted)}
 
     def spawn(self, command: list[str], log: LinkFreePath | None) -> subprocess.Popen[bytes]:
         """Start a program that dies with this process, even when that is killed by SIGKILL."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES, STEP, Scale, Span, Timeline, make_timeline
-from trainyard.queue.queue_client import MAX_TIME, Job, QueueState
+from trainyard.queue.queue_client import MAX_TIME, QueueState
 from trainyard.queue.queue_tables import ENDED, read_attempts, run_state
 from trainyard.queue.reasons import RUNNING
 from trainyard.queue.slurm_conf import MAX_GPUS
@@ -105,33 +105,25 @@ def _span(run: RunState, part: HostRun, now: float, oldest: float) -> Span | Non
 
 def queue_spans(queue: QueueState) -> Iterator[Span]:
     """Yield the allocations: the records of the drivers, which include GPUs, and Slurm's jobs without a record."""
-    jobs: dict[str, list[Job]] = {}
-    for job in queue.leases:
-        jobs.setdefault(job.name, []).append(job)
     known: dict[tuple[str, str], list[Span]] = {}
     for run in queue.requests:
-        for span in _recorded(run, queue, jobs):
+        for span in _recorded(run, queue):
             known.setdefault((run, span.host), []).append(span)
             yield span
     for job in queue.leases:
-        running = job.state in RUNNING
-        end = queue.now if running else job.end
-        state = "running" if running else job.state.lower()
-        for host in job.hosts if end > job.start else ():
-            if not any(span.begin < end and job.start < span.end for span in known.get((job.name, host), [])):
-                yield Span(job.name, host, "", job.start, end, job.end if running else 0.0, state)
+        for host in job.hosts if queue.now > job.start and job.state in RUNNING else ():
+            if not any(job.start < span.end for span in known.get((job.name, host), [])):
+                yield Span(job.name, host, "", job.start, queue.now, job.end, "running")
 
 
-def _recorded(run: str, queue: QueueState, jobs: Mapping[str, list[Job]]) -> Iterator[Span]:
+def _recorded(run: str, queue: QueueState) -> Iterator[Span]:
     """Yield the spans of the starts that the driver of a run recorded."""
     job, how = queue.jobs.get(run), run_state(run, queue)
     attempts = read_attempts(queue.states.get(run, {}))
     for attempt in attempts:
         newest = attempt is attempts[-1]
         running = newest and not attempt["end"] and job is not None and job.state in RUNNING
-        # A driver that was killed has not recorded the end; Slurm has.
-        ends = [one.end for one in jobs.get(run, []) if one.state not in RUNNING and one.end > attempt["begin"]]
-        end = queue.now if running else attempt["end"] or min(ends, default=0.0)
+        end = queue.now if running else attempt["end"]
         if not attempt["begin"] or end <= attempt["begin"]:
             continue
         until = job.end if running and job else 0.0

@@ -4,8 +4,7 @@
 
 One call drives one allocation of the job: it waits for the leases, starts or monitors the ranks through RunSession, and
 says how the lease ends: the run has finished, it has failed permanently, or it returns to the queue because it was
-preempted or lost a host. Killed and started again, the driver finds the ranks running and monitors them. It also ends a run that can never start, because
-one that it waits for has not finished, and one that loses a host in every attempt.
+preempted or lost a host. Killed and started again, the driver finds the ranks running and monitors them. It also ends a run that loses a host in every attempt.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from trainer.common.errors import UserError
 from trainer.planner.decisions import as_before
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_json, write_json
 from trainyard.queue.carry import CheckpointCopy, CopyThread
-from trainyard.queue.never_starts import loses_hosts, never_starts
 from trainyard.queue.run_folder import QueuedStart, read_session
 from trainyard.queue.slurm_lease import (
     AGAIN,
+    ASKED_FOR,
     ENDED,
     FAILED,
     FINAL,
@@ -51,6 +50,7 @@ from trainyard.wire.run_errors import HostUnreachableError, PartlyActiveError, R
 POLL = 0.3  # s between two queries to Slurm
 LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases
 LOST_LIMIT = 90.0  # s for Slurm to see that a host is lost
+LOSSES = 10  # attempts in a row that lose a host and reach no further step, after which the run has failed
 END_LIMIT = 60.0  # s for a job to end after its leases
 FORGET_LIMIT = (
     600.0  # s after its submission in which a crash of slurmctld can lose a job; it saves its state every 6 s
@@ -250,8 +250,7 @@ class Driver:
         self.record(job, code, reason)
         leases.end(code)
         self.wait_for_end(job)
-        self.save(phase=phase_of(code, reason), exit={"code": code, "reason": reason})
-        self.announce_end()
+        self.close_run(phase_of(code, reason), code, reason)
         if reason == TIME_LIMIT and (now := self.job()) is not None and now.state not in ENDED:
             # The steps had ended before the order, and Slurm has returned the job to the queue.
             tell_slurm("scancel", now)
@@ -271,10 +270,8 @@ class Driver:
         self.wait_for_end(job)
 
     def give_up(self, job: Job) -> bool:
-        """Cancel a job whose run is not started (again), because a run that it waits for has not finished, or because
-        it loses a host every time; return whether it is."""
+        """Cancel the job of a run that loses a host every time; return whether it does."""
         why = str(self.state.get("given_up") or "") or loses_hosts(self.state["attempts"])
-        why = why or never_starts(job, self.folder, self.state)
         if not why:
             return False
         self.save(given_up=why)  # a driver after this one finds the job cancelled
@@ -302,8 +299,7 @@ class Driver:
         order = last.get("order")
         if order in (FINISHED, FAILED) and (job is None or last.get("restart") == job.restart):
             reason = last.get("reason", "")
-            self.save(phase=phase_of(order, reason), exit={"code": order, "reason": reason})
-            self.announce_end()
+            self.close_run(phase_of(order, reason), order, reason)
             return True
         if job is not None and job.state not in FINAL:
             self.report(f"the job ended with {job.state}: it returns to the queue")
@@ -316,12 +312,13 @@ class Driver:
             phase, reason = "failed", str(given_up)
         elif job is None:
             phase, reason = "failed", "Slurm has forgotten its job: add the run again"
+        elif job.reason.startswith("DependencyNeverSatisfied"):  # Slurm has cancelled it: --kill-on-invalid-dep
+            phase, reason = "failed", "a run for which it waits did not finish"
         else:
             phase = "cancelled" if job.state == "CANCELLED" else "failed"
             reason = REASONS.get(job.state, f"its job ended: {job.state}")
         self.report(f"ended: {reason}")
-        self.save(phase=phase, exit={"code": FAILED, "reason": reason})
-        self.announce_end()
+        self.close_run(phase, FAILED, reason)
         return True
 
     def submit_again(self) -> bool:
@@ -356,8 +353,9 @@ class Driver:
             self.announce("restarting" if len(attempts) > 1 else "started", self.run, f"on {', '.join(shown)}")
         self.save(phase="running")
 
-    def announce_end(self) -> None:
-        """Announce the end of the run, and that no other run waits or is active."""
+    def close_run(self, phase: str, code: int, reason: str) -> None:
+        """Record the end of the run; announce it, and that no other run waits or is active."""
+        self.save(phase=phase, exit={"code": code, "reason": reason, "time": time.time()})
         ends: dict[str, Event] = {"finished": "finished", "failed": "failed"}
         self.announce(ends.get(self.state["phase"], "stopped"), self.run, self.state["exit"]["reason"])
         if not any(live_runs(self.folder.parent)):
@@ -400,6 +398,18 @@ def tell_slurm(words: str, job: Job) -> bool:
 def phase_of(code: int, reason: str) -> str:
     """Return the phase of a run whose lease was ended with this code."""
     return "stopped" if (code, reason) == (FAILED, STOPPED) else PHASES[code]
+
+
+def loses_hosts(attempts: list[dict[str, Any]]) -> str:
+    """Return why a run that lost a host in each of its last attempts does not start again; empty if it may.
+
+    Attempts that reached a further step, or that Slurm ended, for example for a preemption, begin the count anew.
+    """
+    last = attempts[-LOSSES:]
+    lost = [attempt for attempt in last if attempt.get("order") == AGAIN and ASKED_FOR not in attempt.get("reason", "")]
+    if len(lost) < LOSSES or len({attempt.get("reached", 0) for attempt in lost}) > 1:
+        return ""
+    return f"{LOSSES} attempts in a row lost a host and made no progress, the last one: {lost[-1]['reason']}"
 
 
 def host_was_lost(error: Exception) -> bool:

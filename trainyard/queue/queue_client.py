@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -26,10 +25,8 @@ from trainyard.wire.run_errors import RunError
 
 ANSWER_LIMIT = 120.0  # s for the queue host to answer
 MAX_TIME = 4e9  # s since the epoch
-UP = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
 _NUMBER = re.compile(r"\d{1,10}")
 _GRES = re.compile(r"(gpu|vram)((?::[A-Za-z0-9_-]{1,64})?):(\d{1,6})(?:\(.*\))?")
-_FIELD = re.compile(r"(JobId|Name|JobState|Partition|StartTime|EndTime|NodeList)=(\S*)")
 
 
 @dataclass(frozen=True)
@@ -72,11 +69,6 @@ class Node:
     gpus: int = 0
     gpu_memory: int = 0
 
-    @property
-    def is_up(self) -> bool:
-        """Whether the host takes jobs."""
-        return self.state in UP
-
 
 @dataclass(frozen=True)
 class QueueState:
@@ -84,9 +76,7 @@ class QueueState:
 
     Attributes:
         jobs: jobs that wait or run, by the names of their runs.
-        ended: the last end of each job that is in the completion log, by name.
-        leases: every job that has hosts, and every one of the completion log that had some, also those that are not
-        runs.
+        leases: every job that has hosts, also those that are not runs.
         requests: requests of the runs that have a folder.
         states: states of the runs as their drivers report them.
         specs: spec and digests of the runs that were asked for.
@@ -98,7 +88,6 @@ class QueueState:
     requests: dict[str, Request] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     specs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ended: dict[str, Job] = field(default_factory=dict)
     leases: tuple[Job, ...] = ()
     now: float = 0.0
 
@@ -171,8 +160,6 @@ def parse_state(answer: Mapping[str, Any]) -> QueueState:
     """Return the answer of the queue host as checked data; unknown data is left out."""
     names = {text: tuple(hosts) for text, hosts in answer["hosts"].items()}
     jobs = [job for line in answer["jobs"] if (job := parse_job(line, names))]
-    offset = answer["offset"]
-    ended = [job for line in answer["completed"] if (job := parse_completed(line, offset, names))]
     runs = {name: folder for name, folder in answer["runs"].items() if is_run_name(name)}
     requests = {name: request for name, folder in runs.items() if (request := _request(name, folder["request"]))}
     return QueueState(
@@ -181,8 +168,7 @@ def parse_state(answer: Mapping[str, Any]) -> QueueState:
         requests=requests,
         states={name: _object(runs[name]["state"]) for name in requests},
         specs={name: dict(spec) for name, spec in answer["specs"].items()},
-        ended={job.name: job for job in ended},
-        leases=tuple(job for job in (*ended, *jobs) if job.hosts and job.start),
+        leases=tuple(job for job in jobs if job.hosts and job.start),
         now=min(max(0.0, answer["now"]), MAX_TIME),
     )
 
@@ -225,40 +211,8 @@ def parse_node(line: str) -> Node | None:
     return Node(printable(words[0], 64), state, int(words[2]), int(words[3]), gpus, gpu_memory)
 
 
-def parse_completed(line: str, offset: int, hosts: Mapping[str, tuple[str, ...]] | None = None) -> Job | None:
-    """Return the job of a line of Slurm's completion log; None if it is not one.
-
-    Args:
-        offset: seconds by which the local time of the log is ahead of UTC.
-        hosts: the hosts that each list of Slurm stands for; a list that is not among them is kept as it is.
-    """
-    found: dict[str, str] = {}
-    for name, value in _FIELD.findall(line):
-        found.setdefault(name, value)
-    if len(found) < 7 or not _NUMBER.fullmatch(found["JobId"]) or not is_run_name(found["Name"]):
-        return None
-    listed = found["NodeList"]
-    return Job(
-        number=int(found["JobId"]),
-        name=found["Name"],
-        priority=printable(found["Partition"], 64),
-        state=printable(found["JobState"], 32),
-        start=_local_time(found["StartTime"], offset),
-        end=_local_time(found["EndTime"], offset),
-        hosts=() if listed == "(null)" else (hosts or {}).get(listed, (printable(listed, 200),)),
-    )
-
-
 def _time(word: str) -> float:
     return min(float(word), MAX_TIME) if _NUMBER.fullmatch(word) else 0.0
-
-
-def _local_time(text: str, offset: int) -> float:
-    try:
-        there = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=UTC)
-    except ValueError:
-        return 0.0
-    return min(max(0.0, there.timestamp() - max(-86_400, min(offset, 86_400))), MAX_TIME)
 
 
 def _object(text: str | None) -> dict[str, Any]:

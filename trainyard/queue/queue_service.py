@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 from trainer.supervise.run_files import read_json, write_json
 from trainyard.queue.lease_step import FAILED
-from trainyard.remote.queue_phases import LIVE, NEW, PROGRAM, PROGRAM_DIGESTS, UNSATISFIED
+from trainyard.remote.queue_phases import LIVE, NEW, PROGRAM, PROGRAM_DIGESTS
 from trainyard.remote.verified_tree import TreeError, read_regular, unpack
 
 POLL = 0.5  # s between two queries to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
-UNSATISFIED_POLL = 5.0  # s between two drivers of a run that waits for one that did not finish
+REFUSED_PAUSE = 5.0  # s after a run whose program was changed
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
 WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
@@ -74,7 +74,6 @@ class Service:
         self.drivers: dict[str, subprocess.Popen[bytes]] = {}
         self.failures: dict[str, int] = {}
         self.not_before: dict[str, float] = {}
-        self.pauses: dict[str, float] = {}
         self.asked = float("-inf")
 
     def run(self) -> None:
@@ -97,8 +96,6 @@ class Service:
                 found = GONE
             if found.is_held(live):
                 release(job)
-            elif live and found.state == "PENDING" and found.reason.startswith(UNSATISFIED):
-                self.start(run, UNSATISFIED_POLL)
             elif found.state not in WAITING if live else found.state == "RUNNING":
                 self.start(run)
 
@@ -119,15 +116,14 @@ class Service:
             if (code := process.poll()) is not None:
                 del self.drivers[run]
                 self.failures[run] = self.failures.get(run, 0) + 1 if code else 0
-                delay = min(DELAY_LIMIT, 2.0 ** (self.failures[run] - 1)) if code else self.pauses.get(run, 0.0)
+                delay = min(DELAY_LIMIT, 2.0 ** (self.failures[run] - 1)) if code else 0.0
                 self.not_before[run] = time.monotonic() + delay
 
-    def start(self, run: str, pause: float = 0.0) -> None:
-        """Start the driver of a run, unless it runs. The next one starts `pause` seconds after its end."""
+    def start(self, run: str) -> None:
+        """Start the driver of a run, unless it runs."""
         if run in self.drivers or time.monotonic() < self.not_before.get(run, 0.0):
             return
         folder = self.folder / run
-        self.pauses[run] = pause
         try:
             program = self.program(run)
             with (folder / "driver.log").open("ab") as log:
@@ -156,7 +152,7 @@ class Service:
     def refuse(self, run: str, why: str) -> None:
         """End a run without a driver. Its leases end with its job, and its ranks with them. Raises nothing."""
         state = read_json(self.folder / run / "state.json") or {}
-        self.not_before[run] = time.monotonic() + UNSATISFIED_POLL
+        self.not_before[run] = time.monotonic() + REFUSED_PAUSE
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             if state.get("phase") in LIVE:
                 ended = {"phase": "failed", "exit": {"code": FAILED, "reason": why}}

@@ -12,13 +12,12 @@ from trainyard.queue.queue_client import MAX_TIME, QueueState, clock_time
 from trainyard.queue.reasons import RUNNING, why_waiting
 from trainyard.queue.request import Request
 from trainyard.queue.slurm_conf import MAX_GPUS, PRIORITIES
+from trainyard.remote.queue_phases import LIVE
 
 ENDED = ("finished", "failed", "cancelled", "stopped")
 _GPU = re.compile(r"[A-Za-z0-9-]{1,64}")
 _LIST = ["run", "priority", "state", "hosts", "submitted", "ends about", "reason"]
 _HISTORY = ["run", "priority", "state", "hosts", "submitted", "started", "ended", "took", "reason"]
-_BY_SLURM = {"COMPLETED": "finished", "CANCELLED": "cancelled", "PREEMPTED": "preempted", "TIMEOUT": "stopped"}
-_WHY = {"TIMEOUT": "its time limit was reached", "NODE_FAIL": "a host was lost", "OUT_OF_MEMORY": "out of memory"}
 
 
 def run_state(run: str, queue: QueueState) -> str:
@@ -30,10 +29,8 @@ def run_state(run: str, queue: QueueState) -> str:
             return "held" if job.reason.startswith("JobHeld") else "waiting"
         return job.state.lower()
     phase = queue.states.get(run, {}).get("phase")
-    if phase in ENDED:
-        return str(phase)
-    ended = queue.ended.get(run)
-    return _BY_SLURM.get(ended.state, "failed") if ended else "unknown"
+    # A job that has ended without the record of its driver, which follows in a moment.
+    return str(phase) if phase in ENDED else "ending" if phase in LIVE else "unknown"
 
 
 def state_words(state: str) -> str:
@@ -44,24 +41,19 @@ def state_words(state: str) -> str:
 def describe(run: str, queue: QueueState) -> dict[str, Any]:
     """Return one run as plain data: times are seconds since the epoch, and 0 if unknown."""
     request, job, state = queue.requests[run], queue.jobs.get(run), run_state(run, queue)
-    last = job or queue.ended.get(run)
-    attempts = read_attempts(queue.states.get(run, {}))
+    recorded = queue.states.get(run, {})
+    attempts, number = read_attempts(recorded), recorded.get("job")
     begun = [attempt["begin"] for attempt in attempts if attempt["begin"]]
-    # Slurm gives a job that was cancelled while it waited a start, too, but no hosts.
-    started = last is not None and (job.state in RUNNING if job else bool(last.hosts))
-    start = begun[0] if begun else last.start if last and started else 0.0
-    end = last.end if last else 0.0
-    if not job and attempts and attempts[-1]["end"]:
-        end = attempts[-1]["end"]
-    # Slurm's log of ended jobs has a list of hosts, such as node[1-2], in place of their names.
-    hosts = list(last.hosts) if last else []
-    if attempts and (not job or not hosts):
-        hosts = attempts[-1]["hosts"] or hosts
+    start = begun[0] if begun else job.start if job and job.state in RUNNING else 0.0
+    end = job.end if job else _time(_exit(recorded).get("time")) or (attempts[-1]["end"] if attempts else 0.0)
+    hosts = list(job.hosts) if job else []
+    if attempts and not hosts:
+        hosts = attempts[-1]["hosts"]
     return {
         "run": run,
-        "job": last.number if last else None,
+        "job": job.number if job else number if isinstance(number, int) else None,
         # The priority may have been changed since the run was added.
-        "priority": last.priority if last and last.priority in PRIORITIES else request.priority,
+        "priority": job.priority if job and job.priority in PRIORITIES else request.priority,
         "state": state,
         "hosts": hosts,
         "submitted": request.submitted,
@@ -77,17 +69,16 @@ def _reason(request: Request, queue: QueueState, state: str, attempts: list[dict
     job = queue.jobs.get(request.run)
     if job and job.state == "PENDING":
         return why_waiting(request, job, queue)
-    recorded = queue.states.get(request.run, {})
     # The last attempt of a run that was cancelled, or given up, ended for another reason than the run.
-    ending = recorded.get("exit")
-    if state in ENDED and isinstance(ending, dict):
+    if state in ENDED and (ending := _exit(queue.states.get(request.run, {}))):
         return "" if state == "cancelled" else printable(ending.get("reason") or "", 200)
-    if attempts and attempts[-1]["reason"]:
-        return str(attempts[-1]["reason"])
-    ended = queue.ended.get(request.run)
-    if state in ENDED and ended and not job:
-        return _WHY.get(ended.state, "")
-    return ""
+    return str(attempts[-1]["reason"]) if attempts else ""
+
+
+def _exit(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the end of a run that its driver recorded; empty without one."""
+    ending = recorded.get("exit")
+    return ending if isinstance(ending, dict) else {}
 
 
 def read_attempts(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -152,7 +143,7 @@ def list_history(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]
     runs = sorted((describe(run, queue) for run in wanted), key=lambda run: -run["submitted"])
     rows = []
     for run in runs:
-        over = run["state"] in (*ENDED, "preempted")
+        over = run["state"] in ENDED
         took = clock(run["end"] - run["start"]) if over and run["start"] and run["end"] >= run["start"] else "-"
         times = [
             _shown(run["submitted"], queue),

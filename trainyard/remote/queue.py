@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -29,16 +28,11 @@ JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
 NODE_FORMAT = "%N|%T|%c|%m|%G"
 CONFIGURATION = "/etc/slurm/slurm.conf"
 OURS = b"# trainyard: the queue"  # roles/queue/templates/slurm.conf.j2
-COMPLETED = "/var/log/slurm/jobcomp.log"
-LOG_LIMIT = 1 << 20  # bytes of the completion log, from its end
-RECENT_LOG_LIMIT = 1 << 17  # bytes of it that are read if only `recent` runs are asked for
 RUNS_LIMIT = 2000  # folders of runs, the newest first
 LINES_LIMIT = 10_000
-LISTS_LIMIT = 200  # lists of hosts of the completion log
 TEXT_LIMIT = 1 << 18  # bytes of request.json and state.json
 LOCK_LIMIT = 20.0  # s to wait for another controller that adds a run
 LOCK = ".lock"
-_NODE_LIST = re.compile(r" NodeList=([A-Za-z0-9][A-Za-z0-9.,\[\]-]{0,500}) NodeCnt=")
 _COMMANDS = {"cancel": ["scancel"], "hold": ["scontrol", "hold"], "release": ["scontrol", "release"]}
 
 
@@ -47,13 +41,12 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `folder` of the queue; `specs`, names of runs whose spec is returned, too; `recent`, number of runs without a
-            job that are returned, the newest; without it, all runs and more of the completion log are.
+            job that are returned, the newest; without it, all runs are.
 
     Returns:
         `jobs` and `nodes`: lines in JOB_FORMAT and NODE_FORMAT, times in seconds since the epoch; `hosts`: the hosts of each
-        list of hosts among the jobs, and with `recent` in the completion log; `runs`: the texts of `request.json` and `state.json` by run; `specs`: the fields of the
-        prepared run without paths; `completed`: lines of the completion log, in local time, which is `offset` seconds
-        ahead of UTC; `now`.
+        list of hosts among the jobs; `runs`: the texts of `request.json` and `state.json` by run; `specs`: the fields of the
+        prepared run without paths; `now`.
     """
     os.environ["SLURM_TIME_FORMAT"] = "%s"  # of this process, which answers one request
     _check_owner(Path(os.environ.get("SLURM_CONF", CONFIGURATION)))
@@ -62,9 +55,6 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
     words = [line.split("|", 8) for line in jobs if line.count("|") >= 8]
     hosts = {text: list(_host_names(text)) for text in sorted({row[7] for row in words} - {""})}
     recent = request.get("recent")
-    completed = _completed(LOG_LIMIT if recent is None else RECENT_LOG_LIMIT)
-    if recent is not None:
-        hosts = _past_hosts(completed) | hosts
     folder = Path(request["folder"])
     return {
         "jobs": jobs,
@@ -75,8 +65,6 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
             for run in _recent(_runs(folder), {row[8] for row in words}, recent)
         },
         "specs": {name: spec for name in request.get("specs", []) if (spec := _prepared(folder / name))},
-        "completed": completed,
-        "offset": time.localtime().tm_gmtoff,
         "now": time.time(),
     }
 
@@ -196,16 +184,6 @@ def _host_names(text: str) -> tuple[str, ...]:
     return tuple(_lines(["scontrol", "show", "hostnames", "--", text]))
 
 
-def _past_hosts(completed: Sequence[str]) -> dict[str, list[str]]:
-    """Return the hosts of the newest lists of the completion log; some may no longer exist in Slurm."""
-    texts = dict.fromkeys(found[1] for line in reversed(completed) if (found := _NODE_LIST.search(line)))
-    hosts = {}
-    for text in list(texts)[:LISTS_LIMIT]:
-        with contextlib.suppress(SupervisorError):
-            hosts[text] = list(_host_names(text))
-    return hosts
-
-
 def _recent(runs: list[Path], with_job: set[str], recent: int | None) -> list[Path]:
     """Return the runs that have a job, and the first `recent` of the others; all for None."""
     if recent is None:
@@ -252,16 +230,3 @@ def _prepared(folder: Path) -> dict[str, Any] | None:
         return {"spec": prepared["spec"], "digests": [[file["kind"], file["digest"]] for file in prepared["files"]]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _completed(limit: int) -> list[str]:
-    """Return the last lines of the completion log, `limit` bytes."""
-    try:
-        with Path(COMPLETED).open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            size = file.tell()
-            file.seek(max(0, size - limit))
-            text = file.read(limit).decode(errors="replace")
-    except OSError:
-        return []
-    return [line for line in text.split("\n")[int(size > limit) :] if line][-LINES_LIMIT:]

@@ -55,6 +55,7 @@ def submit(folder: Path, arguments: Sequence[str]) -> int:
     # Held until `state.json` names it, so that no job runs without a driver. slurmctld saves its state every 6 s: after a crash it
     # may have forgotten the release, and service.py releases a job that still has the first comment.
     words = ["sbatch", "--parsable", "--hold", f"--comment={NEW}", *arguments, "--requeue", f"--signal=TERM@{WARNING}"]
+    words.append("--kill-on-invalid-dep=yes")
     answer = command([*words, "--chdir=/", "--output=/dev/null", "--input=/dev/null"], script).strip()
     if not (found := re.fullmatch(r"(\d{1,10})(;\w+)?", answer)):
         raise SupervisorError(f"sbatch: unexpected answer {answer[:80]!r}")

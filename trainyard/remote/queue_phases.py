@@ -7,5 +7,3 @@ PROGRAM_DIGESTS = "/var/lib/trainyard/queue/programs"
 LIVE = ("waiting", "running")
 # Comments of a job of Slurm: it is submitted held, and released once `state.json` names it.
 NEW, RELEASED = "trainyard-new", "trainyard-released"
-# Reason of Slurm for a job that waits for one that did not complete.
-UNSATISFIED = "DependencyNeverSatisfied"

@@ -39,8 +39,6 @@ class QueueInfo(OpenReply):
     hosts: Annotated[dict[Line, Lines], Field(max_length=FILES_LIMIT)]
     runs: Annotated[dict[str, QueueFolder], Field(max_length=FILES_LIMIT)]
     specs: Annotated[dict[str, QueueSpec], Field(max_length=1000)]
-    completed: Annotated[list[Annotated[str, Field(max_length=1 << 16)]], Field(max_length=FILES_LIMIT)]
-    offset: Integer
     now: Number
 
 
