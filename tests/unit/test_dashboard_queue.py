@@ -217,7 +217,7 @@ def test_without_a_queue_the_page_says_how_to_get_one() -> None:
     assert "set queue_state: present for the group cluster in the inventory" in html and "<table" not in html
     host.error = ""
     asyncio.run(found.update())
-    assert "two" in page(found), "the queue was installed meanwhile"
+    assert "new" in page(found), "the queue was installed meanwhile"
     assert "is not among the hosts" in watch(QueueHost(), "node9").missing
 
 
@@ -241,8 +241,8 @@ def test_an_action_changes_the_job_and_shows_its_lines() -> None:
         connect = lambda host: cast(HostConnection, connection)  # noqa: E731
         actions = Actions([connection.host], connect, LaunchOptions(), pages, Project(Path("/nowhere")))
         with pytest.raises(UserError, match="priority"):
-            actions.change_queue("two", "priority", "")
-        begun = [actions.change_queue("two", "priority", "high"), actions.change_queue("two", "hold", "")]
+            actions.change_queue("new", "priority", "")
+        begun = [actions.change_queue("new", "priority", "high"), actions.change_queue("new", "hold", "")]
         begun.append(actions.change_queue("busy", "hold", ""))
         await asyncio.gather(*actions._tasks)
         return connection, pages, begun
@@ -251,7 +251,7 @@ def test_an_action_changes_the_job_and_shows_its_lines() -> None:
     assert begun == [True, False, True]  # one action at a time on a run
     changes = [request for verb, request in connection.calls if verb == "queue_change"]
     assert changes == [{"do": "priority", "jobs": [3], "priority": "high"}]
-    assert pages.actions["two"].lines == ["run two, which is waiting, changed to high"]
+    assert pages.actions["new"].lines == ["run new, which is waiting, changed to high"]
     busy = pages.actions["busy"]
     assert busy.state == "failed" and "only a run that waits can be held" in busy.error
 
@@ -324,7 +324,7 @@ def page_of(connection: AgainConnection) -> str:
     folders = connection.told["runs"]
     for run in ("later", "ok"):
         folders[run]["state"] = json.dumps(
-            {"phase": "failed", "attempts": [{"begin": NOW - 60, "end": NOW - 9, "hosts": []}]}
+            {"phase": "failed", "attempts": [{"begin": NOW - 60, "end": NOW - 9, "hosts": {}}]}
         )
     return page(updated(QueueHost(runs=folders, jobs=connection.told["jobs"])))
 
@@ -443,7 +443,7 @@ def test_without_a_queue_the_run_folders_say_who_had_which_gpu() -> None:
 def test_a_run_of_the_queue_is_not_shown_twice_and_the_timeline_follows_new_runs() -> None:
     found = ClusterView(hosts())
     first = {"hosts": {"node2": {"gpus": ["0"]}}, "begin": NOW - 7200, "end": NOW - 3600, "reason": "", "order": 10}
-    queue = state(runs=attempts(busy=[first]), completed=[], jobs=[])
+    queue = state(runs=attempts(busy=[first]), jobs=[])
     allocation = Allocation(found)
     asked = time.time()
     runs = lambda: [span.run for span in allocation.timeline("6 hours", queue, asked)[1].spans]  # noqa: E731
@@ -460,7 +460,9 @@ def test_preemptions_and_lost_hosts_of_the_queue_are_events() -> None:
         one | {"begin": NOW - 500, "end": NOW - 400, "reason": "node1: does not answer"},
         one | {"begin": NOW - 300, "end": NOW - 200, "order": 1, "reason": SCRIPT},
     ]
-    found = updated(QueueHost(runs=attempts(busy=ended)))
+    runs = attempts(busy=ended)
+    runs["bad"]["state"] = json.dumps({"phase": "failed", "exit": {"reason": "no such model"}})
+    found = updated(QueueHost(runs=runs))
     asyncio.run(found.update())
     events = [(one.kind, one.text, one.run) for one in found._cluster.events.values() if one.run == "busy"]
     assert events == [

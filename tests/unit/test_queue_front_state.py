@@ -30,7 +30,7 @@ WORDS = [
     ("4|normal|PENDING|Dependency|N/A|N/A|3:00||after", "waiting", "waits for the end of busy, small"),
     ("12|normal|PENDING|None|N/A|N/A|3:00||after-soon", "waiting", "waits for the end of busy"),
     ("5|normal|PENDING|DependencyNeverSatisfied|N/A|N/A|3:00||never", "waiting", "never starts, because a run of lost did not finish"),
-    ("13|normal|PENDING|JobArrayTaskLimit|N/A|N/A|3:00||other", "waiting", "waits: Slurm says JobArrayTaskLimit"),
+    ("13|normal|PENDING|JobArrayTaskLimit|N/A|N/A|3:00||another", "waiting", "waits: Slurm says JobArrayTaskLimit"),
     ("1|normal|RUNNING|None|1795430130|1795431930|30:00|node2|busy", "running", ""),
     ("2|normal|COMPLETING|None|1795430130|1795431330|20:00|node3|small", "ending", ""),
 ]  # fmt: skip

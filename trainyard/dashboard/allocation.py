@@ -10,7 +10,7 @@ from typing import Any
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.timeline import SCALES, STEP, Scale, Span, Timeline, make_timeline
 from trainyard.queue.queue_client import MAX_TIME, QueueState
-from trainyard.queue.queue_tables import ENDED, read_attempts, run_state
+from trainyard.queue.queue_tables import ENDED, run_state
 from trainyard.queue.reasons import RUNNING
 from trainyard.queue.slurm_conf import MAX_GPUS
 from trainyard.run.host_run import HostRun
@@ -119,15 +119,15 @@ def queue_spans(queue: QueueState) -> Iterator[Span]:
 def _recorded(run: str, queue: QueueState) -> Iterator[Span]:
     """Yield the spans of the starts that the driver of a run recorded."""
     job, how = queue.jobs.get(run), run_state(run, queue)
-    attempts = read_attempts(queue.states.get(run, {}))
+    attempts = queue.attempts(run)
     for attempt in attempts:
         newest = attempt is attempts[-1]
-        running = newest and not attempt["end"] and job is not None and job.state in RUNNING
-        end = queue.now if running else attempt["end"]
-        if not attempt["begin"] or end <= attempt["begin"]:
+        running = newest and not attempt.get("end") and job is not None and job.state in RUNNING
+        end = queue.now if running else attempt.get("end") or 0.0
+        if end <= attempt["begin"]:
             continue
         until = job.end if running and job else 0.0
-        state = "running" if running else attempt["reason"] or (how if newest and how in ENDED else "ended")
-        for host in attempt["hosts"]:
-            for gpu in attempt["gpus"].get(host) or [""]:
+        state = "running" if running else attempt.get("reason") or (how if newest and how in ENDED else "ended")
+        for host, granted in attempt["hosts"].items():
+            for gpu in granted.get("gpus") or [""]:
                 yield Span(run, host, gpu, attempt["begin"], end, until, state)

@@ -11,7 +11,7 @@ from trainer.common.errors import UserError
 from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.state import ClusterView
 from trainyard.queue.queue_client import QueueState, parse_state
-from trainyard.queue.queue_tables import ENDED, describe, list_history, list_queue, read_attempts, run_state
+from trainyard.queue.queue_tables import ENDED, describe, list_history, list_queue, run_state
 from trainyard.queue.slurm_lease import AGAIN, ASKED_FOR
 from trainyard.remote.queue_job import NOT_INSTALLED
 from trainyard.wire.connection import RemoteError
@@ -131,13 +131,13 @@ def add_events(queue: QueueState, cluster: ClusterView) -> None:
     """Add the events that only the queue records: runs that returned to it, and runs that failed before they had a
     folder."""
     for run in queue.requests:
-        attempts = read_attempts(queue.states.get(run, {}))
-        for attempt in attempts:
-            if attempt["order"] != AGAIN or not attempt["end"]:
+        for attempt in queue.attempts(run):
+            end, reason = attempt.get("end"), attempt.get("reason", "")
+            if attempt.get("order") != AGAIN or not end:
                 continue
-            kind = "preempted" if ASKED_FOR in attempt["reason"] else "requeued"
-            text = f"run {run} returned to the queue: {attempt['reason'] or 'no reason is known'}"
-            cluster.add_event(kind, text, at=attempt["end"], key=(kind, run, str(attempt["begin"])), run=run)
+            kind = "preempted" if ASKED_FOR in reason else "requeued"
+            text = f"run {run} returned to the queue: {reason or 'no reason is known'}"
+            cluster.add_event(kind, text, at=end, key=(kind, run, str(attempt["begin"])), run=run)
         if run_state(run, queue) == "failed" and run not in cluster.runs:
             found = describe(run, queue)
             text = f"run {run} failed: {found['reason'] or 'no cause is known'}"

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -20,7 +20,8 @@ from trainyard.inventory import service_host
 from trainyard.queue.request import Request, is_run_name
 from trainyard.wire.connection import Host, HostConnection, RemoteError
 from trainyard.wire.copy_files import in_time
-from trainyard.wire.replies import ReplyError, untrusted_json
+from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.wire.reply_types.queue_replies import Attempt, RunRecord
 from trainyard.wire.run_errors import RunError
 
 ANSWER_LIMIT = 120.0  # s for the queue host to answer
@@ -86,10 +87,14 @@ class QueueState:
     jobs: dict[str, Job]
     nodes: dict[str, Node]
     requests: dict[str, Request] = field(default_factory=dict)
-    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: dict[str, RunRecord] = field(default_factory=dict)
     specs: dict[str, dict[str, Any]] = field(default_factory=dict)
     leases: tuple[Job, ...] = ()
     now: float = 0.0
+
+    def attempts(self, run: str) -> list[Attempt]:
+        """Return the last starts of a run, as its driver has recorded them."""
+        return self.states.get(run, RunRecord()).get("attempts", [])[-100:]
 
 
 class QueueClient:
@@ -166,7 +171,7 @@ def parse_state(answer: Mapping[str, Any]) -> QueueState:
         jobs={job.name: job for job in sorted(jobs, key=lambda job: job.number)},
         nodes={node.name: node for line in answer["nodes"] if (node := parse_node(line))},
         requests=requests,
-        states={name: _object(runs[name]["state"]) for name in requests},
+        states={name: _record(runs[name]["state"]) for name in requests},
         specs={name: dict(spec) for name, spec in answer["specs"].items()},
         leases=tuple(job for job in jobs if job.hosts and job.start),
         now=min(max(0.0, answer["now"]), MAX_TIME),
@@ -215,22 +220,19 @@ def _time(word: str) -> float:
     return min(float(word), MAX_TIME) if _NUMBER.fullmatch(word) else 0.0
 
 
-def _object(text: str | None) -> dict[str, Any]:
-    """Return a JSON object of the queue host; an empty one if the text is something else."""
+def _record(text: str | None) -> RunRecord:
+    """Return what the driver of a run has recorded; an empty record if the text is something else."""
     try:
-        value = untrusted_json(text or "{}")
+        return cast("RunRecord", checked_reply("state.json", untrusted_json(text or "{}")))
     except ReplyError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return RunRecord()
 
 
 def _request(name: str, text: str | None) -> Request | None:
-    fields = {
-        key: value for key, value in _object(text).items() if key in Request.model_fields
-    }  # of other versions, too
     try:
-        request = Request.model_validate(fields)
-    except (ValidationError, UserError):
+        found = untrusted_json(text or "{}").items()  # of other versions, too
+        request = Request.model_validate({key: value for key, value in found if key in Request.model_fields})
+    except (AttributeError, ReplyError, ValidationError, UserError):
         return None
     return request if request.run == name else None
 

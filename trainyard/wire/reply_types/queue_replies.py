@@ -42,6 +42,37 @@ class QueueInfo(OpenReply):
     now: Number
 
 
+Moment = Annotated[float, Field(ge=0, le=4e9)]  # s since the epoch
+
+
+class Granted(OpenReply):
+    """What an attempt had of a host: numbers or UUIDs of GPUs"""
+
+    gpus: NotRequired[Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]], Field(max_length=64)]]
+
+
+class Attempt(OpenReply):
+    begin: Moment
+    hosts: Annotated[dict[Line, Granted], Field(max_length=RANKS_LIMIT)]
+    end: NotRequired[Moment | None]
+    reason: NotRequired[Line]
+    order: NotRequired[Integer | None]
+
+
+class RunEnd(OpenReply):
+    reason: Line
+    time: NotRequired[Moment]
+
+
+class RunRecord(OpenReply):
+    """What the driver of a run records"""
+
+    job: NotRequired[Count]
+    phase: NotRequired[Line]
+    attempts: NotRequired[Annotated[list[Attempt], Field(max_length=FILES_LIMIT)]]
+    exit: NotRequired[RunEnd | None]
+
+
 class QueueAdd(OpenReply):
     job: NotRequired[Count]
     exists: NotRequired[Count]
@@ -64,6 +95,7 @@ class Lease(OpenReply):
 QUEUE_REPLY_TYPES: dict[str, Any] = {
     "queue_info": QueueInfo,
     "query queue": QueueInfo,
+    "state.json": RunRecord,
     "queue_add": QueueAdd,
     "queue_again": QueueAdd,
     "queue_change": QueueChange,
