@@ -39,7 +39,7 @@ WITH_VALUE = {
         "--python-version",
         "--requirement",
     ),
-    *("--spec", "--target", "--with-executables-from"),
+    *("--python", "--spec", "--target", "--with-executables-from"),
 }
 END = re.compile(r"\s{2,}|\s#|,? (?:or|in|from|on|which|ansible-galaxy)\b|; |[,;]? *\\$|\\n|\"|\)")
 URL = re.compile(r"https?://([^\s\"'`<>)\]}|,/\\]+)(/[^\s\"'`<>)\]}|,\\]*)?")
