@@ -1,28 +1,41 @@
-"""Inputs of the trainer benchmarks: models and the embedded dataset, created once."""
+"""Inputs of the trainer benchmarks: models and a dataset, the same on every machine, created once."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
-import sys
 from pathlib import Path
 
 from trainer.data.samples import read_samples
 from trainer.data.tiny import make_tiny
-from trainyard.docs_dataset import write_dataset
 
 TOP = Path(__file__).resolve().parents[1]
 
 
 def build_inputs() -> tuple[Path, Path]:
-    """Return the folder of the tiny model and the file of the embedded dataset; create them if they are missing."""
+    """Return the folder of the tiny model and the file of the dataset; create them if they are missing."""
     folder = TOP / ".trainyard" / "bench"
-    dataset, model = folder / "ansible-docs.jsonl", folder / "tiny"
+    dataset, model = folder / "questions.jsonl", folder / "tiny"
     if not dataset.exists():
-        write_dataset(str(Path(sys.executable).with_name("ansible-doc")), dataset)
+        write_dataset(dataset)
     if not (model / "config.json").exists():
         make_tiny(read_samples(dataset), model, 1)
     return model, dataset
+
+
+def write_dataset(file: Path, count: int = 3000) -> None:
+    """Write questions and answers of invented words, whose frequencies and lengths are those of a documentation."""
+    chance = random.Random(1)
+    words = ["".join(chance.choices("aeioulnrstdkmpbg", k=chance.randint(2, 9))) for _ in range(4000)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]
+
+    def text(typical: float) -> str:
+        return " ".join(chance.choices(words, weights, k=max(3, round(chance.lognormvariate(0, 0.8) * typical))))
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = ({"instruction": text(9), "output": text(20)} for _ in range(count))
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
 
 # hidden_size, intermediate_size and layers of Llama models with the tokenizer of the tiny model, by their weights in millions.

@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--model", default="", help="model folder (default: the tiny model)")
-    parser.add_argument("--dataset", default="", help="JSONL file (default: the embedded dataset)")
+    parser.add_argument("--dataset", default="", help="JSONL file (default: one of invented words)")
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--total-batch-size", type=int, default=16)

@@ -124,7 +124,8 @@ determines their order, and the ranks share them. With `strategy=ddp`, runs on 1
 `model` is `{config.TINY}`, `{config.SMOLLM2}`, a local folder, or a name on the Hugging Face Hub.
 
 The controller creates `model={config.TINY}`: a Llama with a few million random weights, and a tokenizer trained on the dataset. It
-changes these defaults:
+changes these defaults; without `dataset`, `epochs` and `max_steps`, it trains {config.TINY_RUN["max_steps"]} steps, which are
+{config.TINY_RUN["epochs"]} epochs of `{config.OBSERVATORY}`:
 
 {names_table(presets[config.TINY], "field", "default")}
 
@@ -137,7 +138,6 @@ other processors set `precision=32-true`:
 
 ## Datasets
 
-The controller creates `dataset={config.EMBEDDED_DATASET}`: questions and answers from the documentation of ansible-core.
 `dataset={config.OBSERVATORY}` is part of trainyard: short chats about an invented observatory.
 
 [Datasets](datasets.md) describes files, folders and hub datasets, the accepted shapes of a record, `columns`, and several datasets with

@@ -188,7 +188,7 @@ def fuzz_dataset(rng: random.Random, folder: Path) -> None:
     """Check a dataset file, or a path without one."""
     if rng.random() < 0.1:
         path = special_file(rng, folder)
-        dataset_file(make_spec({"dataset": str(path)}, "the flags"), folder, lambda line: None)
+        dataset_file(make_spec({"dataset": str(path)}, "the flags"))
         read_samples(path)
         return
     suffix = rng.choice(

@@ -61,7 +61,7 @@ def test_no_field_takes_text_but_the_name_of_the_run(form: NewRuns, tmp_path: Pa
 def test_models_and_datasets_come_from_the_lists_of_the_server(form: NewRuns, tmp_path: Path) -> None:
     fields = {field.name: field.choices for field in form.fields()}
     assert {*fields["model"]} == {"tiny", "smollm2", f"{tmp_path}/models/mine", "org/name"}
-    assert {*fields["dataset"]} == {"ansible-docs", "observatory", f"{tmp_path}/datasets/a.jsonl", "host:/d.jsonl"}
+    assert {*fields["dataset"]} == {"observatory", f"{tmp_path}/datasets/a.jsonl", "host:/d.jsonl"}
     for name in FILES:
         for value in (
             "/etc/passwd",

@@ -11,15 +11,15 @@ from trainer.config.aliases import (
     suggest,
 )
 from trainer.config.flags import describe, expects, parse_flags, table
-from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY, PRESETS, SMOLLM2, SMOLLM2_ON_HUB, TINY
+from trainer.config.presets import FORMER_DATASET, OBSERVATORY, PRESETS, SMOLLM2, SMOLLM2_ON_HUB, TINY, TINY_RUN
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.yaml_text import parse_mapping, read_yaml
 
 __all__ = [
     "ALIASES",
     "DEPRECATED",
-    "EMBEDDED_DATASET",
     "FIELDS",
+    "FORMER_DATASET",
     "MUTABLE",
     "OBSERVATORY",
     "PRESETS",
@@ -27,6 +27,7 @@ __all__ = [
     "SMOLLM2_ON_HUB",
     "SUGGESTED",
     "TINY",
+    "TINY_RUN",
     "RunSpec",
     "describe",
     "expects",

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets
 from trainer.config.fields import MAX_COUNT, MAX_NUMBER, IsoDate, Words, declare
 from trainer.config.methods import DEFAULT_METHOD, METHODS
-from trainer.config.presets import EMBEDDED_DATASET, TINY
+from trainer.config.presets import OBSERVATORY, TINY
 
 if TYPE_CHECKING:
     MethodName = str
@@ -41,8 +41,8 @@ class BasicFields(BaseModel):
         "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
     )
     dataset: Datasets = declare(
-        EMBEDDED_DATASET,
-        "'ansible-docs' (generated locally), 'observatory' (part of trainyard; default of model=smollm2), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
+        OBSERVATORY,
+        "'observatory' (part of trainyard), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         expected=EXPECTED["dataset"],
     )

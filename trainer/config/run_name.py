@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.fields import metadata
+from trainer.config.presets import FORMER_DATASET, OBSERVATORY
 
 if TYPE_CHECKING:
     from trainer.config.run_spec import RunSpec
@@ -59,6 +60,8 @@ def spec_digest(spec: RunSpec) -> str:
         and not (name in _LATER_FIELDS and value == fields[name].default)
         and not (name == "reward" and not value)  # a list, which as JSON does not equal its default
     }
+    if fixed["dataset"] == OBSERVATORY and (fixed.get("script") or fixed["fake_data"]):
+        fixed["dataset"] = FORMER_DATASET  # they have no dataset, and the default was another
     fixed["packing"] = bool(fixed["packing"])  # packing was true before it was auto
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]
 

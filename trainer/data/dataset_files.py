@@ -10,7 +10,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import sha256_file
 from trainer.common.formats import printable, quoted
 from trainer.common.inputs import path_kind
-from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY
+from trainer.config.presets import FORMER_DATASET, OBSERVATORY
 
 JSON, TABLES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
 COLUMNAR = (".parquet", ".arrow")
@@ -55,7 +55,7 @@ def is_hub_id(name: str) -> bool:
 
 def is_hub_dataset(name: str) -> bool:
     """Return whether `name` can only be a dataset on the hub, with or without its owner, and not an existing path."""
-    plain = _WITHOUT_OWNER.fullmatch(name) and name not in (EMBEDDED_DATASET, OBSERVATORY)
+    plain = _WITHOUT_OWNER.fullmatch(name) and name not in (FORMER_DATASET, OBSERVATORY)
     return is_hub_id(name) or bool(plain and not path_kind(Path(name)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
 from trainer.common.inputs import path_kind
-from trainer.config import EMBEDDED_DATASET, OBSERVATORY, RunSpec
+from trainer.config import FORMER_DATASET, OBSERVATORY, RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.methods import METHODS, Data
 from trainer.data.dataset_files import (
@@ -53,13 +53,18 @@ def read_source(source: DatasetSource, *, data: Data = "answers") -> list[Sample
     return samples
 
 
+NO_FORMER_DATASET = f"dataset: {FORMER_DATASET} is not part of trainyard any more: start a new run with dataset={OBSERVATORY}, or with a file"
+
+
 def _empty(source: DatasetSource) -> UserError:
     return UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
 
 
 def iter_source(source: DatasetSource, *, data: Data = "answers") -> Iterator[Sample]:
     """Yield the samples of a dataset in their order; arguments and errors as for `read_source`, but it may be empty."""
-    if source.path in (EMBEDDED_DATASET, OBSERVATORY):
+    if source.path == FORMER_DATASET and not path_kind(Path(source.path)):
+        raise UserError(NO_FORMER_DATASET)
+    if source.path == OBSERVATORY:
         raise UserError(f"dataset: only ansible-playbook train.yml provides {source.path}: set dataset to a JSONL file")
     for before, (where, record) in enumerate(read_records(source)):
         try:
@@ -123,7 +128,7 @@ def read_records(source: DatasetSource) -> Iterator[tuple[str, Any]]:
             yield from _file_records(path, source)
     except FileNotFoundError:
         raise UserError(
-            f"dataset: no such file: {path}: set a JSONL file, '{EMBEDDED_DATASET}', or a hub id (org/name)"
+            f"dataset: no such file: {path}: set a JSONL file, '{OBSERVATORY}', or a hub id (org/name)"
         ) from None
     except OSError as error:
         raise UserError(f"dataset: cannot read {path}: {error.strerror}") from None

@@ -22,7 +22,7 @@ from trainer.common.files import to_json, write_atomic
 from trainer.common.formats import printable, quoted
 from trainer.common.inputs import read_regular
 from trainer.common.python_file import parse_python_file
-from trainer.config import EMBEDDED_DATASET, TINY, RunSpec
+from trainer.config import OBSERVATORY, TINY, RunSpec
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.loop.run_dir import StopRequest, claim
 from trainer.records.telemetry import Heartbeat
@@ -113,7 +113,7 @@ def environment(spec: RunSpec, run_dir: Path) -> dict[str, str]:
         "TRAINYARD_CHECKPOINTS": str(run_dir / "checkpoints"),
         "TRAINYARD_RESULT": str(run_dir / RESULT),
         **({"TRAINYARD_MODEL": spec.model} if spec.model != TINY else {}),
-        **({"TRAINYARD_DATASET": dataset} if dataset != EMBEDDED_DATASET else {}),
+        **({"TRAINYARD_DATASET": dataset} if dataset != OBSERVATORY else {}),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.common.lazy import LazyModule
 from trainer.config.methods import METHODS
-from trainer.config.presets import EMBEDDED_DATASET, OBSERVATORY
+from trainer.config.presets import OBSERVATORY
 from trainer.method.method_base import Batch, Method, Rank, Rows, Work, arranged, label_logps
 from trainer.method.method_plan import MethodPlan
 
@@ -47,7 +47,7 @@ class PreferencePlan(MethodPlan):
             )
         if spec.backend == "unsloth":
             raise ValueError(f"backend: unsloth requires method sft, got method {spec.method}: set backend=peft")
-        if spec.dataset in (EMBEDDED_DATASET, OBSERVATORY) and not spec.script:
+        if spec.dataset == OBSERVATORY and not spec.script:
             needed = {"pairs": "pairs of a chosen and a rejected answer", "labels": "answers with labels"}
             raise ValueError(
                 f"dataset: {spec.dataset} has one answer to each question, and method {spec.method} needs "

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.common.errors import UserError
 from trainer.common.formats import quoted
-from trainer.config import EMBEDDED_DATASET, FIELDS, OBSERVATORY, PRESETS, SMOLLM2, TINY, RunSpec
+from trainer.config import FIELDS, OBSERVATORY, PRESETS, SMOLLM2, TINY, RunSpec
 from trainer.config.fields import default_of, expected_value, metadata
 from trainer.data.dataset_files import COLUMNAR, JSON, TABLES, format_of
 from trainer.supervise.run_files import newest_first
@@ -183,7 +183,7 @@ def _models(home: Path) -> list[str]:
 def _datasets(home: Path) -> list[str]:
     """Return the embedded datasets, and the files in the folder `datasets` of the project."""
     found = sorted(path for path in (home / "datasets").glob("*") if format_of(path) in (*JSON, *TABLES, *COLUMNAR))
-    return [EMBEDDED_DATASET, OBSERVATORY, *map(str, found[:LISTED])]
+    return [OBSERVATORY, *map(str, found[:LISTED])]
 
 
 def _of_starts(home: Path) -> dict[str, list[str]]:

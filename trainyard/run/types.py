@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SkipVal
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from trainer.common.errors import UserError
-from trainer.config import EMBEDDED_DATASET, FIELDS, RunSpec
+from trainer.config import FIELDS, OBSERVATORY, RunSpec
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import is_hub_id
 from trainyard.remote.digests import Digests
@@ -165,7 +165,7 @@ class PreparedRun:
     @property
     def has_dataset(self) -> bool:
         """Whether the hosts find every dataset in their store; otherwise each host fetches one from the hub."""
-        if self.spec.script and self.spec.dataset == EMBEDDED_DATASET:
+        if self.spec.script and self.spec.dataset == OBSERVATORY:
             return True  # a script reads a dataset only if one is set
         return sum(file.kind == "dataset" for file in self.files) == len(self.spec.sources)
 

@@ -343,7 +343,7 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
         ({"dataset": "none.jsonl"}, "dataset: no such file: none.jsonl"),
         (
             {"dataset": "ansible-docs"},
-            "dataset: only ansible-playbook train.yml provides ansible-docs: set dataset to a JSONL",
+            "dataset: ansible-docs is not part of trainyard any more: start a new run with dataset=observatory, or with a file",
         ),
         ({"dataset": "org/name"}, "dataset: "),
         ({"model": "./none"}, "model: no such folder: ./none: set "),

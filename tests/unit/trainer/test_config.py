@@ -239,6 +239,9 @@ def test_explicit_values_override_presets() -> None:
     tiny = make_spec({}, "")
     assert all(getattr(tiny, name) == value for name, value in PRESETS["tiny"].items())
     assert make_spec({"seq_length": 99}, "").seq_length == 99
+    assert (tiny.dataset, tiny.epochs, tiny.max_steps) == ("observatory", 15, 40)
+    for more in ({"dataset": "a.jsonl"}, {"epochs": 1}, {"script": "a.py"}, {"fake_data": True}, {"model": "smollm2"}):
+        assert make_spec(more, "").max_steps == 0 and make_spec({**more, "max_steps": 3}, "").max_steps == 3
     assert make_spec({"model": "m"}, "").seq_length == FIELDS["seq_length"].default
 
 

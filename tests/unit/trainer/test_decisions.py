@@ -155,7 +155,10 @@ def test_automatic_fields_of_a_spec(tmp_path: Path) -> None:
     file.write_text(one.model_copy(update={"automatic": ()}).to_yaml())
     assert read_spec(file, {"precision": "auto"}, "flags").automatic == ("precision",)
     # The same default names as before there were automatic fields, methods and rewards.
-    assert make_spec({}, "here").named().run == "tiny-b72cb9"
+    assert make_spec({"dataset": "a.jsonl"}, "here").named().run == "tiny-69d332"
+    assert make_spec({"dataset": "ansible-docs", "max_steps": 4}, "here").named().run == "tiny-c1b2f4"
+    assert make_spec({"script": "a.py"}, "here").named().run == "a-5ce8fd"
+    assert make_spec({"fake_data": True}, "here").named().run == "tiny-d626b1"
     assert make_spec({"model": "smollm2"}, "here").named().run == "smollm2-3ab613"
     with pytest.raises(UserError, match=r"batch_size: auto cannot be combined with gradient_accumulation"):
         make_spec({"batch_size": "auto", "gradient_accumulation": 2}, "here")

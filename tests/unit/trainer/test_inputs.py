@@ -72,7 +72,7 @@ def test_a_path_that_cannot_exist_is_one_line(path: str, tmp_path: Path, capsys:
         shown = capsys.readouterr().err
         assert code == 0 or (code == 2 and shown.startswith("error: ") and shown.count("\n") == 1), (argv, shown)
     for field, reader in (
-        ("dataset", dataset_file),
+        ("dataset", lambda spec, *_: dataset_file(spec)),
         ("model", lambda spec, *_: model_folder(spec, [], tmp_path, print)),
     ):
         refusal(lambda field=field, reader=reader: reader(make_spec({field: path}, "-e"), tmp_path, print))  # type: ignore[misc]
@@ -97,7 +97,7 @@ def test_special_files_are_refused_at_once(tmp_path: Path) -> None:
     for path in special_files(tmp_path):
         refusal(lambda path=path: read_samples(path))  # type: ignore[misc]
         refusal(lambda path=path: read_spec(path, {}, "the flags"))  # type: ignore[misc]
-        refusal(lambda path=path: dataset_file(make_spec({"dataset": str(path)}, "-e"), tmp_path, print))  # type: ignore[misc]
+        refusal(lambda path=path: dataset_file(make_spec({"dataset": str(path)}, "-e")))  # type: ignore[misc]
         refusal(lambda path=path: read_hosts(str(path)))  # type: ignore[misc]
 
 
@@ -232,3 +232,20 @@ def test_what_is_derived_from_a_dataset_is_private(tmp_path: Path) -> None:
 
 
 # torchft --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_former_dataset_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spec of a run of before is read, and the run is shown; a resume needs the dataset."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.yml").write_text("run: before\nmodel: tiny\ndataset: ansible-docs\nepochs: 1\n")
+    spec = read_spec(tmp_path / "spec.yml", {}, "the flags")
+    said = "dataset: ansible-docs is not part of trainyard any more: start a new run with dataset=observatory, or with a file"
+    with pytest.raises(UserError) as refused:
+        dataset_file(spec)
+    assert str(refused.value) == said
+    with pytest.raises(UserError) as refused:
+        read_samples(spec.sources[0].path)
+    assert str(refused.value) == said
+    (tmp_path / "ansible-docs").mkdir()
+    (tmp_path / "ansible-docs/a.jsonl").write_text("{}\n")
+    assert dataset_file(spec) == tmp_path / "ansible-docs", "a folder of this name is one"

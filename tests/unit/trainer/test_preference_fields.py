@@ -30,7 +30,7 @@ PAIRS: dict[str, Any] = {"method": "dpo", "dataset": "pairs.jsonl"}
         ({"torch_compile": True}, "torch_compile: true requires method sft"),
         ({"backend": "unsloth"}, "backend: unsloth requires method sft"),
         ({"dataset": "observatory"}, "dataset: observatory has one answer .* pairs of a chosen and a rejected answer"),
-        ({"dataset": "ansible-docs", "method": "kto"}, "ansible-docs has one answer .* needs answers with labels"),
+        ({"dataset": "observatory", "method": "kto"}, "observatory has one answer .* needs answers with labels"),
         ({"strategy": "deepspeed"}, "strategy: deepspeed requires method sft, got method dpo: set strategy=fsdp"),
         ({"preference_label_smoothing": 0.1}, "preference_label_smoothing: .* with sigmoid: set both, or neither"),
         ({"preference_loss": "robust"}, "preference_label_smoothing: .* got 0 with robust"),

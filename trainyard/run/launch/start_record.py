@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
 from trainer.common.inputs import path_kind, user_path
-from trainer.config import EMBEDDED_DATASET, OBSERVATORY, SMOLLM2, TINY, RunSpec
+from trainer.config import OBSERVATORY, SMOLLM2, TINY, RunSpec
 from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.types import MODELS, PreparedRun, StartRecord, plain, read
 
@@ -33,7 +33,7 @@ NOT_KEPT = {
     "push",
     "push_as",
 }
-_NAMES = {"", TINY, SMOLLM2, EMBEDDED_DATASET, OBSERVATORY}  # that are never paths
+_NAMES = {"", TINY, SMOLLM2, OBSERVATORY}  # that are never paths
 
 
 def keep_start(home: Path, prepared: PreparedRun, options: LaunchOptions, hosts: Iterable[str]) -> None:

@@ -48,7 +48,7 @@ def show_data(spec: RunSpec, samples: int | None, as_json: bool, work: Path, rep
 
 def _dataset(spec: RunSpec, path: str, work: Path, report: Report) -> str:
     """Return the path of a dataset on this machine, as the user wrote it if it has one. Raises UserError."""
-    found = dataset_file(spec.model_copy(update={"dataset": path}), work, report)
+    found = dataset_file(spec.model_copy(update={"dataset": path}))
     if found and path_kind(given := user_path(path, "dataset")):
         return str(given)
     if not found and not is_offline():

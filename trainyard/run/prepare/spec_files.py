@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import itertools
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,18 +12,17 @@ from pathlib import Path
 from trainer.common.errors import UserError
 from trainer.common.files import sha256_file
 from trainer.common.inputs import host_path, path_kind, user_path
-from trainer.config import EMBEDDED_DATASET, OBSERVATORY, TINY, RunSpec
+from trainer.config import FORMER_DATASET, OBSERVATORY, TINY, RunSpec
 from trainer.config.dataset_source import DatasetSource, with_paths
 from trainer.config.methods import METHODS, Data
 from trainer.config.run_name import file_stem
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import all_files, data_suffix, is_hub_dataset, is_hub_id
-from trainer.data.samples import check_source
+from trainer.data.samples import NO_FORMER_DATASET, check_source
 from trainer.data.shapes import Sample
 from trainer.loop.script import check_script
 from trainer.rewards.reward_file import check_reward_file
 from trainyard import front_end
-from trainyard.docs_dataset import write_dataset
 from trainyard.remote.digests import Digests
 from trainyard.run.prepare.host_files import HostAccess, HostFiles, describe_files
 from trainyard.run.prepare.hub import fetch_on_controller, fetch_on_host, is_offline
@@ -146,7 +142,7 @@ def dataset_entries(
             files.append(dataclasses.replace(found.entry("dataset"), source=place))
             continue
         one = spec.model_copy(update={"dataset": source.path})
-        if path := dataset_file(one, work, report):
+        if path := dataset_file(one):
             file = dataset_entry(path, digests)
             if not spec.script:  # which may read any format
                 here = source.model_copy(update={"path": str(path)})
@@ -174,7 +170,7 @@ def dataset_entry(path: Path, digests: Digests) -> StagedFile:
 
 def _needs_dataset(spec: RunSpec) -> bool:
     """Return whether the run reads a dataset. A script reads one only if it is set."""
-    return not spec.fake_data and not (spec.script and spec.dataset == EMBEDDED_DATASET)
+    return not spec.fake_data and not (spec.script and spec.dataset == OBSERVATORY)
 
 
 def _setting(spec: RunSpec, place: int) -> str:
@@ -220,27 +216,18 @@ def hub_dataset(name: str, access: HostAccess | None, digests: Digests, report: 
     return StagedFile.of_folder(folder, f"store/datasets/{name.replace('/', '--')}", digests, "dataset")
 
 
-def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
-    """Return the dataset's file or folder on the controller; None for a hub id. The embedded dataset is created once.
+def dataset_file(spec: RunSpec) -> Path | None:
+    """Return the dataset's file or folder on the controller; None for a hub id.
 
     Raises:
-        UserError: the file does not exist, or the embedded dataset cannot be created.
+        UserError: the file does not exist.
     """
-    if spec.dataset == EMBEDDED_DATASET:
-        path = work / "datasets" / f"{EMBEDDED_DATASET}-{importlib.metadata.version('ansible-core')}.jsonl"
-        if not path.exists():
-            report(f"creating the dataset {EMBEDDED_DATASET} from ansible-doc (once)")
-            beside = Path(sys.executable).with_name("ansible-doc")
-            program = str(beside) if beside.exists() else shutil.which("ansible-doc") or "ansible-doc"
-            try:
-                write_dataset(program, path)
-            except (OSError, RuntimeError) as error:
-                raise UserError(f"dataset: cannot create {EMBEDDED_DATASET}: {error}") from None
-        return path
     if spec.dataset == OBSERVATORY:
         return DATASETS / f"{OBSERVATORY}.jsonl"
     path = user_path(spec.dataset_name, "dataset")
     kind = path_kind(path)
+    if spec.dataset == FORMER_DATASET and not kind:
+        raise UserError(NO_FORMER_DATASET)
     if kind == "other":
         raise UserError(f"dataset: {path} is not a regular file: give a file or a folder")
     if kind == "folder" and not all_files(path):
@@ -252,7 +239,7 @@ def dataset_file(spec: RunSpec, work: Path, report: Report) -> Path | None:
             return None
         listed = ", or several in a list such as '[a.jsonl, b.jsonl]'" if "," in spec.dataset_name else ""
         raise UserError(
-            f"dataset: no file {path}{_suggest(path)}: give a file, a folder, '{EMBEDDED_DATASET}', '{OBSERVATORY}', "
+            f"dataset: no file {path}{_suggest(path)}: give a file, a folder, '{OBSERVATORY}', "
             f"host:/path, or a hub id (org/name){listed}"
         )
     return path.absolute()
@@ -265,7 +252,7 @@ def _suggest(path: Path) -> str:
         names = [entry.name for entry in itertools.islice(folder.iterdir(), _MAX_NAMES)]
     except OSError:
         names = []
-    known = {name: name for name in (EMBEDDED_DATASET, OBSERVATORY)} | {name: str(folder / name) for name in names}
+    known = {name: name for name in (OBSERVATORY,)} | {name: str(folder / name) for name in names}
     near = get_close_matches(path.name, known, n=1, cutoff=0.75)
     return f" (did you mean {known[near[0]]!r}?)" if near else ""
 
