@@ -27,7 +27,7 @@ TOP = Path(__file__).resolve().parents[1]
 HELD = ("torch", "liger-kernel", "torchft", "gguf")  # the code uses their internals: change the pin, and run all tests
 # torch brings those that its build needs, of the index that has it. pip is that of the environment.
 OF_TORCH = re.compile(r"triton|(cuda|nvidia)-(?!ml-py)")
-EXTRAS = ("dashboard", "node", "mlflow", "notify", "wandb", "nvml", "gpu", "deepspeed", "dev", "bench")
+EXTRAS = ("dashboard", "node", "mlflow", "wandb", "nvml", "gpu", "deepspeed", "dev", "bench")
 BUILDS = ("cpu", "cu126", "cu128", "cu129", "cu130", "cu132")  # of torch, on its own index
 BUILD = r"torch-{version}%2B{build}-(cp3\d+)-\1-manylinux_2_28_(?:{machines})\.whl[^\"'>]*#sha256=([0-9a-f]{{64}})"
 TAG = "|".join(f"cp{python.replace('.', '')}" for python in PYTHONS)

@@ -1,10 +1,12 @@
-"""Messages about the events of a run: to a web server, by apprise, and to a program of the user."""
+"""Messages about the events of a run: to a web server, and to a program of the user."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,31 +64,40 @@ def test_what_is_not_sent_is_a_line_without_the_url() -> None:
         announcer(lines, notify=[f"http://127.0.0.1:{server.getsockname()[1]}/token"])("finished", "mine")
         answer.join()
     assert lines[1] == "warning: notify: 127.0.0.1: not sent: BadStatusLine", lines
-    for url, why in (("http://[bad/token", "a URL is not valid"), ("token", "a URL has no scheme")):
-        with pytest.raises(UserError, match=f"^notify: {why}") as error:
+    for url in ("http://[bad/token", "token", "tgram://token", "http:///token"):
+        with pytest.raises(UserError, match=r"^notify: a URL is not one of http or https") as error:
             announcer(lines, notify=[url]).check()
         assert "token" not in str(error.value)
 
 
-def test_apprise_gets_the_url_in_a_private_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
+def test_a_server_that_sends_a_byte_at_a_time_delays_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit of urllib is one for each part of an answer."""
+    monkeypatch.setattr(module, "SEND_LIMIT", 1.0)
     lines: list[str] = []
-    announce = announcer(lines, notify=["tgram://secret/1"])
-    with pytest.raises(UserError, match=r"^notify: 'tgram' needs the program apprise: pip install apprise"):
-        announce.check()
-    program(
-        tmp_path / "apprise",
-        f'echo "$@" > {tmp_path}/words; stat -c %a "$2" >> {tmp_path}/words; cat "$2" >> {tmp_path}/words\n',
-    )
-    announce.check()
-    announce("finished", "mine", "40 of 40 steps")
-    words, mode, url = (tmp_path / "words").read_text().splitlines()
-    assert words.endswith("--title trainyard: run mine finished --body 40 of 40 steps") and "secret" not in words
-    assert (mode, url, lines) == ("600", "tgram://secret/1", [])
-    program(tmp_path / "apprise", "echo tgram://secret/1 >&2; exit 3\n")
-    announce("finished", "mine")
-    assert lines == ["warning: notify: tgram: not sent: apprise ended with exit code 3"]
+    ended = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            while not ended.wait(0.2):
+                connection.sendall(b"x")
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        announce = announcer(lines, notify=[f"http://127.0.0.1:{server.getsockname()[1]}/token"])
+        began = time.monotonic()
+        announce("restarting", "mine")
+        assert time.monotonic() - began < 0.5 and not lines
+        announce("failed", "mine")
+        assert 1.0 <= time.monotonic() - began < 3.0
+        assert lines == ["warning: notify: 127.0.0.1: no answer within 1 s"]
+        ended.set()
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_hook_gets_the_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +111,10 @@ def test_a_hook_gets_the_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     announce("finished", "mine")
     assert lines == [f"warning: hook: {hook}: exit code 4: no disk"]
 
-    def endless(words: list[str], *_: object) -> None:
+    def endless(words: list[str], **_: object) -> None:
         raise subprocess.TimeoutExpired(words, 60)
 
-    monkeypatch.setattr(module, "_run", endless)
+    monkeypatch.setattr(module.subprocess, "run", endless)
     announce("finished", "mine")
     assert lines[1] == f"warning: hook: {hook}: ended after 60 s"
     hook.chmod(0o644)

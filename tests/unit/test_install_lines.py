@@ -25,7 +25,7 @@ INSTALL = re.compile(
 WHEEL = r"(?:dist/)?trainyard_cluster-(?:0\.2\.0|\{version\})-py3-none-any\.whl"
 # What such a command may name: a checkout, a file that `make dist` writes, a package of the lock, and what a message fills in.
 TARGETS = re.compile(
-    rf"\.(?:\[[a-z,]+\])?|{WHEEL}|trainyard-cluster-(?:0\.2\.0|\{{version\}})\.tar\.gz|ansible-core|torch==[\d.]+|apprise|uv|trl|\{{package\}}.*"
+    rf"\.(?:\[[a-z,]+\])?|{WHEEL}|trainyard-cluster-(?:0\.2\.0|\{{version\}})\.tar\.gz|ansible-core|torch==[\d.]+|uv|trl|\{{package\}}.*"
 )
 WITH_VALUE = {
     *(
@@ -67,7 +67,7 @@ HOSTS = {
     *("man7.org", "meta-pytorch.org", "no-color.org", "ollama.com", "pypi.org", "semver.org", "slurm.schedmd.com"),
     *("www.deepspeed.ai", "www.freedesktop.org", "www.w3.org"),
 }
-REPOSITORIES = {"EleutherAI/lm-evaluation-harness", "caronc/apprise", "ollama/ollama", "openai/gpt-2"}
+REPOSITORIES = {"EleutherAI/lm-evaluation-harness", "ollama/ollama", "openai/gpt-2"}
 
 
 def texts() -> dict[str, str]:

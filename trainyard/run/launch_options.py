@@ -141,8 +141,7 @@ class LaunchOptions(PlaybookOptions):
     )
     notify: Words = declare(
         (),
-        "URLs that are told when the run starts, restarts, stops, fails or finishes, and when the queue is empty; http and https get "
-        "JSON, any other is one of apprise, such as `tgram://...`",
+        "http or https URLs that get JSON when the run starts, restarts, stops, fails or finishes, and when the queue is empty",
         max_length=20,
     )
     hook: str = declare(
