@@ -211,7 +211,7 @@ def test_a_rank_that_joins_takes_what_the_run_has() -> None:
 
 def test_ranks_decide_together() -> None:
     mine, _ = decide(make_spec({"model": "x"}, "here"), [cpu(64, True)] * 2, read_shape(ONE))
-    theirs, _ = decide(make_spec({"model": "x"}, "here"), [cpu(16, True)] * 2, read_shape(ONE))
+    theirs, _ = decide(make_spec({"model": "x"}, "here"), [cpu(8, True)] * 2, read_shape(ONE))
     assert mine != theirs and mine.precision == theirs.precision == "bf16-mixed"
     ranks: Any = Ranks([answer(theirs, False)])
     assert decided(agree(mine, False, ranks)) == decided(theirs)
