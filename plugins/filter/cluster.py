@@ -84,6 +84,30 @@ def peer_keys(
     return lines
 
 
+# These lines are in files on hosts: a change of them would leave the blocks of earlier versions behind.
+_MARK = " # trainyard:"
+# Records that the role created the file, so that the file is removed with its last line.
+_CREATED = "# trainyard made this file"
+
+
+def host_block(text: str, lines: dict[str, list[str]], members: list[str], keep_prefix: str = "") -> str:
+    """Return the block of a file with lines for hosts, in the order of `members`; empty without a line.
+
+    Hosts without new lines, such as those that the play leaves out, keep those of their current ones that start with `keep_prefix`.
+
+    Args:
+        text: the file; empty if it does not exist, or is to be created.
+    """
+    current: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        head, mark, member = line.rpartition(_MARK)
+        if mark and head.startswith(keep_prefix):
+            current.setdefault(member, []).append(head)
+    block = [f"{line}{_MARK}{member}" for member in members for line in lines.get(member, current.get(member, []))]
+    created = not text or _CREATED in text.splitlines()
+    return "\n".join([*([_CREATED] if created else []), *block]) if block else ""
+
+
 class FilterModule:
     """Filters for the hosts of the cluster, by their names in templates."""
 
@@ -93,4 +117,5 @@ class FilterModule:
             "peer_names": peer_names,
             "peer_host_keys": peer_host_keys,
             "peer_keys": peer_keys,
+            "host_block": host_block,
         }

@@ -9,18 +9,16 @@ from pathlib import Path
 from ansible.module_utils.safe_path import check_path
 
 
-def write_atomic(path: Path, text: str, mode: int, keep: bool = False) -> None:
+def write_atomic(path: Path, text: str, mode: int) -> None:
     """Replace the content of `path` in one step, and flush it to disk first.
 
-    A missing parent folder is created; for a private file it is private too. Files and folders belong to the current user. With
-    `keep`, an existing file keeps its mode and owner.
+    A missing parent folder is created; for a private file it is private too. Files and folders belong to the current user.
     Raises OSError if the file cannot be written, and its subclass UnsafePathError if this process runs as root and a user can
     redirect the path: write files in a user's home as that user.
     """
     check_path(path)
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, mode=0o755 if mode & 0o077 else 0o700)
-    status = path.stat() if keep and path.exists() else None
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".trainyard-")
     temporary = Path(name)
     try:
@@ -28,9 +26,7 @@ def write_atomic(path: Path, text: str, mode: int, keep: bool = False) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-            if status:
-                os.fchown(file.fileno(), status.st_uid, status.st_gid)
-            os.fchmod(file.fileno(), status.st_mode & 0o7777 if status else mode)
+            os.fchmod(file.fileno(), mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink()

@@ -2,64 +2,71 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from run_hosts import TOP
 
-from plugins.filter.cluster import peer_host_keys, peer_keys, peer_names
-from plugins.module_utils.atomic_file import write_atomic
-from plugins.module_utils.host_lines import BEGIN, update_text
+from plugins.filter.cluster import host_block, peer_host_keys, peer_keys, peer_names
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="#\u2028\u2029\x85"), min_size=1)
 NAMES = ["a", "b", "c"]
 LINES = st.dictionaries(st.sampled_from(NAMES), st.lists(LINE, max_size=2))
-OTHER_TEXT = st.lists(LINE, max_size=4).map(lambda lines: "".join(f"{line}\n" for line in lines))
 
 
-@given(other_text=OTHER_TEXT, lines=LINES)
-def test_text_outside_the_block_is_preserved(other_text: str, lines: dict[str, list[str]]) -> None:
-    updated = update_text(other_text, lines, NAMES, False)
-    assert updated is not None and updated.endswith(other_text)
-    assert update_text(updated, lines, NAMES, False) == updated
-    assert update_text(updated, {}, [], False) == other_text
-
-
-@given(other_text=OTHER_TEXT, first=LINES, second=LINES)
+@given(first=LINES, second=LINES)
 def test_lines_of_absent_hosts_stay_until_they_leave_the_cluster(
-    other_text: str, first: dict[str, list[str]], second: dict[str, list[str]]
+    first: dict[str, list[str]], second: dict[str, list[str]]
 ) -> None:
-    before = update_text(other_text, first, NAMES, False)
-    assert before is not None
-    assert update_text(before, second, NAMES, False) == update_text(other_text, first | second, NAMES, False)
-    assert update_text(before, {}, ["a"], False) == update_text(other_text, {"a": first.get("a", [])}, ["a"], False)
+    text = f"other\n{host_block('other', first, NAMES)}\nother\n"
+    assert host_block(text, second, NAMES) == host_block("other", first | second, NAMES)
+    assert host_block(text, {}, ["a"]) == host_block("other", {"a": first.get("a", [])}, ["a"])
+    assert host_block(text, first, []) == ""
 
 
-def test_a_created_file_is_removed_with_its_last_line() -> None:
-    made = update_text("", {"a": ["one"]}, ["a"], True)
-    assert made is not None and update_text(made, {}, [], False) is None
-    assert update_text(made + "other\n", {}, [], False) == "other\n"
-    assert update_text("", {}, ["a"], True) is None
+def test_lines_of_absent_hosts_stay_only_with_the_prefix() -> None:
+    text = host_block("other", {"a": ["restrict key"], "b": ["from=x key"]}, ["a", "b"])
+    assert host_block(text, {}, ["a", "b"], "restrict") == host_block("other", {"a": ["restrict key"]}, ["a", "b"])
 
 
-@pytest.mark.parametrize("cut", range(1, 5))
-def test_a_truncated_block_is_repaired(cut: int) -> None:
-    complete = update_text("other\n", {"a": ["one"], "b": ["two"]}, ["a", "b"], False)
-    assert complete is not None
-    lines = complete.splitlines(keepends=True)
-    text = "".join(lines[: min(cut, 3)]) + "other\n"
-    assert BEGIN in text
-    assert update_text(text, {"a": ["one"], "b": ["two"]}, ["a", "b"], False) == complete
+@pytest.mark.slow
+def test_the_block_is_written_kept_and_removed(tmp_path: Path) -> None:
+    """A file that the role created is removed with its last line; another keeps its text, mode and owner."""
+    own, made = tmp_path / "hosts", tmp_path / "known"
+    own.write_text("127.0.0.1 localhost\n")
+    own.chmod(0o640)
 
+    def play(lines: dict[str, list[str]], members: list[str], changed: bool) -> None:
+        role = {"name": "cluster", "tasks_from": "host_lines"}
+        files = [{"path": str(path), "lines": lines} for path in (own, made)]
+        task = {"include_role": role, "vars": {"cluster_lines": files, "cluster_line_owners": members}}
+        (tmp_path / "play.yml").write_text(
+            yaml.safe_dump([{"hosts": "all", "connection": "local", "gather_facts": False, "tasks": [task]}])
+        )
+        words = [Path(sys.executable).with_name("ansible-playbook"), "-i", "localhost,", tmp_path / "play.yml"]
+        environment = {**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        environment["ANSIBLE_PYTHON_INTERPRETER"] = sys.executable
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, cwd=TOP)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("changed=0" not in done.stdout) is changed, done.stdout
 
-def test_owner_and_mode_are_preserved(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("old")
-    file.chmod(0o640)
-    write_atomic(file, "new", 0o644, keep=True)
-    assert file.read_text() == "new" and file.stat().st_mode & 0o777 == 0o640
-    assert list(tmp_path.iterdir()) == [file]
+    for changed in (True, False):
+        play({"node1": ["10.0.0.1 node1"], "node2": ["10.0.0.2 node2"]}, ["node1", "node2"], changed)
+    begin = "# BEGIN trainyard: written by site.yml, taken away by playbooks/reset.yml\n"
+    lines = "10.0.0.1 node1 # trainyard:node1\n10.0.0.2 node2 # trainyard:node2\n# END trainyard\n"
+    assert own.read_text() == f"{begin}{lines}127.0.0.1 localhost\n" and own.stat().st_mode & 0o777 == 0o640
+    assert made.read_text() == f"{begin}# trainyard made this file\n{lines}"
+    play({"node1": ["10.0.0.9 node1"]}, ["node1", "node2"], True)
+    assert "10.0.0.9 node1" in own.read_text() and "10.0.0.2 node2" in own.read_text()
+    play({}, [], True)
+    assert own.read_text() == "127.0.0.1 localhost\n" and not made.exists()
+    play({}, [], False)
 
 
 HOSTS = {
@@ -98,10 +105,3 @@ def test_a_peer_key_runs_only_the_command_of_the_role() -> None:
     lines = peer_keys(hosts, list(hosts), command="rsync --server")
     assert lines["node1"] == []
     assert lines["node2"] == ['restrict,from="10.0.0.1,10.0.0.2,10.0.0.3",command="rsync --server" ssh-ed25519 AAAA']
-
-
-def test_lines_of_absent_hosts_stay_only_with_the_prefix() -> None:
-    before = update_text("", {"a": ["restrict key"], "b": ["from=x key"]}, ["a", "b"], False)
-    assert before is not None
-    after = update_text(before, {}, ["a", "b"], False, "restrict")
-    assert after == update_text("", {"a": ["restrict key"]}, ["a", "b"], False)
