@@ -114,7 +114,7 @@ class _Scanner:
                 self.findings.rejected.append((target, str(error)))
                 if self.settings.verify:
                     return
-                answer = Answer(replies.Server(**target._asdict(), version=""))
+                answer = Answer(replies.Server(address=target.address, port=target.port, version=""))
             self.findings.answers.append(replace(answer, host_keys=await self._host_keys(target.address)))
 
     def _host_keys(self, address: str) -> asyncio.Task[tuple[str, ...]]:
@@ -179,8 +179,15 @@ async def ask(
     if wrong:  # raised inside the block, it would be an exception group in Python 3.11
         raise wrong
     (found, took), (listed, left_out) = results[0].result(), results[1].result()
-    more = {"models": listed, "loaded": results[2].result(), "response_ms": round(took * 1000, 1)}
-    return Answer(replies.Server(**target._asdict(), version=found, **more), left_out)
+    server = replies.Server(
+        address=target.address,
+        port=target.port,
+        version=found,
+        models=tuple(listed),
+        loaded=tuple(results[2].result()),
+        response_ms=round(took * 1000, 1),
+    )
+    return Answer(server, left_out)
 
 
 async def _connect_all(
