@@ -20,7 +20,6 @@ from trainer.gguf.metadata import is_byte_level
 from trainer.gguf.plain_adapter import AdapterError, float32_array, read_plain_adapter
 from trainer.gguf.special import complete
 
-SUM_LIMIT = 1e-5  # of a merged layer's outputs, relative: roundings of float32
 # Of the weights, which are in memory at once. For a larger model the time to import torch does not matter.
 MAX_BYTES = 1 << 30
 TYPES = {
@@ -156,14 +155,9 @@ def _merge(weights: dict[str, np.ndarray], adapter: Path) -> None:
         name = f"{module}.weight"
         if name not in weights or weights[name].shape != (b.shape[0], a.shape[1]):
             raise UnsupportedModelError(f"{adapter}: the model has no layer of this shape for {quoted(module)}")
-        base, scale = weights[name], np.float32(alpha / a.shape[0])
-        weights[name] = base + scale * (b @ a)
+        weights[name] = weights[name] + np.float32(alpha / a.shape[0]) * (b @ a)
         if not np.isfinite(weights[name]).all():
             raise UnsupportedModelError(f"{adapter}: the merged weights of {quoted(module)} are not finite")
-        probe = np.random.default_rng(1).standard_normal((a.shape[1], 4), np.float32)
-        expected, found = base @ probe + scale * (b @ (a @ probe)), weights[name] @ probe
-        if np.linalg.norm(found - expected) > SUM_LIMIT * (np.linalg.norm(found) + np.linalg.norm(expected)):
-            raise UnsupportedModelError(f"{adapter}: the merged weights of {quoted(module)} are wrong")
 
 
 def _add_parameters(writer: gguf.GGUFWriter, config: dict[str, Any], sizes: dict[str, int]) -> None:

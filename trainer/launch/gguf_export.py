@@ -136,7 +136,7 @@ def _compute(run_dir: Path, request: dict[str, Any]) -> None:
 def compute(request: dict[str, Any], work: Path) -> None:
     """Compute missing data in this process. Raises UserError, and the exceptions of the converter."""
     from trainer.config import RunSpec, read_yaml
-    from trainer.loop.final_export import merge_adapter, merged_rightly
+    from trainer.loop.final_export import merge_adapter
     from trainer.spec import make_spec
 
     run_dir = Path(request["run_dir"])
@@ -146,7 +146,7 @@ def compute(request: dict[str, Any], work: Path) -> None:
     if not request["quantize"] or _known_gguf(run_dir, request):
         return
     model = run_dir / ("merged" if spec.lora_r else "model")
-    if spec.lora_r and not (model.exists() and merged_rightly(spec, run_dir)):
+    if spec.lora_r and not model.exists():
         merge_adapter(spec, run_dir)
     zipfile.ZipFile(request["converter"]).extractall(work / "converter")
     aside = work / "model.gguf"

@@ -218,7 +218,7 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     """
     from transformers import AutoTokenizer
 
-    from trainer.models.adapter_merge import check_merged, merged_dtype, merged_weights, weightless
+    from trainer.models.adapter_merge import LogitCheck, merged_dtype, merged_weights, saved_model, weightless
     from trainer.models.tokenizer_output import add_end_token, save_tokenizer
 
     dtype, tokenizer = merged_dtype(spec), AutoTokenizer.from_pretrained(run_dir / "adapter")
@@ -230,21 +230,9 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
         add_end_token(model.generation_config, tokenizer)
         save_in_parts(model, _finite(spec, itertools.chain([first], weights)), aside)
         del adapted, weights, first
-        check_merged(_adapted(spec, run_dir), dtype, aside)
+        LogitCheck(_adapted(spec, run_dir), dtype)(saved_model(aside))
         save_tokenizer(tokenizer, aside)
     return run_dir / "merged"
-
-
-def merged_rightly(spec: RunSpec, run_dir: Path) -> bool:
-    """Return whether `run_dir/merged`, which an earlier version may have written, answers as the base with the adapter."""
-    from trainer.models.adapter_merge import check_merged, merged_dtype
-
-    adapted = _adapted(spec, run_dir)
-    try:
-        check_merged(adapted, merged_dtype(spec), run_dir / "merged")
-    except (UserError, OSError, ValueError, AttributeError):  # it has other layers
-        return False
-    return True
 
 
 def _adapted(spec: RunSpec, run_dir: Path) -> Any:

@@ -26,7 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.template_text import end_of_turn, without_generation
 from trainer.gguf.special import complete
-from trainer.loop.final_export import merge_adapter, save_in_parts
+from trainer.loop.final_export import save_in_parts
 from trainer.models import greedy_answers
 from trainer.models.model import load_tokenizer
 from trainer.models.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer
@@ -179,20 +179,6 @@ def test_answers_of_an_earlier_version_are_computed_again(tmp_path: Path) -> Non
     for record, known in (({"weights": "w"}, False), ({"weights": "w", "stop": ""}, True)):
         (tmp_path / "deploy/answers.json").write_text(json.dumps(record))
         assert (greedy_answers.known_answers(tmp_path, "w") is not None) == known
-
-
-def test_a_merged_model_of_an_earlier_version_is_checked(here: Here, other_end_model: Path) -> None:
-    from trainer.config import read_yaml
-    from trainer.loop.final_export import merged_rightly
-    from trainer.spec import make_spec
-
-    here.model = other_end_model
-    assert here(max_steps=2, lora_r=4, lr=0.1, precision="32-true") == 0, here.err
-    spec = make_spec(read_yaml(here.run_dir() / "spec.yml"), "spec.yml")
-    LlamaForCausalLM.from_pretrained(other_end_model).save_pretrained(here.run_dir() / "merged")  # without the adapter
-    assert not merged_rightly(spec, here.run_dir())
-    merge_adapter(spec, here.run_dir())
-    assert merged_rightly(spec, here.run_dir())
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizerFast", "TokenizersBackend", "PreTrainedTokenizerFast", None])
