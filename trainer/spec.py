@@ -10,8 +10,7 @@ from pydantic_core import ErrorDetails
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
 from trainer.config.alias_table import is_off
-from trainer.config.aliases import MUTABLE, resolve_aliases, suggest
-from trainer.config.automatic import override_automatic
+from trainer.config.aliases import MUTABLE, is_of_a_run, resolve_aliases, suggest
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import mismatch
@@ -88,9 +87,6 @@ def _unknown_key(problem: ErrorDetails) -> bool:
     return problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
 
 
-_OF_A_RUN = 0.8  # of all fields: such a file was not written by hand
-
-
 def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
     """Check that the strategy and the method use every field that a user gave. Raises UserError.
 
@@ -98,7 +94,7 @@ def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
         given: names of fields. Most of them are in the file of a run, which is not checked.
     """
     given = [name for name in given if name in FIELDS]
-    if len(given) > _OF_A_RUN * len(FIELDS):
+    if is_of_a_run(given):
         return
     _check_method(spec, given, source)
     if spec.strategy == AUTO:
@@ -148,7 +144,7 @@ def read_spec(
     if path:
         make_spec(values, str(path), ranks)
     resolved, more = resolve_aliases(read_tool_files(overrides), values, source=source, ranks=ranks)
-    spec = make_spec(override_automatic(values, resolved), source, ranks)
+    spec = make_spec({**values, **resolved}, source, ranks)
     if strict:
         check_given(spec, values, str(path))
         check_given(spec, resolved, source)
@@ -171,7 +167,7 @@ def changed_fields(before: RunSpec, now: RunSpec, *, resumes: bool = True) -> li
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     if (old["packing"], new["packing"]) in ((True, "auto"), ("auto", True), ("auto", False)):
         old["packing"] = new["packing"]  # RunState.restore compares what auto chose
-    may_differ = MUTABLE if resumes else {"run", "resume", "automatic"}
+    may_differ = MUTABLE if resumes else {"run", "resume"}
     names = [name for name in FIELDS if name not in may_differ and old[name] != new[name]]
     return [f"{name}: {_change(old[name], new[name])}" for name in names]
 

@@ -13,7 +13,6 @@ from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, read_yaml, resolve_aliases, suggest
-from trainer.config.automatic import override_automatic
 from trainer.config.tool_files import read_tool_files
 from trainer.spec import MAX_LISTED, and_more, check_given, make_spec
 from trainyard.project_folder import shared_folder
@@ -103,7 +102,7 @@ def read_run_spec(
         make_spec(base, f"{file}{hint}")
     for note in notes + further:
         report(note)
-    spec = make_spec(override_automatic(base, {name: given[name] for name in given if name in FIELDS}), source)
+    spec = make_spec(base | {name: given[name] for name in given if name in FIELDS}, source)
     check_given(spec, base, file)
     check_given(spec, given, source)
     return spec

@@ -48,7 +48,7 @@ def test_no_field_takes_text_but_the_name_of_the_run(form: NewRuns, tmp_path: Pa
         *LAUNCH,
         *(name for name, info in FIELDS.items() if words_of_field(info) is not None),
     }
-    never = {"script", "teacher", "deepspeed_config", "columns", "loggers", "wandb_project"}
+    never = {"script", "teacher", "deepspeed_config", "columns", "loggers"}
     never |= {*OPTIONS} - {*LAUNCH}
     assert not never & {*fields} and {"run_env", "unit_properties", "collect_to"} <= never
     for name in fields:

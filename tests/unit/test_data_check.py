@@ -94,9 +94,9 @@ def test_totals_are_in_the_plan_and_are_kept(
 
 def test_more_than_half_of_the_samples_lost_stops_the_run(model_folder: Path, tmp_path: Path) -> None:
     rows = [*records(4), *({"messages": [USER]} for _ in range(5))]
-    with pytest.raises(UserError, match=r"5 of 9 samples of the dataset are not trained .* or set allow_dropped=true"):
+    with pytest.raises(UserError, match=r"5 of 9 samples of the dataset are not trained .* or set keep_going=dropped"):
         prepared(model_folder, rows, tmp_path)
-    made = prepared(model_folder, rows, tmp_path, allow_dropped=True)
+    made = prepared(model_folder, rows, tmp_path, keep_going="dropped")
     assert [line for line in data_lines(made) if line.startswith("WARNING: 5 of 9 samples")]
     assert prepared(model_folder, rows[:8], tmp_path).data.dropped == {"without an answer with loss": 4}
 

@@ -75,7 +75,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (BASE, {"fsdp": ["full_shard", "auto_wrap", "offload"]}, {"strategy": "fsdp", "fsdp_shard": "all", "fsdp_offload": True}),
     (BASE, {"fsdp_version": 2, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}, {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),
     (BASE, {"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}}, {"gradient_checkpointing": True}),
-    (BASE, {"wandb_project": "p", "output_dir": "./out/x y/"}, {"loggers": ["wandb"], "wandb_project": "p", "run": "out-x-y"}),
+    (BASE, {"wandb_project": "p", "output_dir": "./out/x y/"}, {"loggers": ["wandb"], "run": "out-x-y"}),
     (BASE, {"datasets": [{"path": "a", "type": "alpaca"}, {"path": "b", "name": "en", "split": "train[:5%]"}]}, {"dataset": [{"path": "a"}, {"path": "b", "config": "en", "split": "train[:5%]"}]}),
     (BASE, {"datasets": [{"path": "b", "field_messages": "chat", "message_property_mappings": {"role": "who", "content": "value"}}]}, {"dataset": [{"path": "b", "columns": {"messages": "chat", "role": "who"}}]}),
     (BASE, {"datasets": [{"path": "b", "field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}]}, {"dataset": "b"}),

@@ -134,7 +134,7 @@ def test_a_value_beside_the_file_of_a_run_decides_a_field_that_the_file_leaves_t
     file.write_text(make_spec({"model": "x"}, "here").to_yaml())
     spec = read_run_spec(str(file), {"precision": "32-true", "batch_size": 1}, TOP)
     assert spec.automatic == tuple(name for name in AUTOMATIC if name not in ("precision", "batch_size"))
-    file.write_text(make_spec({"automatic": ()}, "here").to_yaml())
+    file.write_text(make_spec({}, "here").model_copy(update={"automatic": ()}).to_yaml())
     assert read_run_spec(str(file), {"precision": "auto"}, TOP).automatic == ("precision",)
 
 

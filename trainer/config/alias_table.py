@@ -364,7 +364,6 @@ _SAME = {
     "eval_interval": "eval_steps",
     "checkpoint_interval": "save_steps ckpt.interval",
     "checkpoint_keep": "ckpt.topk",
-    "wandb_project": "project",
     "collective_timeout": "ddp_timeout hv.averaging_timeout hv.timeout_waiting_for_peers",
 }
 ALIASES: dict[str, Alias] = {

@@ -1,12 +1,13 @@
 """Replace other names of run spec fields: those of `alias_table`, and deprecated ones."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
 from trainer.config.alias_table import ACCUMULATION, ALIASES, REFUSED, Alias, Fields, is_off
+from trainer.config.automatic import without_state
 from trainer.config.fields import in_quotes, is_switch, metadata, names_in
 from trainer.config.removed_fields import REMOVED_FIELDS, removed, replacement
 from trainer.config.run_spec import FIELDS
@@ -37,6 +38,11 @@ class Resolved:
             )
         self.values.setdefault(target, value)
         self.origin.setdefault(target, name)
+
+
+def is_of_a_run(names: Collection[str]) -> bool:
+    """Return whether these are the names in the file of a run, which has all fields: it was not written by hand."""
+    return len(names) > 0.8 * len(FIELDS)
 
 
 def plain_name(name: object) -> str:
@@ -88,6 +94,8 @@ def resolve_aliases(
     """
     if values.keys() <= FIELDS.keys():
         return dict(values), []
+    if is_of_a_run(values):
+        values = without_state(values)
     plain = {plain_name(name): value for name, value in values.items()}
     opendiloco = any(name.startswith("hv.") for name in plain)
     found = Resolved(f" in {source}" if source else "")

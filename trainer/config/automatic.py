@@ -35,10 +35,15 @@ def with_automatic(given: Mapping[str, Any]) -> dict[str, Any]:
     return values | {"automatic": (*names, *(name for name in asked if name not in names))}
 
 
-def override_automatic(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values | overrides`, where an override of a field that is automatic in `values` decides it."""
-    merged = {**values, **overrides}
-    if "automatic" in values and "automatic" not in overrides:
-        names = split_words(values["automatic"])
-        merged["automatic"] = tuple(name for name in names if name not in overrides)
-    return merged
+def without_state(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the file of a run of an earlier version says, as a user would write it: it had a field `automatic`, and a `template_date`.
+
+    The checkpoints of the run also have the date.
+    """
+    found = {name: value for name, value in values.items() if name not in ("automatic", "template_date")}
+    names = split_words(values.get("automatic", ()))
+    undecided = [name for name in names if name in AUTOMATIC] if isinstance(names, list | tuple) else []
+    found |= dict.fromkeys(undecided, "auto")
+    if "strategy" in undecided:
+        del found["strategy"]
+    return found

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict
 
 from trainer.config.dataset_source import EXPECTED, Columns, Datasets
-from trainer.config.fields import MAX_COUNT, MAX_NUMBER, IsoDate, Words, declare
+from trainer.config.fields import MAX_COUNT, MAX_NUMBER, Words, declare
 from trainer.config.methods import DEFAULT_METHOD, METHODS
 from trainer.config.presets import OBSERVATORY, TINY
 
@@ -53,10 +53,10 @@ class BasicFields(BaseModel):
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
         expected=EXPECTED["columns"],
     )
-    ignore_keys: Words = declare(
+    keep_going: Words = declare(
         (),
-        "keys of records and messages that the run ignores, such as score or weight: other keys that change what is learned "
-        "are used or refused",
+        "what a run ignores instead of refusing it: keys of records and messages, such as score or weight; dropped: that more than "
+        "half of the samples, or of a teacher's answers, are dropped",
     )
     system: Literal["keep", "prepend"] = declare(
         "keep",
@@ -64,17 +64,9 @@ class BasicFields(BaseModel):
         "for templates without a system role",
         expected="keep or prepend (the system message of a distillation is system_message)",
     )
-    template_date: IsoDate = declare(
-        "",
-        "date that the chat template of the model prints, if it prints one; empty: the day of the run's first start, also after a resume",
-        expected="a date such as 2026-01-31",
-    )
     fake_data: bool = declare(False, "train on random tokens instead of the dataset, to measure speed")
     train_on: Literal["answer", "all"] = declare(
         "answer", "tokens that contribute to the loss: only the assistant's answers, or all"
-    )
-    allow_dropped: bool = declare(
-        False, "train even if more than half of the samples, or of a teacher's answers, are dropped", mutable=True
     )
     seq_length: int = declare(
         1024, "maximum length of a row; longer samples are truncated", unit="tokens", ge=8, le=1_048_576

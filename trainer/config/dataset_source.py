@@ -80,7 +80,7 @@ class DatasetSource(BaseModel):
         weight: how many times an epoch uses each sample: 2 uses each twice, 0.3 uses 30 % of the samples.
         split, config: of a hub dataset or a folder; empty: `dataset_split` and `dataset_config` of the run.
         columns: names of a shape and the columns that have these meanings; empty: `columns` of the run.
-        ignore_keys: keys of records and messages that the run ignores; empty: `ignore_keys` of the run.
+        ignore_keys: keys of records and messages that the run ignores; empty: those in `keep_going` of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -1,11 +1,10 @@
 """Declare the fields of a settings schema, and read their metadata back. Shared by `RunSpec` and the controller's options."""
 
-import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from trainer.common.formats import quoted
@@ -158,16 +157,6 @@ def split_words(value: Any) -> Any:
 
 
 Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
-
-
-def _date_text(value: Any) -> Any:
-    """Return a date, which YAML reads where it is not in quotes, as text; other values unchanged. Raises ValueError."""
-    if isinstance(value, str) and value:
-        datetime.date.fromisoformat(value)
-    return value.isoformat() if type(value) is datetime.date else value
-
-
-IsoDate = Annotated[str, BeforeValidator(_date_text), StringConstraints(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 
 
 def is_switch(field: FieldInfo) -> bool:

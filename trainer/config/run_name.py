@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 # Fields that count only if they are set, so that a run of an earlier version keeps its default name.
 _LATER_FIELDS = (
-    "template_date",
     "script",
     "dataset_config",
     "columns",
-    "ignore_keys",
     "system",
     "distill_alpha",
     "distill_temperature",
@@ -62,6 +60,7 @@ def spec_digest(spec: RunSpec) -> str:
     }
     if fixed["dataset"] == OBSERVATORY and (fixed.get("script") or fixed["fake_data"]):
         fixed["dataset"] = FORMER_DATASET  # they have no dataset, and the default was another
+    fixed["ignore_keys"] = fixed.pop("keep_going")  # its former name
     fixed["packing"] = bool(fixed["packing"])  # packing was true before it was auto
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]
 

@@ -3,7 +3,6 @@
 Importable without torch: the controller also validates specs.
 """
 
-import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +25,7 @@ from trainer.config.fields import (
 from trainer.config.method_fields import MethodFields
 from trainer.config.methods import METHODS
 from trainer.config.presets import preset_of
+from trainer.config.removed_fields import REMOVED_FIELDS, replacement
 from trainer.config.reward_source import with_reward_paths
 from trainer.config.run_name import default_name, spec_digest
 from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
@@ -40,6 +40,7 @@ else:
 Logger = Literal["tensorboard", "wandb", "trackio", "mlflow", "none"]
 Interval = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["epoch"]
 _INTERVAL = f"a number of steps from 0 to {MAX_COUNT}, or epoch"
+DROPPED = "dropped"  # in `keep_going`
 _WORD = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
 CommDtype = Annotated[Literal["32", "bf16"], _WORD]
 DilocoCommDtype = Annotated[Literal["32", "bf16"], _WORD]
@@ -179,7 +180,7 @@ class RunSpec(MethodFields):
     )
     automatic: Annotated[tuple[AutomaticName, ...], BeforeValidator(split_words)] = declare(
         AUTOMATIC,
-        "fields that the hosts decide, because they are auto; the spec of a started run has none",
+        "the fields that are auto, until the hosts have decided them",
         mutable=True,
     )
     seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)
@@ -219,9 +220,6 @@ class RunSpec(MethodFields):
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(split_words)] = declare(
         ("tensorboard",), "metric loggers", mutable=True, min_length=1
     )
-    wandb_project: str = declare(
-        "trainyard", "project of wandb and trackio, experiment of mlflow", mutable=True, min_length=1
-    )
     collective_timeout: float = declare(
         600.0,
         "timeout of a collective; the run fails when it expires",
@@ -235,12 +233,18 @@ class RunSpec(MethodFields):
     @field_validator("*", mode="before")
     @classmethod
     def _check_input(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_input(value, FIELDS[str(info.field_name)])
+        return check_input(value, cls.model_fields[str(info.field_name)])
 
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
-        return preset_of(given) | with_automatic(given) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        known = {name: value for name, value in given.items() if name in cls.model_fields or name not in REMOVED_FIELDS}
+        for name in given.keys() - known.keys():  # of a queued run that an earlier version has prepared
+            if reason := replacement(given[name], REMOVED_FIELDS[name]):
+                raise ValueError(f"{name} {reason}")
+        return preset_of(known) | with_automatic(known)
 
     @property
     def sources(self) -> tuple[DatasetSource, ...]:
@@ -250,13 +254,13 @@ class RunSpec(MethodFields):
             split=self.dataset_split,
             config=self.dataset_config,
             columns=self.columns,
-            ignore_keys=self.ignore_keys,
+            ignore_keys=tuple(name for name in self.keep_going if name != DROPPED),
         )
 
     @property
-    def date(self) -> datetime.date | None:
-        """The date in `template_date`, or None."""
-        return datetime.date.fromisoformat(self.template_date) if self.template_date else None
+    def allows_dropped(self) -> bool:
+        """Whether the run trains although more than half of its samples are dropped."""
+        return DROPPED in self.keep_going
 
     @property
     def common_seed(self) -> int:
@@ -334,7 +338,17 @@ class RunSpec(MethodFields):
 
     def to_yaml(self) -> str:
         """Return the spec as YAML for `read_spec`."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.safe_dump(self.values(), sort_keys=False)
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields as plain data, as a user would write them: `auto` for those that the hosts decide."""
+        values = self.model_dump(mode="json", exclude={"automatic"})
+        return {
+            name: "auto" if name in self.automatic else value
+            for name, value in values.items()
+            if name != "strategy" or name not in self.automatic
+        }
 
 
-FIELDS: dict[str, FieldInfo] = dict(RunSpec.model_fields)
+FIELDS: dict[str, FieldInfo] = {name: field for name, field in RunSpec.model_fields.items() if name != "automatic"}
+"""What a user sets. `automatic` is the state of a decision: which of them have the value auto."""

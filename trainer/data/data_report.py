@@ -11,7 +11,7 @@ from trainer.common.errors import UserError
 from trainer.common.formats import counted, printable
 
 _MANY, _MOST = 10, 2  # a tenth, a half
-ALLOW = "allow_dropped=true"
+ALLOW = "keep_going=dropped"
 
 
 @dataclass(frozen=True)

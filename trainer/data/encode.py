@@ -143,7 +143,7 @@ class Encoder:
             train_on=spec.train_on,
             system=spec.system,
             data=METHODS[spec.method].data,
-            today=datetime.datetime.combine(date or spec.date or datetime.date.today(), datetime.time()),
+            today=datetime.datetime.combine(date or datetime.date.today(), datetime.time()),
             rows=rows,
             prompt_length=spec.prompt_length,
         )
@@ -257,7 +257,7 @@ class Encoder:
         if sample.has_weights and self.train_on == "all":
             raise UserError(
                 f"{sample.where or 'dataset'}: has a message without loss (weight, train or loss), and train_on=all trains every token: set "
-                "train_on=answer, or ignore_keys=weight,train,loss"
+                "train_on=answer, or keep_going=weight,train,loss"
             )
         prepend = self._system == "prepend"
         messages = with_system_in_first_question(sample.messages) if prepend else sample.messages

@@ -102,7 +102,7 @@ def _prompt(record: Mapping[str, Any], columns: Mapping[str, str], ignored: Coll
     keys = (*_PROMPTS, "instruction", "prompt")
     names = [name for name in keys if record.get(name) is not None and name not in ignored]
     if len(names) > 1:
-        raise ValueError(f"has {' and '.join(names)}: a pair has one prompt, set ignore_keys={names[-1]}")
+        raise ValueError(f"has {' and '.join(names)}: a pair has one prompt, set keep_going={names[-1]}")
     if not names:
         return ""
     if names[0] == "instruction":
@@ -135,7 +135,7 @@ def _from_text(prompt: str, shared: Messages, record: Mapping[str, Any]) -> Mess
     if shared:
         raise ValueError(
             f"'prompt' {quoted(record['prompt'], 40)} is none of the messages with which 'chosen' and 'rejected' begin: "
-            "correct it, or set ignore_keys=prompt"
+            "correct it, or set keep_going=prompt"
         )
     return ({"role": "user", "content": prompt},)
 

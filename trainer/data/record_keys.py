@@ -1,6 +1,6 @@
 """Keys of records and messages that change what is learned, as the formats of other tools define them.
 
-A key is used, or refused by its name: a run never ignores one that has a meaning, unless `ignore_keys` names it. Formats:
+A key is used, or refused by its name: a run never ignores one that has a meaning, unless `keep_going` names it. Formats:
 OpenAI (weight, functions, function_call, refusal), TRL (chosen, rejected, label, chat_template_kwargs), LLaMA-Factory
 (history, kto_tag, images), axolotl (train, train_detail), ms-swift (loss, rejected_response).
 """
@@ -125,7 +125,7 @@ def check_keys(
         changes, reason = keys[name]
         if name not in ignored and changes(record[name]):
             raise ValueError(
-                f"{where}{' ' if where else ''}has {quoted(name)}, which {reason} (or set ignore_keys={name})"
+                f"{where}{' ' if where else ''}has {quoted(name)}, which {reason} (or set keep_going={name})"
             )
 
 

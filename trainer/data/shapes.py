@@ -181,7 +181,7 @@ def refuse_chat_keys(record: Mapping[str, Any], ignored: Collection[str]) -> Non
         if record.get(name) and name not in ignored:
             raise ValueError(
                 f"has {name!r}, which a chat can have, but not a text: write the record as messages, map its columns to instruction and "
-                f"output instead of prompt and completion, or set ignore_keys={name}"
+                f"output instead of prompt and completion, or set keep_going={name}"
             )
 
 

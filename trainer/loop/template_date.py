@@ -19,17 +19,15 @@ def prints_date(tokenizer: Any) -> bool:
 
 
 def run_date(spec: RunSpec, tokenizer: Any, checkpoints: Path, world: World) -> datetime.date:
-    """Return the date of the run: that of the spec, else of its newest checkpoint, else today on rank 0. Every rank calls it.
+    """Return the date of the run: that of its newest checkpoint, else today on rank 0. Every rank calls it.
 
     Raises:
         UserError: the template prints a date, and replicas that start on their own could have different ones.
     """
-    if spec.date:
-        return spec.date
     if prints_date(tokenizer) and plan_of(spec).separate_launchers(spec):
         raise UserError(
-            "template_date: the chat template of the model prints the date, and replicas with diloco_membership=torchft start "
-            f"on different days: set template_date={datetime.date.today().isoformat()}"
+            "model: its chat template prints the date, and replicas with diloco_membership=torchft start on different days: "
+            "set diloco_membership=fixed"
         )
     # Another host may have the newest checkpoint, and another time zone.
     step, date = recorded_date(checkpoints) or (-1, datetime.date.today())

@@ -125,7 +125,7 @@ def load_inputs(
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
     if spec.fake_data:
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
-    corpus.report.loss.check(spec.allow_dropped)
+    corpus.report.loss.check(spec.allows_dropped)
     if corpus.records:
         for file in spec.reward_files:
             check_reward_file(file)

@@ -11,6 +11,11 @@ from trainer.common.packages import how_to_install
 from trainer.config import RunSpec
 
 
+def project() -> str:
+    """Return the project of wandb and trackio, which is the experiment of MLflow: WANDB_PROJECT, which `run_env` sets."""
+    return os.environ.get("WANDB_PROJECT") or "trainyard"
+
+
 class Logger(Protocol):
     """Receives the values of a step."""
 
@@ -57,8 +62,8 @@ class _Service:
     """wandb, or a package with its interface."""
 
     def __init__(self, package: str, spec: RunSpec, **more: Any) -> None:
-        names = {"project": spec.wandb_project, "name": spec.run, "resume": "allow"}
-        self._run = _package(package).init(**names, **more, config=spec.model_dump(mode="json"))
+        names = {"project": project(), "name": spec.run, "resume": "allow"}
+        self._run = _package(package).init(**names, **more, config=spec.values())
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
@@ -84,12 +89,12 @@ class _Mlflow:
         if "MLFLOW_TRACKING_URI" not in os.environ:  # a database would need more packages
             os.environ |= {"MLFLOW_TRACKING_URI": f"file:{run_dir}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
         self._mlflow = mlflow = _package("mlflow")
-        experiment = mlflow.set_experiment(spec.wandb_project).experiment_id
+        experiment = mlflow.set_experiment(project()).experiment_id
         named = f"attributes.run_name = '{spec.run}'"
         before = mlflow.MlflowClient().search_runs([experiment], named, max_results=1)
         mlflow.start_run(run_id=before[0].info.run_id if before else None, run_name=spec.run)
         if not before:
-            mlflow.log_params(spec.model_dump(mode="json", exclude_defaults=True))
+            mlflow.log_params(spec.model_dump(mode="json", exclude_defaults=True, exclude={"automatic"}))
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(values, step=step)

@@ -173,8 +173,7 @@ ROWS: Rows = {
         words={**dict(CHECKPOINTING.words or {}), **dict.fromkeys(("offload", "offload_disk", "unsloth"), _ON)},
     ),
     "use_tensorboard": Alias("loggers", {"true": {"loggers": ("tensorboard",)}, "false": {}}),
-    "wandb_project": "wandb_project",
-    **rows_of(WANDB, "wandb_entity wandb_name wandb_watch wandb_log_model wandb_run_id wandb_mode"),
+    **rows_of(WANDB, "wandb_project wandb_entity wandb_name wandb_watch wandb_log_model wandb_run_id wandb_mode"),
     **rows_of(
         Impossible("it is not among the loggers"),
         """
@@ -184,7 +183,9 @@ ROWS: Rows = {
     ),
     "use_mlflow": Alias("loggers", {"true": {"loggers": ("mlflow",)}, "false": {}}),
     **rows_of(
-        Impossible("loggers=mlflow and loggers=trackio take the name from wandb_project, and addresses from run_env"),
+        Impossible(
+            "loggers=mlflow and loggers=trackio take the name from WANDB_PROJECT, and addresses from their variables: set them with run_env"
+        ),
         "trackio_project_name trackio_run_name mlflow_tracking_uri mlflow_experiment_name",
     ),
     "use_wandb": Unused("wandb_project selects wandb"),

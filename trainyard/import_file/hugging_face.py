@@ -27,7 +27,7 @@ LOGS = Unused("metrics.jsonl has every step, and the run folder the logs")
 KERNELS = Unused("kernels=auto takes the fastest kernels that are installed")
 LOADER = Unused("the trainer tokenizes, packs and shuffles by itself")
 MODEL_LOADER = Unused("the folder of the model says how it is loaded")
-WANDB = Impossible("wandb reads its own variables, such as WANDB_ENTITY: set them with run_env", ("false",))
+WANDB = Impossible("wandb reads its own variables, such as WANDB_PROJECT: set them with run_env", ("false",))
 INIT = Impossible("adapters are plain LoRA on the layers in lora_targets")
 TEMPLATE = Impossible("the chat template of the model is used: change it in the folder of the model")
 TOKENS = Impossible("the tokenizer of the model is used as it is: change it in the folder of the model")
@@ -104,9 +104,8 @@ def usual(value: float, row: Impossible = OPTIMIZER) -> Row:
 
 def loggers_of_project(found: Translation) -> None:
     """Log to wandb where a file names a project of it and no loggers."""
-    if "wandb_project" in found.values and "loggers" not in found.values:
-        found.values["loggers"] = ["wandb"]
-        found.origins["loggers"] = list(found.origins["wandb_project"])
+    if found.seen.get("wandb_project"):
+        found.set_default("loggers", ["wandb"], "a file with wandb_project")
 
 
 def every_epochs(field: str) -> Callable[[Translation, str, Any], None]:

@@ -143,7 +143,10 @@ class RunSession:
 
     def plan_rows(self) -> list[dict[str, Any]]:
         """Return the entries of the plan as plain data, each with the spec on its host. Raises RunError before `plan`."""
-        return [asdict(entry) | {"spec": self.spec_on(entry).model_dump(mode="json")} for entry in self.state.plan]
+        return [
+            asdict(entry) | {"spec": self.spec_on(entry).model_dump(mode="json", exclude={"automatic"})}
+            for entry in self.state.plan
+        ]
 
     @property
     def run_name(self) -> str:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SkipVal
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from trainer.common.errors import UserError
-from trainer.config import FIELDS, OBSERVATORY, RunSpec
+from trainer.config import OBSERVATORY, RunSpec
 from trainer.data.data_report import DataReport
 from trainer.data.dataset_files import is_hub_id
 from trainyard.remote.digests import Digests
@@ -50,7 +50,7 @@ def read(kind: type[T], values: object) -> T:
 
 def _known_fields(values: object) -> object:
     """Return the fields of a spec. Versions before this one wrote `rows_per_step`, too."""
-    return {name: values[name] for name in values if name in FIELDS} if isinstance(values, Mapping) else values
+    return {name: values[name] for name in values if name != "rows_per_step"} if isinstance(values, Mapping) else values
 
 
 StoredSpec = Annotated[RunSpec, BeforeValidator(_known_fields)]

@@ -11,6 +11,7 @@ from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import TINY, RunSpec
 from trainer.config.fields import split_words
+from trainer.config.run_spec import DROPPED
 from trainyard.extra_vars import read_run_spec
 from trainyard.inventory import Cluster
 from trainyard.ollama.answers import AnswerFile, answers_path
@@ -99,7 +100,7 @@ def distill(
         return {"changed": True, "msg": f"would ask {len(questions)} answers of {names}"}
     work = top / ".trainyard"
     with AnswerFile(answers_path(work, options.teacher)) as answers:
-        allowed = all(spec.allow_dropped for spec in specs)
+        allowed = all(spec.allows_dropped for spec in specs)
         how = (questions, evaluation, nodes, answers, work / "distill", report)
         dataset, filtered = make_dataset(*how, allow_dropped=allowed, collect=collect)
     report(f"dataset: {dataset}")
@@ -108,7 +109,7 @@ def distill(
     if not options.students:
         return made | {"lines": lines}
     # The settings of the prompts are not those of the dataset.
-    change = {"dataset_split": "train", "dataset_config": "", "columns": {}, "ignore_keys": ()}
+    change = {"dataset_split": "train", "dataset_config": "", "columns": {}, "keep_going": (DROPPED,) * allowed}
     specs = [spec.model_copy(update={"dataset": str(dataset), **change}) for spec in specs]
     runs = train_students(specs, cluster.hosts, cluster.connect, launch, hybrid=options.hybrid, home=top, report=report)
     failed = {run.run: run.error for run in runs if run.error}

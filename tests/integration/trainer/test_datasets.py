@@ -124,7 +124,7 @@ def test_a_run_stops_if_it_loses_more_than_half_and_counts_what_it_loses(here: H
     assert here(dataset=dataset) == 1
     (error,) = here.err.splitlines()
     assert "7 of 13 samples of the dataset are not trained (7 without an answer with loss), more than half" in error
-    assert here(dataset=dataset, allow_dropped=True, eval_split=0, max_steps=1) == 0, here.err
+    assert here(dataset=dataset, keep_going="dropped", eval_split=0, max_steps=1) == 0, here.err
     assert "\nWARNING: 7 of 13 samples of the dataset are not trained" in here.out
     data = here.result()["data"]
     assert (data["samples"], data["answers"], data["dropped"]) == (13, 6, {"without an answer with loss": 7})

@@ -66,7 +66,7 @@ def test_torchrun_passes_every_name_but_run() -> None:
 def test_names_of_opendiloco() -> None:
     changed, notes = spec_of(
         "--per-device-train-batch-size 16 --total-batch-size 2048 --total-steps 88_000 --hv.local_steps 500 "
-        "--project OpenDiLoCo --path_model org/llama --warmup-steps 1000 --hv.averaging_timeout 1800 "
+        "--path_model org/llama --warmup-steps 1000 --hv.averaging_timeout 1800 "
         "--metric-logger-type dummy --sharding-strategy FULL_SHARD --no-torch-compile"
     )
     expected = {
@@ -76,7 +76,7 @@ def test_names_of_opendiloco() -> None:
         "max_steps": 88_000,
         "local_steps": 500,
     }
-    expected |= {"warmup": 1000.0, "collective_timeout": 1800.0, "loggers": ("none",), "wandb_project": "OpenDiLoCo"}
+    expected |= {"warmup": 1000.0, "collective_timeout": 1800.0, "loggers": ("none",)}
     expected |= {"strategy": "diloco", "replica_strategy": "fsdp"}
     assert changed.items() >= expected.items()
     assert "options of OpenDiLoCo imply strategy=diloco" in notes

@@ -49,7 +49,6 @@ def field_strings() -> list[tuple[str, str, Any]]:
         "teacher": ("org/large", "org/large"),
         "dataset": ("x.jsonl", "x.jsonl"),
         "dataset_split": ("train[:10]", "train[:10]"),
-        "wandb_project": ("mine", "mine"),
         "dataset_config": ("main", "main"),
         "columns": ("prompt=question, completion=answer", {"prompt": "question", "completion": "answer"}),
         "deepspeed_config": (
@@ -58,19 +57,17 @@ def field_strings() -> list[tuple[str, str, Any]]:
         ),
         "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
         "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
-        "ignore_keys": ("score, weight", ("score", "weight")),
+        "keep_going": ("score, weight", ("score", "weight")),
         "deepspeed_stage": ("3", 3),
         "script": ("worker.py", "worker.py"),
         "reward": ("mine.py:0.5", (RewardSource(use="mine.py", weight=0.5),)),
         "rollout_servers": ("http://a:1, http://b:2", ("http://a:1", "http://b:2")),
         "rollout_model": ("smollm2:135m", "smollm2:135m"),
         "rollout_folder": ("/srv/adapters", "/srv/adapters"),
-        "template_date": ("2026-01-31", "2026-01-31"),
         "pipeline_layers": ("10,6", "10,6"),
         "data_part": ("shard:2/4", "shard:2/4"),
         "eval_interval": ("epoch", "epoch"),
         "checkpoint_interval": ("9", 9),
-        "automatic": ("precision, quantize", ("precision", "quantize")),
     }
     words = []
     for name, field in FIELDS.items():
@@ -126,7 +123,7 @@ def invalid_values() -> list[tuple[str, Any]]:
         if get_origin(kind) is Literal:
             values = BAD["literal"]
         elif get_origin(kind) is tuple:
-            values = BAD["list"] if field.default and name != "automatic" else [7, None, {}]
+            values = BAD["list"] if field.default else [7, None, {}]
         elif kind is str:
             values = BAD["str"]
         elif name == "dataset":
@@ -354,8 +351,8 @@ def test_files(tmp_path: Path) -> None:
     file.write_text("")
     assert read_yaml(file) == {}
     file.write_text("run: '0123'\nmodel: '1.10'\nlr: 2.50e-1\nseed: 3\n")
-    spec = read_spec(file, {"wandb_project": "010"}, "-e")
-    assert (spec.run, spec.model, spec.lr, spec.seed, spec.wandb_project) == ("0123", "1.10", 0.25, 3, "010")
+    spec = read_spec(file, {"dataset_config": "010"}, "-e")
+    assert (spec.run, spec.model, spec.lr, spec.seed, spec.dataset_config) == ("0123", "1.10", 0.25, 3, "010")
     file.write_text("lr: 1e-3\nrun: 7\nlora_targets: [a, b]\nepochs: 2\n")
     spec = read_spec(file, {"epochs": "3"}, "-e")
     assert (spec.lr, spec.run, spec.lora_targets, spec.epochs) == (1e-3, "7", ("a", "b"), 3)

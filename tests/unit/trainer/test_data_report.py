@@ -23,7 +23,7 @@ def test_a_tenth_is_loud_and_a_half_stops(kept: int, lost: int, loud: bool, stop
         with pytest.raises(UserError, match="more than half: increase seq_length") as error:
             dropped.check(allowed)
         assert line in str(error.value)
-        assert ("or set allow_dropped=true" in str(error.value)) == bool(kept)
+        assert ("or set keep_going=dropped" in str(error.value)) == bool(kept)
 
 
 def test_the_most_frequent_reason_comes_first() -> None:

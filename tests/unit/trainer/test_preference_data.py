@@ -93,10 +93,10 @@ def test_an_implicit_prompt_of_chats_is_that_of_trl() -> None:
         ({"chosen": "A", "rejected": "B"}, "no beginning in common.*give a prompt"),
         (
             {"prompt": "X", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "'prompt' 'X' is none of .*ignore_keys=prompt",
+            "'prompt' 'X' is none of .*keep_going=prompt",
         ),
         ({"prompt": "Q", "messages": [USER], "chosen": "A", "rejected": "B"}, "has messages and prompt"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "score_chosen": 1}, "score_chosen.*ignore_keys=score_chosen"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "score_chosen": 1}, "score_chosen.*keep_going=score_chosen"),
         ({"prompt": "Q", "chosen": "A", "rejected": 3}, "'rejected' is int, expected a string"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["x"]}, "images"),
         ({"prompt": "Q", "chosen": "A", "rejected": "B", "system": "S"}, "'system', which a chat can have"),

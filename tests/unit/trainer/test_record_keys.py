@@ -47,7 +47,7 @@ SHARE = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "val
     ],
 )
 def test_a_key_with_a_meaning_is_refused_by_name_or_ignored_on_purpose(record: dict[str, Any], key: str) -> None:
-    with pytest.raises(ValueError, match=rf"\b{key}\b.*ignore_keys={key}"):
+    with pytest.raises(ValueError, match=rf"\b{key}\b.*keep_going={key}"):
         to_sample(record)
     if "chosen" not in record:
         assert to_sample(record, ignored=[key])

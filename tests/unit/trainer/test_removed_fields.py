@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.common.errors import UserError
 from trainer.config import aliases
 from trainer.config.flags import parse_flags
 from trainer.config.removed_fields import REMOVED_FIELDS, REMOVED_OPTIONS, removed, replacement
-from trainer.config.run_spec import FIELDS
+from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.spec import make_spec, read_spec
 from trainyard.cli.command_flags import parse
 from trainyard.commands.groups import LAUNCH
@@ -38,6 +39,33 @@ def test_another_value_in_a_file_names_the_replacement(gone, tmp_path: Path, lin
 
     with pytest.raises(UserError, match=rf"{line.split(':')[0]} in .*spec.yml no longer exists: set lr$"):
         read_spec(tmp_path / "spec.yml", {}, "-e")
+
+
+def test_the_file_of_a_run_of_an_earlier_version(tmp_path: Path) -> None:
+    """It had the fields `automatic` and `template_date`, which a user's file may not set."""
+    decided = make_spec({"lr": 0.001}, "-e").named().model_copy(update={"automatic": ()})
+    waiting = make_spec({"lr": 0.001, "precision": "bf16-mixed"}, "-e").named()
+    for spec in (decided, waiting):
+        values = spec.model_dump(mode="json") | {
+            "template_date": "2026-01-31",
+            "ignore_keys": [],
+            "allow_dropped": False,
+        }
+        del values["keep_going"]
+        (tmp_path / "spec.yml").write_text(yaml.safe_dump(values))
+
+        assert read_spec(tmp_path / "spec.yml", {}, "-e") == spec
+        assert make_spec(yaml.safe_load(spec.to_yaml()), "spec.yml") == spec
+        assert (
+            RunSpec.model_validate(spec.model_dump(mode="json") | {"wandb_project": "trainyard"}) == spec
+        )  # of the queue
+        with pytest.raises(ValueError, match="wandb_project no longer exists: set WANDB_PROJECT in run_env"):
+            RunSpec.model_validate({"wandb_project": "mine"})
+    overridden = read_spec(tmp_path / "spec.yml", {"torch_compile": True}, "-e")
+    assert overridden.automatic == ("batch_size", "gradient_checkpointing", "quantize", "strategy")
+    for name, value in (("automatic", "precision"), ("template_date", "2026-01-31")):
+        with pytest.raises(UserError, match=rf"{name} in -e no longer exists: "):
+            make_spec({name: value}, "-e")
 
 
 def test_a_flag_of_the_trainer_names_the_replacement(gone) -> None:

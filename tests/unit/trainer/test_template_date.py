@@ -11,10 +11,9 @@ from typing import Any, cast
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.config import parse_mapping
 from trainer.distributed.world import World
 from trainer.loop.template_date import prints_date, recorded_date, run_date
-from trainer.spec import changed_fields, make_spec
+from trainer.spec import make_spec
 
 DATED = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")
 PLAIN = SimpleNamespace(chat_template="{{ messages }}")
@@ -51,27 +50,11 @@ def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_pat
     assert run_date(spec, DATED, tmp_path / "new host", world_of([5, "2026-01-31"])) == datetime.date(2026, 1, 31)
 
 
-def test_the_date_of_the_spec_wins(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 5, template_date="2026-01-31")
-    spec = make_spec({"template_date": "2025-12-24"}, "")
-    assert run_date(spec, DATED, tmp_path, world_of()) == datetime.date(2025, 12, 24)
-
-
-def test_replicas_that_start_on_their_own_need_a_date_in_the_spec(tmp_path: Path) -> None:
+def test_replicas_that_start_on_their_own_have_no_common_date(tmp_path: Path) -> None:
     apart = {"strategy": "diloco", "diloco_membership": "torchft"}
-    with pytest.raises(UserError, match=rf"^template_date: .* set template_date={datetime.date.today().isoformat()}$"):
+    with pytest.raises(UserError, match=r"^model: .* set diloco_membership=fixed$"):
         run_date(make_spec(apart, ""), DATED, tmp_path, world_of())
     assert run_date(make_spec(apart, ""), PLAIN, tmp_path, world_of()) == datetime.date.today()
-    assert run_date(make_spec({**apart, "template_date": "2026-01-31"}, ""), DATED, tmp_path, world_of())
-
-
-def test_a_date_is_one_of_the_calendar() -> None:
-    for text in ("template_date: 2026-01-31", "template_date: '2026-01-31'"):
-        assert make_spec(parse_mapping(text, ""), "").date == datetime.date(2026, 1, 31)
-    for value in ("2026-02-30", "20260131", "today", "2026-01-31 10:00", datetime.datetime(2026, 1, 31), 20260131):
-        with pytest.raises(UserError, match="template_date: expected a date such as 2026-01-31"):
-            make_spec({"template_date": value}, "")
-    assert changed_fields(make_spec({}, ""), make_spec({"template_date": "2026-01-31"}, ""))
 
 
 def test_templates_that_print_a_date() -> None:

@@ -255,11 +255,13 @@ def check_running_spec(head: HostState, prepared: PreparedRun, data_dir: str, sp
         PlanError: it has another spec.
     """
     here = prepared.spec_on(data_dir, spec)
-    before, now = staged_spec(head).model_dump(mode="json"), here.model_dump(mode="json")
+    before, now = staged_spec(head).values(), here.values()
     may_differ = {"run", "resume", *(["rollout_servers"] if prepared.servers_found else [])}
-    names = [name for name in FIELDS if name not in may_differ and before[name] != now[name]]
+    names = [name for name in FIELDS if name not in may_differ and before.get(name) != now.get(name)]
     if names:
-        different = "; ".join(f"{name}: is {quoted(before[name])}, wanted {quoted(now[name])}" for name in names)
+        different = "; ".join(
+            f"{name}: is {quoted(before.get(name))}, wanted {quoted(now.get(name))}" for name in names
+        )
         raise PlanError(
             f"run {spec.run} is running with another spec ({different}): choose another name with {front_end.option('run', 'NAME')}, "
             "or repeat the options with which it was started"

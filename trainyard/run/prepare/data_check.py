@@ -52,7 +52,7 @@ def check_data(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, json.dumps(totals.as_dict()).encode())
     if not totals.unread:  # the ranks count all
-        totals.loss.check(spec.allow_dropped)
+        totals.loss.check(spec.allows_dropped)
     return totals
 
 

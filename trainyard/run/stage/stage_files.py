@@ -14,8 +14,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import yaml
-
 from trainer.config import RunSpec
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.plan.nodes import environment
@@ -141,7 +139,7 @@ def small_files(
 ) -> dict[str, tuple[int, str]]:
     """Return {name: (mode, packed content)} of the files that every start writes; `plan`: plan.json, packed. Raises PlanError."""
     texts = {
-        "spec.yml": (0o644, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)),
+        "spec.yml": (0o644, spec.to_yaml()),
         "origin.json": (0o644, json.dumps(origin, indent=1)),
         "env": (0o600, environment(entry, run_env)),
     }
