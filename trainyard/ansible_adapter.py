@@ -1,7 +1,6 @@
 """The adapter between trainyard and Ansible, and the only module of the package that imports it.
 
-It reads hosts from the inventory, makes transports from Ansible's connection plugins, and is the base of the action
-plugins. Ansible decrypts vault values and resolves templates of the variables that are read here. Commands run as the
+It reads hosts and their logins from the inventory, and is the base of the action plugins. Ansible decrypts vault values and resolves templates of the variables that are read here. Commands run as the
 user of the connection: the supervisor uses sudo itself where it has to.
 """
 
@@ -9,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +23,18 @@ from ansible.utils.display import Display
 from ansible.utils.vars import load_extra_vars
 
 from trainer.common.errors import MAX_MESSAGE, memory_failure
-from trainer.common.formats import printable
+from trainer.common.formats import printable, quoted
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.supervise.processes import descendants, send_signal
 from trainyard.extra_vars import plain_data
 from trainyard.host_variables import make_host
 from trainyard.inventory import Cluster
 from trainyard.run.launch_options import ALIASES, options_from_variables
-from trainyard.wire import worker_output
-from trainyard.wire.connection import (
-    OUTPUT_LIMIT,
-    TOO_MUCH,
-    FanOut,
-    Host,
-    HostConnection,
-    InventoryError,
-    Login,
-    RemoteError,
-    last_line,
-)
-from trainyard.wire.openssh import LocalTransport, OpenSSHTransport
+from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryError, Login, last_line
+from trainyard.wire.openssh import open_connection
+from trainyard.wire.worker_output import end_between_writes
 
 __all__ = [
-    "AnsibleTransport",
     "ClusterAction",
     "HostVariables",
     "Inventory",
@@ -93,7 +80,7 @@ class ClusterAction(ActionBase):
         closed terminal or a killed ansible-playbook, and restart the run beside the next one that monitors it.
         """
         die_with_launcher()
-        worker_output.install(Display())
+        end_between_writes(Display()._final_q)
         result: dict[str, Any] = super().run(tmp, task_vars)
         return result
 
@@ -118,27 +105,14 @@ class ClusterAction(ActionBase):
         """
         hostvars = variables["hostvars"]
         launch_of = lambda values: options_from_variables(variables, self.resolve, {**launch, **values})  # noqa: E731
-        hosts = [make_host(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
-        return Cluster(hosts, variables["groups"], hostvars, self._connections(hostvars), launch_of)
+        hosts = [self._host(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
+        connect = lambda host: open_connection(self._host(host, hostvars[host]) if isinstance(host, str) else host)  # noqa: E731
+        return Cluster(hosts, variables["groups"], hostvars, connect, launch_of)
 
-    def lasting_cluster(self, variables: Mapping[str, Any]) -> Cluster:
-        """Return the cluster of the play with connections that stay open. Raises InventoryError."""
-        limit = ",".join(variables["ansible_play_hosts"])
-        return Inventory(variables["ansible_inventory_sources"], limit, [json.dumps(self.extra_vars())]).cluster({})
-
-    def _connections(self, hostvars: Mapping[str, Any]) -> Callable[[Host | str], HostConnection]:
-        """Return a function that makes the connection to a host of the inventory, given its name or the host.
-
-        Call that function in the main thread only (it resolves templates); use a connection in one thread at a time.
-        """
-
-        def connect(host: Host | str) -> HostConnection:
-            name = host if isinstance(host, str) else host.name
-            variables, context = hostvars[name], self._play_context.copy()
-            transport = make_transport(name, variables, context, self._templar, self._task.connection, self._task)
-            return HostConnection(make_host(name, variables) if isinstance(host, str) else host, transport)
-
-        return connect
+    def _host(self, name: str, variables: Any) -> Host:
+        """Return the description of a host of the inventory. Raises InventoryError."""
+        login = make_login(name, variables, self._play_context.copy(), self._templar, self._task)
+        return make_host(name, variables, login)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the task, validated against the DOCUMENTATION of the module of this name.
@@ -155,15 +129,12 @@ class ClusterAction(ActionBase):
 
 
 def end_requests() -> None:
-    """Return when no thread of a request is left, so that none outlives its task.
-
-    A thread of a connection plugin without a client process cannot be ended; its output is lost.
-    """
+    """Return when no thread of a request is left, so that none outlives its task."""
     left = FanOut.join_all(ANSWER_LIMIT)
     for thread in left:  # of hosts that do not answer
         kill_clients(thread.native_id)
-    if left and FanOut.join_all(KILL_LIMIT):
-        worker_output.close(Display())
+    if left:
+        FanOut.join_all(KILL_LIMIT)
 
 
 def kill_clients(thread: int | None) -> None:
@@ -179,49 +150,6 @@ def kill_clients(thread: int | None) -> None:
     for pid in [below for child in children for below in (*descendants(child), child)]:
         with contextlib.suppress(PermissionError):
             send_signal(pid, signal.SIGKILL)
-
-
-class AnsibleTransport:
-    """Runs commands and copies files over one of Ansible's connection plugins."""
-
-    kind = "ansible"
-
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
-        self._thread: int | None = None  # that used the connection last
-
-    def abort(self) -> None:
-        """Kill the client process of the command or the copy that another thread has in progress."""
-        kill_clients(self._thread)
-
-    def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
-        """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
-        self._thread = threading.get_native_id()
-        words = f"/bin/sh -c {shlex.quote(command)}{' </dev/null' if stdin is None else ''}"
-        try:
-            # sudoable=False: no terminal, so that the output is that of the command alone.
-            code, out, err = self.connection.exec_command(words, in_data=stdin, sudoable=False)
-        except AnsibleError as error:
-            raise RemoteError(last_line(str(error)) or "unreachable") from error
-        if max(len(out), len(err)) > OUTPUT_LIMIT:
-            raise RemoteError(TOO_MUCH)
-        return code, out, err
-
-    def put(self, source: str, target: str) -> None:
-        """Copy a file of the controller to the host. Raises RemoteError."""
-        self._thread = threading.get_native_id()
-        try:
-            self.connection.put_file(source, target)
-        except (AnsibleError, OSError) as error:
-            raise RemoteError(f"cannot copy {source} to {target}: {last_line(str(error))}") from None
-
-    def fetch(self, source: str, target: str) -> None:
-        """Copy a file of the host to the controller. Raises RemoteError."""
-        self._thread = threading.get_native_id()
-        try:
-            self.connection.fetch_file(source, target)
-        except (AnsibleError, OSError) as error:
-            raise RemoteError(f"cannot fetch {source}: {last_line(str(error))}") from None
 
 
 def _load_inventory(sources: Sequence[str], extra_vars: Sequence[str] = ()) -> tuple[Any, Any, Any]:
@@ -305,8 +233,7 @@ class Inventory:
         self._limit, self._lock = limit, threading.RLock()
         if not names and not empty:
             raise InventoryError(self._no_host())
-        self.hosts = [make_host(name, self.variables[name]) for name in names]
-        self._logins: dict[str, Login | None] = {}  # None: Ansible's plugin connects
+        self.hosts = [self._host(name) for name in names]
 
     def _no_host(self) -> str:
         known = ", ".join(self.groups["all"]) or "(none)"
@@ -326,31 +253,15 @@ class Inventory:
         return Cluster(self.hosts, self.groups, self.variables, self.connect, launch_of)
 
     def connect(self, host: Host | str) -> HostConnection:
-        """Make the connection to a host: a local process, OpenSSH, or Ansible's plugin where its features are needed.
-
-        Its name finds any host of the inventory, regardless of the limit. Use a connection in one thread at a time.
-        """
+        """Make the connection to a host. Its name finds any host of the inventory, regardless of the limit."""
         with self._lock:  # it resolves templates
-            return self._connect(host)
+            return open_connection(self._host(host) if isinstance(host, str) else host)
 
-    def _connect(self, host: Host | str) -> HostConnection:
+    def _host(self, name: str) -> Host:
         from ansible.playbook.play_context import PlayContext
 
-        if isinstance(host, str):
-            host = make_host(host, self.variables[host])
-        if not host.login.address:
-            return HostConnection(host, LocalTransport())
-        if login := self._logins.get(host.name):
-            return HostConnection(host, OpenSSHTransport(login))
-        variables = self.variables[host.name]
-        try:
-            transport = make_transport(host.name, variables, PlayContext(), variables.templar, "ssh")
-        except AnsibleError as error:
-            raise InventoryError(f"{host.name}: {last_line(str(error))}") from error
-        if host.name not in self._logins:
-            self._logins[host.name] = _plain_login(transport.connection)
-            return self._connect(host)
-        return HostConnection(host, transport)
+        variables = self.variables[name]
+        return make_host(name, variables, make_login(name, variables, PlayContext(), variables.templar))
 
 
 class HostVariables(Mapping[str, Any]):
@@ -379,23 +290,6 @@ class HostVariables(Mapping[str, Any]):
         return len(self._variables)
 
 
-def _plain_login(connection: Any) -> Login | None:
-    """Return the login of Ansible's connection `ssh`; None if only that connection supports its settings."""
-    if connection.transport != "ssh":
-        return None
-    option = connection.get_option
-    if option("password") or not option("host_key_checking") or option("ssh_executable") != "ssh":
-        return None
-    arguments = " ".join(option(name) or "" for name in ("ssh_args", "ssh_common_args", "ssh_extra_args"))
-    return Login(
-        address=str(option("host")),
-        user=str(option("remote_user") or ""),
-        port=int(option("port") or 0),
-        key_file=str(option("private_key_file") or ""),
-        extra_arguments=tuple(shlex.split(arguments)),
-    )
-
-
 @functools.cache
 def _vault_secrets() -> list[Any]:
     """Return the vault's secrets as ansible.cfg names them. Ansible keeps them once per process."""
@@ -414,22 +308,44 @@ def _vault_secrets() -> list[Any]:
     return found
 
 
-def make_transport(
-    name: str, variables: Any, context: Any, templar: Any, default: str, task: Any = None
-) -> AnsibleTransport:
-    """Make a host's connection as ansible.executor.task_executor does for the host of a task."""
+def make_login(name: str, variables: Any, context: Any, templar: Any, task: Any = None) -> Login:
+    """Return how Ansible would log in to a host: its connection `ssh` reads variables, ansible.cfg, environment and flags.
+
+    Args:
+        context: `ansible.playbook.play_context.PlayContext` of the task, or an empty one.
+        task: the task whose keywords count, such as `remote_user`.
+
+    Raises:
+        InventoryError: the host has a connection other than `ssh` and `local`, or one of its variables is wrong.
+    """
+    kind = str(variables.get("ansible_connection") or (task.connection if task else "ssh"))
+    kind = kind.removeprefix("ansible.builtin.")
+    if kind == "local":
+        return Login()
+    if kind not in ("ssh", "smart"):
+        raise InventoryError(f"{name}: ansible_connection is {quoted(kind)}: set it to ssh or local")
     context.remote_addr = variables.get("ansible_host", name)
-    kind = variables.get("ansible_connection") or default
-    connection = connection_loader.get(kind, context, None, task_uuid=task._uuid if task else "")
-    if connection is None:
-        raise AnsibleError(f"{name}: there is no connection plugin {kind!r}")
     keys = (task.dump_attrs() if task else {}) | {"timeout": context.timeout}
     if context.password:
         keys["password"] = context.password
     keys.pop("retries", None)
-    options = connection._resolve_option_variables(variables, templar)
-    connection.set_options(task_keys=keys, var_options=options)
-    return AnsibleTransport(connection)
+    try:
+        connection = connection_loader.get("ssh", context, None, task_uuid=task._uuid if task else "")
+        connection.set_options(task_keys=keys, var_options=connection._resolve_option_variables(variables, templar))
+        option = connection.get_option
+        arguments = " ".join(option(name) or "" for name in ("ssh_args", "ssh_common_args", "ssh_extra_args"))
+        checks = () if option("host_key_checking") else ("-o", "StrictHostKeyChecking=no")
+        return Login(
+            address=str(option("host")),
+            user=str(option("remote_user") or ""),
+            port=int(option("port") or 0),
+            key_file=str(option("private_key_file") or ""),
+            extra_arguments=(*shlex.split(arguments), *checks),
+            executable=str(option("ssh_executable") or "ssh"),
+            password=str(option("password") or ""),
+        )
+    except (AnsibleError, ValueError) as error:
+        raise InventoryError(f"{name}: {last_line(str(error))}") from error
 
 
 def failure(message: str, **more: Any) -> dict[str, Any]:

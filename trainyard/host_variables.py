@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from typing import Any
 
 from trainer.common.errors import UserError
@@ -20,8 +19,8 @@ _DISCOVERED = re.compile(r"http://.*:([0-9]{1,5})")
 _GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[A-Za-z0-9-]{1,64}")
 
 
-def make_host(name: str, variables: Any) -> Host:
-    """Return the inventory's description of a host. Raises InventoryError if `cluster_processes` is not a number."""
+def make_host(name: str, variables: Any, login: Login | None = None) -> Host:
+    """Return the inventory's description of a host; without a login it is the controller itself. Raises InventoryError if `cluster_processes` is not a number."""
     python = str(variables.get("ansible_python_interpreter") or "")
     try:
         processes = int(variables.get("cluster_processes") or 0)
@@ -41,7 +40,7 @@ def make_host(name: str, variables: Any) -> Host:
         ollama_urls=_ollama_urls(name, variables),
         managed=bool(variables.get("cluster_managed", True)),
         system_python=python if python.startswith("/") else DEFAULT_PYTHON,
-        login=_login(name, variables),
+        login=login or Login(),
     )
 
 
@@ -92,16 +91,3 @@ def _environment(name: str, value: Any) -> dict[str, str]:
     except UserError as error:
         text = str(error).removeprefix("run_env: ").removesuffix(" (the launch options)")
         raise InventoryError(f"{name}: cluster_env: {text}") from None
-
-
-def _login(name: str, variables: Any) -> Login:
-    if variables.get("ansible_connection") == "local":
-        return Login()
-    extra = [str(variables.get(option) or "") for option in ("ansible_ssh_common_args", "ansible_ssh_extra_args")]
-    return Login(
-        address=str(variables.get("ansible_host") or name),
-        user=str(variables.get("ansible_user") or ""),
-        port=int(variables.get("ansible_port") or 0),
-        key_file=str(variables.get("ansible_ssh_private_key_file") or ""),
-        extra_arguments=tuple(shlex.split(" ".join(extra))),
-    )

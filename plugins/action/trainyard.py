@@ -60,8 +60,7 @@ class ActionModule(ClusterAction):
         launch = {key: value for key, value in (options or {}).items() if key in launch_names()}
         of_task = {key: value for key, value in (options or {}).items() if key not in launch}
         given = self.given(own_groups(groups), variables) if options is None else of_task
-        keeps = command.keeps_connections if command else False
-        cluster = self.lasting_cluster(variables) if keeps else self.cluster(variables, launch)
+        cluster = self.cluster(variables, launch)
         report, check, top = Display().display, self._task.check_mode, project_folder(CONFIG_FILE or "", IN_COLLECTION)
         return Call(name, groups, given, extra_vars, extra_vars, cluster, top, report, check)
 

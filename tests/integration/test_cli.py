@@ -202,7 +202,7 @@ print(json.dumps([[vars(host)[name] for host in found.hosts for name in ("name",
     hosts, kinds, login, env, other, lost_limit, extra_vars = json.loads(done.stdout)
     folder = "/srv/trainyard"
     assert hosts == [*("node1", "192.0.2.1", folder), *("node2", "192.0.2.2", folder), *("node3", "192.0.2.3", folder)]
-    assert kinds == ["ssh", "ssh", "ansible", "ansible", "local", "local"]
+    assert kinds == ["ssh", "ssh", "ssh", "ssh", "local", "local"]
     assert login == ["192.0.2.1", "me", 2222, ["-o", "A=b"]]
     assert env == {"A": "c"} and other == ["node4"] and lost_limit == 7
     assert extra_vars == {"word": "c", "max_restarts": 3}

@@ -1,4 +1,4 @@
-"""The same requests over every transport: a local process, OpenSSH, and Ansible's connection plugins."""
+"""The same requests over both transports: a local process and OpenSSH."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ansible.playbook.play_context import PlayContext
 from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
 
-from trainyard.ansible_adapter import AnsibleTransport, Inventory, make_transport
+from trainyard.ansible_adapter import Inventory
 from trainyard.remote.__main__ import VERBS
 from trainyard.wire import openssh
 from trainyard.wire.connection import (
@@ -44,13 +44,6 @@ __all__ = ["control_folder", "server"]
 HOSTILE = 'it\'s "quoted" $HOME `id` \\ ; * \t\n\u00e9'  # every character that a shell may treat specially
 
 
-def ansible_transport(folder: Path, **variables: Any) -> AnsibleTransport:
-    file = folder / "inventory.yml"
-    file.write_text(yaml.safe_dump({"cluster": {"hosts": {"node1": variables}}}))
-    host = Inventory([str(file)]).variables["node1"]
-    return make_transport("node1", host, PlayContext(), host.templar, "ssh")
-
-
 def ssh_variables(login: Login, folder: Path) -> dict[str, Any]:
     return {
         "ansible_host": login.address,
@@ -62,16 +55,9 @@ def ssh_variables(login: Login, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=["local", "ssh", "ansible-local", "ansible-ssh"])
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
-    if request.param == "local":
-        return LocalTransport()
-    if request.param == "ansible-local":
-        return ansible_transport(tmp_path, ansible_connection="local")
-    login = request.getfixturevalue("server").login
-    if request.param == "ssh":
-        return OpenSSHTransport(login)
-    return ansible_transport(tmp_path, **ssh_variables(login, tmp_path))
+@pytest.fixture(params=["local", "ssh"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return LocalTransport() if request.param == "local" else OpenSSHTransport(request.getfixturevalue("server").login)
 
 
 @pytest.fixture
@@ -84,9 +70,6 @@ def test_a_command_has_input_output_and_an_exit_code(transport: Transport) -> No
     assert b"oops" in transport.execute("echo oops >&2")[2]
     assert transport.execute("cat")[1] == b"", "a command without input reads empty input"
     assert transport.execute(f"printf %s {shlex.quote(HOSTILE)}")[1].decode() == HOSTILE
-    assert transport.kind == {"LocalTransport": "local", "OpenSSHTransport": "ssh"}.get(
-        type(transport).__name__, "ansible"
-    )
 
 
 def test_large_input_and_output(transport: Transport) -> None:
@@ -122,7 +105,6 @@ def test_a_pending_command_can_be_ended(transport: Transport) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["local", "ssh", "ansible-ssh"], indirect=True)
 def test_endless_output_does_not_fill_the_memory(transport: Transport) -> None:
     connection = HostConnection(Host("node1", "127.0.0.1", "/nonexistent", sys.executable), transport)
     before = resident_mib()
@@ -189,12 +171,61 @@ def command_lines() -> list[bytes]:
     return found
 
 
-def test_an_unreachable_host_is_reported(server: Server, tmp_path: Path) -> None:
+def test_an_unreachable_host_is_reported(server: Server) -> None:
     closed = Login("127.0.0.1", port=free_port(), extra_arguments=server.login.extra_arguments)
-    for transport in (OpenSSHTransport(closed), ansible_transport(tmp_path, **ssh_variables(closed, tmp_path))):
-        with pytest.raises(RemoteError, match="refused") as error:
-            transport.execute("true")
-        assert "\n" not in str(error.value)
+    with pytest.raises(RemoteError, match="refused") as error:
+        OpenSSHTransport(closed).execute("true")
+    assert "\n" not in str(error.value)
+
+
+# Variables of the connection as Ansible's documentation has them: what ssh gets of each.
+LOGINS = {
+    "a quoted ProxyCommand": (
+        {"ansible_ssh_common_args": '-o ProxyCommand="ssh -W %h:%p -q jump"'},
+        ["-o", "ProxyCommand=ssh -W %h:%p -q jump"],
+    ),
+    "a jump host": ({"ansible_ssh_extra_args": "-J jump.lan"}, ["-J", "jump.lan"]),
+    "ssh_args in place of those of ansible.cfg": (
+        {"ansible_ssh_args": "-o Compression=yes"},
+        ["-o", "Compression=yes"],
+    ),
+    "a port": ({"ansible_port": 2222}, ["-p", "2222"]),
+    "a key": ({"ansible_ssh_private_key_file": "/k"}, ["-i", "/k"]),
+    "a template": ({"port": 2200, "ansible_port": "{{ port + 1 }}"}, ["-p", "2201"]),
+    "host keys that are not checked": ({"ansible_host_key_checking": False}, ["-o", "StrictHostKeyChecking=no"]),
+}
+
+
+def logins(folder: Path, variables: dict[str, Any]) -> Login:
+    (folder / "hosts.yml").write_text(yaml.safe_dump({"cluster": {"hosts": {"box.lan": variables}}}))
+    return Inventory([str(folder / "hosts.yml")]).hosts[0].login
+
+
+@pytest.mark.parametrize("case", LOGINS)
+def test_the_login_is_that_of_ansible(case: str, tmp_path: Path) -> None:
+    variables, words = LOGINS[case]
+    login = logins(tmp_path, variables)
+    command = login.ssh_command()
+    assert any(command[at : at + len(words)] == words for at in range(len(command))), command
+    assert command[0] == "ssh" and login.destination() == "box.lan"
+    assert ("-p" in command) == ("port" in case or "template" in case), (
+        "Port of ssh_config counts where no port is given"
+    )
+
+
+def test_a_password_is_in_no_command_line(tmp_path: Path) -> None:
+    login = logins(tmp_path, {"ansible_user": "me", "ansible_password": "hunter2"})
+    program = tmp_path / "ssh"
+    program.write_text('#!/bin/sh\n[ "$SSH_ASKPASS_REQUIRE" = force ] && "$SSH_ASKPASS"; echo "$*"\n')
+    program.chmod(0o755)
+    password, arguments = OpenSSHTransport(replace(login, executable=str(program))).execute("true")[1].splitlines()
+    assert password == b"hunter2" and b"hunter2" not in arguments and b"BatchMode=no" in arguments
+    assert "hunter2" not in repr(login)
+
+
+def test_another_connection_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InventoryError, match=r"^box\.lan: ansible_connection is 'docker': set it to ssh or local$"):
+        logins(tmp_path, {"ansible_connection": "docker"})
 
 
 def test_an_unknown_host_key_is_refused(server: Server, tmp_path: Path) -> None:
@@ -253,7 +284,8 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
         system_python="/usr/bin/python3.11",
         ollama_urls=("http://127.0.0.1:11434", "http://10.0.0.1:11434"),
     )
-    assert (second.name, second.managed, second.login) == ("node2", False, server.login)
+    assert (second.name, second.managed) == ("node2", False)
+    assert replace(second.login, extra_arguments=second.login.extra_arguments[-4:]) == server.login
     assert read.connect(second).transport.execute("echo there")[1] == b"there\n"
     first.check()
     with pytest.raises(InventoryError, match="x: cluster_address is 'x'"):

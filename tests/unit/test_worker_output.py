@@ -6,9 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-import types
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 
@@ -41,11 +39,8 @@ def told(ours: Connection) -> str:
 def work(queue: SlowQueue, its: Connection, seconds: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: os._exit(CODE))
-    display: Any = types.SimpleNamespace(_final_q=queue)
-    worker_output.install(display)
-    worker_output.install(display)
-    assert isinstance(display._final_q, worker_output.WorkerOutput)
-    display._final_q.send_display("display", seconds, its)
+    worker_output.end_between_writes(queue)
+    queue.send_display("display", seconds, its)
     time.sleep(30)
 
 

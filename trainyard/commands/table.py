@@ -45,7 +45,6 @@ class Command:
         positional: the option that words without a flag set.
         same_as: what does the same, if that is not the playbook of the command's name.
         by_playbook: whether the program runs the playbook, because roles do a part.
-        keeps_connections: whether it needs connections that stay open, which Ansible's plugins cannot do.
         on_hosts: whether it concerns the hosts of an inventory. No playbook does what other commands do.
     """
 
@@ -56,7 +55,6 @@ class Command:
     positional: str = ""
     same_as: str = ""
     by_playbook: bool = False
-    keeps_connections: bool = False
     on_hosts: bool = True
 
     @property
@@ -170,7 +168,6 @@ _TABLE = (
         "dashboard",
         "serve a web page with the hosts, the runs and their curves",
         *(functions.dashboard, (_own(DashboardOptions, removed=REMOVED_DASHBOARD_OPTIONS), LIMITS)),
-        keeps_connections=True,
     ),
     _by_roles("site", "provision the hosts"),
     _by_roles("add-host", "add a host to a running cluster"),

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from trainer.common.errors import MAX_MESSAGE
 from trainer.common.formats import printable
@@ -26,15 +26,6 @@ LINES = frozenset({"host", "beat", "run", "gone", "unreadable", "reply"})
 
 Receive = Callable[[str, str, dict[str, Any]], None]
 """Takes the name of the host, the kind of a line, and the line."""
-
-
-@runtime_checkable
-class StreamTransport(Protocol):
-    """A transport that can keep a process on the host connected."""
-
-    def stream_argv(self, command: str) -> list[str]:
-        """Return the arguments of a process that runs a shell command until its standard input ends."""
-        ...
 
 
 class HostStream:
@@ -56,18 +47,12 @@ class HostStream:
 
     async def run(self) -> None:
         """Keep the host connected until the task is cancelled."""
-        if not isinstance(self.transport, StreamTransport):
-            self._lost(
-                self.host.name,
-                "the dashboard connects by OpenSSH with a key, or locally: set up a key, or ansible_connection=local",
-            )
-            return
         failures = 0
         while True:
             self._silent = False
             connected = False
             try:
-                async for kind, line in self._lines(self.transport):
+                async for kind, line in self._lines():
                     connected = True
                     self._handle(kind, line)
                 reason = "the connection was closed"
@@ -100,11 +85,12 @@ class HostStream:
         finally:
             self._queries.pop(number, None)
 
-    async def _lines(self, transport: StreamTransport) -> Any:
+    async def _lines(self) -> Any:
         """Connect, and yield the kind and content of each line. Raises RemoteError and ReplyError."""
         command = remote_command("sample", self.host.python)
         process = await asyncio.create_subprocess_exec(
-            *transport.stream_argv(command),
+            *self.transport.stream_argv(command),
+            env=self.transport.environment,
             limit=REPLY_LIMIT,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

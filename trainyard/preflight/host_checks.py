@@ -26,7 +26,7 @@ CORE_SHARE = 0.75  # minimum share of a core that a busy loop should get
 WSL_CONFIG = r"[wsl2] in %UserProfile%\.wslconfig of Windows"
 WSL_MEMORY = f"set memory under {WSL_CONFIG}, and run wsl --shutdown there"
 
-# Messages of the OpenSSH client or a connection plugin, and the remedy. The first match applies.
+# Messages of the OpenSSH client, and the remedy. The first match applies.
 SSH_REMEDIES = {
     "Permission denied": "add your key to the host (ssh-copy-id), or correct ansible_user",
     "Host key verification failed": "if the host was reinstalled, remove its old key from known_hosts",

@@ -44,7 +44,7 @@ from trainyard.run.launch.start_ranks import stop_parts
 from trainyard.run.session import RunSession
 from trainyard.run.types import SessionState
 from trainyard.wire.connection import Host, HostConnection, InventoryError, RemoteError
-from trainyard.wire.openssh import OpenSSHTransport
+from trainyard.wire.openssh import open_connection
 from trainyard.wire.run_errors import HostUnreachableError, PartlyActiveError, RunError
 
 POLL = 0.3  # s between two queries to Slurm
@@ -220,7 +220,7 @@ class Driver:
 
     def connect_host(self, host: Host) -> HostConnection:
         """Make the connection to a host."""
-        return HostConnection(host, OpenSSHTransport(host.login))
+        return open_connection(host)
 
     # Ends -------------------------------------------------------------------------------------------------------------
 

@@ -486,7 +486,7 @@ class RunSession:
             return {"lost": list(lost)} | _failure(error)
         except RunError as error:
             return _failure(error)
-        except Exception as error:  # a defect, or a connection plugin's error: this start failed, the next one may not
+        except Exception as error:  # a defect: this start failed, the next one may not
             return {"msg": f"{type(error).__name__}: {error}"}
         return None
 

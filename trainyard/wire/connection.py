@@ -1,7 +1,6 @@
 """Connections to the hosts of a cluster: the description of a host, its transport, and parallel requests to many hosts.
 
-Nothing here depends on Ansible. The transports are `trainyard.wire.openssh` (OpenSSH, or a local process) and
-`trainyard.ansible_adapter` (Ansible's connection plugins).
+Nothing here depends on Ansible. The transports are in `trainyard.wire.openssh`: OpenSSH, or a local process.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from trainyard.wire.replies import ReplyError, checked_reply, last_object
 
 R = TypeVar("R")
 OUTPUT_LIMIT = 16 << 20  # bytes that a host may answer: a reply, and what its login scripts print before it
-FILES_PER_REQUEST = 10  # pipes of the client process, its input, what waits for them, and what Ansible's plugins open
+FILES_PER_REQUEST = 10  # pipes of the client process, its input, and what waits for them
 FILES_BESIDE = 256  # that the process has open besides
 TOO_MUCH = f"sent more than {OUTPUT_LIMIT >> 20} MiB; the connection was closed"
 
@@ -48,13 +47,18 @@ class InventoryError(TrainyardError):
 class Transport(Protocol):
     """Runs commands and copies files on one host. Used by one thread at a time."""
 
-    kind: str  # "local", "ssh" or "ansible"
+    kind: str  # "local" or "ssh"
+    environment: dict[str, str] | None  # of the process of `stream_argv`; None for that of this one
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         """Run a shell command; return its exit code, standard output and standard error.
 
         Raises RemoteError if the host is unreachable.
         """
+        ...
+
+    def stream_argv(self, command: str) -> list[str]:
+        """Return the arguments of a process that runs a shell command until its standard input ends."""
         ...
 
     def put(self, source: str, target: str) -> None:
@@ -79,14 +83,17 @@ class Login:
     port: int = 0
     key_file: str = ""
     extra_arguments: tuple[str, ...] = ()  # further arguments of ssh, such as `-o UserKnownHostsFile=...`
+    executable: str = "ssh"
+    password: str = field(default="", repr=False)
 
     def destination(self) -> str:
         """Return `user@address` as ssh takes it."""
         return f"{self.user}@{self.address}" if self.user else self.address
 
-    def ssh_arguments(self) -> list[str]:
-        """Return the arguments of ssh that come before the destination."""
-        words = [*(["-i", self.key_file] if self.key_file else []), *self.extra_arguments]
+    def ssh_command(self) -> list[str]:
+        """Return ssh and its arguments before the destination. ssh takes the first value of an option."""
+        words = [self.executable, *(["-i", self.key_file] if self.key_file else []), *self.extra_arguments]
+        words += ["-o", "BatchMode=no", "-o", "NumberOfPasswordPrompts=1"] if self.password else []
         return [*words, *(["-p", str(self.port)] if self.port else [])]
 
 
@@ -220,7 +227,7 @@ class FanOut(Generic[R]):
     def _request(self, host: str, request: Callable[[], R]) -> None:
         try:
             self.answers[host] = request()
-        except Exception as error:  # a connection plugin may raise anything; it concerns this host only
+        except Exception as error:  # whatever it is, it concerns this host only
             self.errors[host] = printable(error, MAX_MESSAGE)
 
     def wait(self, limit: float, doubtful: Collection[str] = (), grace: float = 0.0) -> FanOut[R]:

@@ -12,12 +12,13 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.common.files import cache_folder
+from trainer.common.files import cache_folder, write_atomic
 from trainer.supervise.processes import descendants, send_signal
-from trainyard.wire.connection import OUTPUT_LIMIT, TOO_MUCH, Login, RemoteError, last_line
+from trainyard.wire.connection import OUTPUT_LIMIT, TOO_MUCH, Host, HostConnection, Login, RemoteError, last_line
 
 UNREACHABLE = 255  # exit code of ssh if ssh itself fails
 # Multiplexing: requests that follow within two minutes share the first one's connection.
+PASSWORD = "TRAINYARD_SSH_PASSWORD"  # variable of ssh's process, which only its user can read
 PERSIST = ("-o", "ControlMaster=auto", "-o", "ControlPersist=120s")
 OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=10"),
@@ -31,7 +32,8 @@ SOCKET_FOLDER_LIMIT = 107 - 1 - 40 - 17
 class _Processes:
     """Runs one client process at a time, and reads no more of its output than a reply can have."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._aborted = threading.Event()
 
@@ -58,7 +60,7 @@ class _Processes:
 
     def _run(self, argv: list[str], **streams: Any) -> tuple[int, bytes, bytes]:
         self._aborted.clear()
-        self._process = subprocess.Popen(argv, stderr=subprocess.PIPE, **streams)
+        self._process = subprocess.Popen(argv, stderr=subprocess.PIPE, env=self._environment, **streams)
         with self._process as process:  # closes its pipes
             out, err = _read_output(process, self._aborted)
             return process.wait(), out, err
@@ -68,6 +70,7 @@ class LocalTransport:
     """Runs commands on the controller itself."""
 
     kind = "local"
+    environment: dict[str, str] | None = None
 
     def __init__(self) -> None:
         """Prepare for commands."""
@@ -105,10 +108,10 @@ class OpenSSHTransport:
     def __init__(self, login: Login) -> None:
         """Prepare for a host; the first request connects."""
         self.login = login
-        # extra_arguments come first: ssh takes the first value of an option.
-        self._processes = _Processes()
+        self.environment = password_environment(login.password)
+        self._processes = _Processes(self.environment)
         self.abort = self._processes.abort
-        self._ssh = ["ssh", *login.ssh_arguments(), *OPTIONS, *multiplexing(), "-T", "--", login.destination()]
+        self._ssh = [*login.ssh_command(), *OPTIONS, *multiplexing(), "-T", "--", login.destination()]
 
     def execute(self, command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
         """Run a shell command; return its exit code, standard output and standard error. Raises RemoteError."""
@@ -123,8 +126,8 @@ class OpenSSHTransport:
         It has a connection of its own: a shared one ends neither with the process, nor when the host is lost.
         """
         alone = ("-o", "ControlMaster=no", "-o", "ControlPath=none")
-        login = [*self.login.ssh_arguments(), *OPTIONS]
-        return ["ssh", *alone, *login, "-T", "--", self.login.destination(), remote_shell(command)]
+        program, *login = self.login.ssh_command()
+        return [program, *alone, *login, *OPTIONS, "-T", "--", self.login.destination(), remote_shell(command)]
 
     def put(self, source: str, target: str) -> None:
         """Copy a file of the controller to the host. Raises RemoteError."""
@@ -144,6 +147,22 @@ class OpenSSHTransport:
 
     def _copy(self, command: str, **streams: Any) -> None:
         self._processes.copy([*self._ssh, remote_shell(command)], **streams)
+
+
+def open_connection(host: Host) -> HostConnection:
+    """Return the connection to a host, which the first request opens. Use it in one thread at a time."""
+    return HostConnection(host, OpenSSHTransport(host.login) if host.login.address else LocalTransport())
+
+
+def password_environment(password: str) -> dict[str, str] | None:
+    """Return the environment with which ssh takes a password from a program instead of a terminal; None without a password."""
+    if not password:
+        return None
+    program = cache_folder() / "askpass"
+    program.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not program.exists():
+        write_atomic(program, f"#!/bin/sh\nprintf '%s\\n' \"${PASSWORD}\"\n".encode(), 0o700)
+    return {**os.environ, "SSH_ASKPASS": str(program), "SSH_ASKPASS_REQUIRE": "force", PASSWORD: password}
 
 
 def remote_shell(command: str) -> str:

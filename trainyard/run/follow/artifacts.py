@@ -329,5 +329,6 @@ def tensorboard_command(folder: str, host: Host) -> str:
     if not login.address:
         return command
     # The host's shell parses the command again. With a terminal (-t), Ctrl-C ends TensorBoard there, too.
-    words = ["ssh", "-t", *login.ssh_arguments(), "-L", "6006:127.0.0.1:6006", login.destination(), command]
+    program, *arguments = login.ssh_command()
+    words = [program, "-t", *arguments, "-L", "6006:127.0.0.1:6006", login.destination(), command]
     return shlex.join(words)
