@@ -7,14 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_trial import questions
 from lab_hosts import NEEDS_LAB, Host, Lab
 from queue_events import EventTrial
-from queued_runs import LEFT, QueuedRun, QueueLab, tiny_spec
+from queued_runs import LEFT, QueuedRun, QueueLab
 from testbed import faults
 from testbed.root import DATA_DIR
 
@@ -26,16 +24,6 @@ SAVED = 8.0
 KILL_WAIT = 30.0  # s after which Slurm kills a lease step that it has asked to end
 JOB_STATE = "/var/lib/slurm/slurmctld/job_state"
 RESTORE = f"systemctl stop slurmctld && cp -p /root/job_state {JOB_STATE} && systemctl start slurmctld"
-RECEIVER = """import http.server, json
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        print(told["run"], told["event"], flush=True)
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *_): pass
-http.server.HTTPServer(("127.0.0.1", 8085), Handler).serve_forever()"""
-SUMMING = Path(__file__).parents[1] / "support/summing_script.py"
 
 
 @pytest.fixture(scope="module")
@@ -131,62 +119,6 @@ def test_preempted_run_resumes_on_another_host(queue: QueueLab) -> None:
     assert results[1]["loss_last"] == pytest.approx(results[0]["loss_last"], abs=1e-6)
 
 
-def test_run_over_hosts_is_preempted_and_resumes(queue: QueueLab) -> None:
-    """A critical job takes one of two hosts: the run returns to the queue, gets two hosts again, and ends as without."""
-    lab = queue.lab
-    trio = queue.add("trio", 12, nodes=3, cores=1, batch=6)
-    trio.wait_phase("finished", 400)
-    assert len(trio.on()) == 3 and all(trio.result(host)["world_size"] == 3 for host in trio.on())
-    shown = lab.inside(lab.hosts[0], f"scontrol show job {trio.job}")
-    assert "JobState=COMPLETED" in shown and "Restarts=0" in shown, "the steps of all hosts end together"
-    straight = queue.add("straight-pair", 60, nodes=2, cores=1)
-    straight.wait_phase("finished", 400)
-    pair = queue.add("pair", 60, nodes=2, cores=1, priority="low")
-    queue.take(pair.wait_step(3, 400))
-    pair.wait_phase("finished", 400)
-    attempts = pair.state()["attempts"]
-    assert [attempt["order"] for attempt in attempts] == [75, 10], pair.log()
-    assert [len(attempt["hosts"]) for attempt in attempts] == [2, 2]
-    expected = straight.result(straight.on()[0])
-    for result in map(pair.result, pair.on()):
-        assert result["loss_last"] == pytest.approx(expected["loss_last"], abs=1e-6)
-        assert (result["step"], result["samples"]) == (60, expected["samples"])
-    for host in lab.hosts:
-        assert lab.inside(host, LEFT) == ""
-
-
-def test_shards_of_a_run_move_with_it(queue: QueueLab) -> None:
-    """Every host has only its shards. One of the two hosts is taken, and the run continues with the third one."""
-    fields = {"strategy": "fsdp", "lora_r": 0}
-    straight, moved = (tiny_spec(run, questions(queue.folder), 30) | fields for run in ("whole", "shards"))
-    one = {"options": {"run_env": {"OMP_NUM_THREADS": "1"}}, "nodes": 2, "cores": 1}
-    expected = queue.add_run(straight, **one)
-    expected.wait_phase("finished", 400)
-    run = queue.add_run(moved, **one, priority="low")
-    queue.take(run.wait_step(8, 400))
-    run.wait_phase("finished", 400)
-    attempts = run.state()["attempts"]
-    assert [attempt["order"] for attempt in attempts] == [75, 10], run.log()
-    assert set(attempts[0]["hosts"]) != set(attempts[1]["hosts"]) and "copied the checkpoint step-" in run.log()
-    for result in map(run.result, run.on()):
-        assert result["loss_last"] == pytest.approx(expected.result(expected.on()[0])["loss_last"], abs=1e-6)
-
-
-def test_script_is_preempted_and_continues_elsewhere(queue: QueueLab) -> None:
-    """The ranks of a script add up their steps, so a lost or repeated step changes the sum. Its checkpoint moves with
-    it."""
-    spec = {"run": "script", "script": str(SUMMING), "max_steps": 400, "checkpoint_interval": 100}
-    run = queue.add_run(spec, cores=1, priority="low", hosts=["node2", "node3"])
-    first = run.wait_step(10, 300)
-    queue.take(first)
-    run.wait_phase("finished", 400)
-    assert [attempt["order"] for attempt in run.state()["attempts"]] == [75, 10] and run.on() != [first], run.log()
-    assert "copied the checkpoint step-" in run.log()
-    result = run.result(run.on()[0])
-    assert result["total"] == sum(range(401)) and result["first"] >= 10
-    assert result["script"].startswith("summing_script-")
-
-
 def test_run_of_a_lost_host_continues_elsewhere(queue: QueueLab) -> None:
     lab = queue.lab
     run = queue.add("lost", 1200, hosts=["node2", "node3"], cores=2, counting=True)
@@ -202,37 +134,6 @@ def test_run_of_a_lost_host_continues_elsewhere(queue: QueueLab) -> None:
         faults.undo(lab, host, "crash")
     assert run.result(run.on()[0])["loss_last"] == sum(range(1201)) and run.on()[0] != host
     assert "copied the checkpoint step-" in run.log()
-
-
-def test_a_run_ends_at_its_time_limit_with_a_checkpoint(queue: QueueLab) -> None:
-    lab = queue.lab
-    run = queue.add("timed", 1_000_000, hosts=["node2"], cores=1, counting=True, time_limit=2)
-    host = run.wait_step(6, 120)
-    run.wait_phase("failed", 180)
-    state = run.state()
-    assert (state["exit"]["reason"], len(state["attempts"])) == ("its time limit", 1), run.log()
-    assert "step-" in lab.inside(host, f"ls {DATA_DIR}/runs/timed/checkpoints")
-    lab.wait(lambda: lab.inside(run.head, f"squeue -h -j {run.job} || :").strip() == "", "the job waits", 60)
-
-
-def test_a_mistake_is_not_repeated_and_a_cancelled_run_ends(queue: QueueLab) -> None:
-    """A server on the queue host is told of each end, and that the queue is empty."""
-    lab, notify = queue.lab, {"notify": ["http://127.0.0.1:8085/"]}
-    lab.inside(
-        lab.hosts[0],
-        f"cat >/tmp/receiver.py <<'_END_'\n{RECEIVER}\n_END_\nnohup python3 /tmp/receiver.py >/tmp/told 2>&1 & echo $! >/tmp/receiver.pid",
-    )
-    wrong = queue.add("wrong", 5, hosts=["node2"], options=notify | {"master_port": 22})
-    long = queue.add("long", 100_000, hosts=["node1"], cores=1, counting=True, options=notify)
-    wrong.wait_phase("failed", 120)
-    assert "port 22 is in use" in wrong.state()["exit"]["reason"] and len(wrong.state()["attempts"]) == 1
-    long.wait(lambda state: state["phase"] == "running", "running", 120)
-    lab.inside(lab.hosts[0], f"scancel {long.job}")
-    long.wait_phase("cancelled", 120)
-    lab.wait(lambda: lab.inside(lab.hosts[0], LEFT) == "", "ranks are left", 60)
-    told = lab.inside(lab.hosts[0], "cat /tmp/told; kill $(cat /tmp/receiver.pid)").splitlines()
-    assert {"wrong started", "wrong failed", "long started", "long stopped", "long queue empty"} == set(told), told
-    assert told[-1] == "long queue empty"
 
 
 @contextmanager
