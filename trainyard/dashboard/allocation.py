@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from trainyard.dashboard.state import ClusterView, RunState
@@ -37,7 +38,10 @@ class Allocation:
         cluster = self._cluster
         # In the time of the queue host, so that the age of an answer does not matter.
         now = queue.now + time.time() - asked if queue else time.time()
-        gpus = {name: _uuids(host.sample) for name, host in cluster.hosts.items()}
+        gpus = {
+            name: [str(gpu["uuid"]) for gpu in host.sample.get("gpus", [])[:MAX_GPUS]]
+            for name, host in cluster.hosts.items()
+        }
         key = (asked if queue else 0.0, now // STEP, cluster.starts, repr(gpus))
         before, known = self._known.get(scale, (None, Timeline(0.0)))
         if before != key:
@@ -54,19 +58,12 @@ def _timeline(
         numbers[node.name] = numbers.get(node.name) or [str(number) for number in range(min(node.gpus, MAX_GPUS))]
     of_queue = list(itertools.islice(queue_spans(queue), READ)) if queue else []
     spans = itertools.chain(of_queue, run_spans(cluster, of_queue, now, scale.before))
-    named = (_with_number(span, gpus.get(span.host, [])) for span in spans)
+    named = (
+        # The number that the sample of its host gives a GPU.
+        replace(span, gpu=str(uuids.index(span.gpu))) if span.gpu in (uuids := gpus.get(span.host, [])) else span
+        for span in spans
+    )
     return make_timeline(named, numbers, now, scale)
-
-
-def _uuids(sample: Mapping[str, Any]) -> list[str]:
-    return [str(gpu["uuid"]) for gpu in sample.get("gpus", [])[:MAX_GPUS]]
-
-
-def _with_number(span: Span, uuids: list[str]) -> Span:
-    """Return a span whose GPU has the number that the sample of its host gives it."""
-    if span.gpu not in uuids:
-        return span
-    return Span(span.run, span.host, str(uuids.index(span.gpu)), span.begin, span.end, span.until, span.state)
 
 
 def run_spans(cluster: ClusterView, known: Iterable[Span], now: float, before: float) -> Iterator[Span]:

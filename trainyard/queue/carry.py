@@ -156,7 +156,11 @@ class CheckpointCopy:
                         raise RemoteError(f"{step}: the run has ended in the meantime")
                     fetch_file(connection, lent[f"{below}/{name}"], temporary / name, size)
         if len(whole.parts) > 1:
-            _join_manifest(temporary / MANIFEST)
+            manifest = read_json(temporary / MANIFEST) or {}
+            own, elsewhere = manifest.get("files"), manifest.get("elsewhere")
+            if isinstance(own, dict) and isinstance(elsewhere, dict):  # mark all files as present
+                joined = {"step": manifest.get("step"), "finite": True, "files": {**own, **elsewhere}}
+                write_json(temporary / MANIFEST, joined)
         request = {"run_dir": f"{connection.host.data_dir}/runs/{self.run}", "text": [SPEC]}
         if text := connection.call("read_files", request)["text"].get(SPEC):
             write_atomic(self.folder / SPEC, text)
@@ -200,14 +204,6 @@ class CheckpointCopy:
                 f"starts from step 0: {lost}no other host has the rest of the checkpoints of {host.name}, which are moved "
                 "to checkpoints/incomplete"
             )
-
-
-def _join_manifest(path: Path) -> None:
-    """Mark all files as present in the manifest of one host's shards."""
-    manifest = read_json(path) or {}
-    files, elsewhere = manifest.get("files"), manifest.get("elsewhere")
-    if isinstance(files, dict) and isinstance(elsewhere, dict):
-        write_json(path, {"step": manifest.get("step"), "finite": True, "files": {**files, **elsewhere}})
 
 
 class CopyThread(threading.Thread):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,14 +71,11 @@ class Driver:
             raise UserError(f"{folder / 'state.json'} is missing: add the run again")
         self.state: dict[str, Any] = state
         self.run = self.session.prepared.run
+        # Whether the first attempt continues a run that existed before it was added.
+        self.continues = self.session.continues and self.session.prepared.spec.resume != "never"
         self.announce = Announcer(self.session.options, self.report)
         self.copy = CheckpointCopy(folder, self.run, self.connect, self.report)
         self.reached = max((attempt.get("reached", 0) for attempt in state["attempts"]), default=0)  # furthest step
-
-    @property
-    def continues(self) -> bool:
-        """Whether the first attempt continues a run that existed before it was added."""
-        return self.session.continues and self.session.prepared.spec.resume != "never"
 
     def drive(self) -> None:
         """Drive the run until its job waits or has ended."""
@@ -358,7 +354,8 @@ class Driver:
         self.save(phase=phase, exit={"code": code, "reason": reason, "time": time.time()})
         ends: dict[str, Event] = {"finished": "finished", "failed": "failed"}
         self.announce(ends.get(self.state["phase"], "stopped"), self.run, self.state["exit"]["reason"])
-        if not any(live_runs(self.folder.parent)):
+        others = self.folder.parent.glob("*/state.json")
+        if not any((read_json(path) or {}).get("phase") in LIVE for path in others):
             self.announce("queue empty", self.run)
 
     def record(self, job: Job, order: int, reason: str) -> None:
@@ -377,13 +374,6 @@ class Driver:
     def report(self, line: str) -> None:
         """Write a line to the log of the driver, which is standard output."""
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
-
-
-def live_runs(folder: Path) -> Iterator[Path]:
-    """Yield the folders of the runs of the queue that wait or are active."""
-    for path in folder.glob("*/state.json"):
-        if (read_json(path) or {}).get("phase") in LIVE:
-            yield path.parent
 
 
 def tell_slurm(words: str, job: Job) -> bool:

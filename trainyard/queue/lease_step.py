@@ -38,18 +38,14 @@ def main() -> int:
     folder = data_dir / "leases"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / os.environ["SLURM_JOB_ID"]
-    lease = {"run": run, "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0), "gpus": granted_gpus()}
+    granted = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # in the order of gres.conf
+    gpus = granted.split(",") if _GPUS.fullmatch(granted) else []
+    lease = {"run": run, "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0), "gpus": gpus}
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         # The locked file stays the same; only its contents are replaced.
         describe(path, lease)
         return hold(path, lease, LinkFreePath(data_dir / "runs", run))
-
-
-def granted_gpus() -> list[str]:
-    """Return the numbers of the GPUs of this host that Slurm has granted, in the order of gres.conf."""
-    text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return text.split(",") if _GPUS.fullmatch(text) else []
 
 
 def describe(path: Path, lease: dict[str, Any]) -> None:

@@ -202,6 +202,7 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
         UserError: a mistake in the values. No host has received a request yet, unless only the queue host can check the
         value.
         RunError: the queue host or Slurm refuses the request, or fails.
+        InventoryError: a host is not described completely.
     """
     verb = check_verb(values.get("do"))
     given = {name: value for name, value in values.items() if name != "do"}
@@ -211,24 +212,14 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
         runs = read_runs(given, cluster.launch_of, top, report)
     else:
         options = change_options(verb, given)
-    site = open_queue(cluster, top, report, check)
-    if verb in ("list", "history"):
-        return show_runs(site.queue, verb, options.run)
-    if verb != "add":
-        return change_runs(site.queue, verb, options, check=check)
-    return add_runs(runs, site)
-
-
-def open_queue(cluster: Cluster, top: Path, report: Report, check: bool) -> Site:
-    """Return the queue of a cluster. No host is contacted. Arguments are those of `manage_queue`.
-
-    Raises:
-        UserError: the inventory has no cluster.
-        InventoryError: a host is not described completely.
-    """
     host = queue_host(cluster.groups)
     for member in cluster.hosts:
         member.check()
     limited = len(cluster.hosts) < len(cluster.groups["cluster"])
     client, token = QueueClient(cluster.connect(host)), secrets.token_hex(8)
-    return Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check)
+    site = Site(cluster.hosts, limited, client, cluster.connect, top, report, token, check)
+    if verb in ("list", "history"):
+        return show_runs(site.queue, verb, options.run)
+    if verb != "add":
+        return change_runs(site.queue, verb, options, check=check)
+    return add_runs(runs, site)

@@ -72,21 +72,6 @@ class NewRun:
         return dataclasses.replace(self, options=self.options.model_copy(update={"after": after}))
 
 
-def make_run(options: QueueOptions, spec: RunSpec, launch: LaunchOptions, grid: str = "") -> NewRun:
-    """Return a run that may be added to a queue. Raises UserError for options that cannot be set for it."""
-    for name, why in _EXCLUDED.items():
-        if getattr(launch, name) != launch_options.OPTIONS[name].default:
-            raise UserError(
-                f"{name}: cannot be set for the queue: {why.format(train=front_end.playbook('train'), push=front_end.playbook('push'))}"
-            )
-    run = NewRun(options, spec, launch, grid)
-    try:
-        run.request()
-    except ValueError as error:
-        raise UserError(f"queue: {printable(error)}") from None
-    return run
-
-
 def read_runs(
     values: Mapping[str, Any], launch_of: Callable[[Mapping[str, Any]], LaunchOptions], top: Path, report: Report
 ) -> list[NewRun]:
@@ -132,4 +117,13 @@ def _new_run(
     )
     spec = read_run_spec(launch.spec, of_run, top, report, source=source, more=OPTIONS)
     require_addresses(spec)
-    return make_run(options, spec, launch, entry.grid)
+    for name, why in _EXCLUDED.items():
+        if getattr(launch, name) != launch_options.OPTIONS[name].default:
+            said = why.format(train=front_end.playbook("train"), push=front_end.playbook("push"))
+            raise UserError(f"{name}: cannot be set for the queue: {said}")
+    run = NewRun(options, spec, launch, entry.grid)
+    try:
+        run.request()
+    except ValueError as error:
+        raise UserError(f"queue: {printable(error)}") from None
+    return run

@@ -54,7 +54,7 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
         "submitted": request.submitted,
         "user": request.user,
         "start": attempts[0]["begin"] if attempts else job.start if job and job.state in RUNNING else 0.0,
-        "end": job.end if job else (over or {}).get("time") or (last.get("end") if last else 0.0) or 0.0,
+        "end": job.end if job else (over and over.get("time")) or (last and last.get("end")) or 0.0,
         "attempts": attempts,
         "reason": why_waiting(request, job, queue)
         if job and job.state == "PENDING"

@@ -80,13 +80,20 @@ def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"run {twice[0]}: two runs have the same spec: name each model once")
     queue = site.queue.state(names)
-    there = read_on_hosts(site, names, "spec.yml")
+    there = _specs_on_hosts(site, names)
     known = [_is_known(prepared, queue, there, site.hosts) for prepared in ready]
     # A run of `after` may have ended since.
     answers, jobs = [], {name: job.number for name, job in (before.jobs | queue.jobs).items()}
     for (run, after), prepared, is_known_run in zip(waiting, ready, known, strict=True):
         if is_known_run:
-            answers.append(_already(prepared.run, queue))
+            name, job = prepared.run, queue.jobs.get(prepared.run)
+            state = run_state(name, queue)
+            line = (
+                f"run {name} is {state} already, as job {job.number}"
+                if job
+                else f"run {name} is finished: nothing to do"
+            )
+            answers.append({"run": name, "job": job.number if job else None, "state": state, "line": line})
             continue
         run = dataclasses.replace(run, spec=run.spec.model_copy(update={"run": prepared.run}))
         continues = bool(there[prepared.run]) or prepared.run in queue.requests
@@ -176,7 +183,8 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, has
     if before is None:
         return []
     try:
-        earlier = make_spec(_fields(before["spec"]), "the queue host")
+        known = {name: value for name, value in before["spec"].items() if name in FIELDS}
+        earlier = make_spec(known, "the queue host")
     except UserError:
         return ["its spec on the queue host is damaged"]
     now, _ = as_before(prepared.spec, earlier)
@@ -197,10 +205,6 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, has
     ]
 
 
-def _fields(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in spec.items() if name in FIELDS}
-
-
 def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str]:
     """Return what differs from the run's folder on a host, which was started before."""
     try:
@@ -212,26 +216,15 @@ def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str
     return [printable(line) for line in changed_fields(earlier, now)]
 
 
-def read_on_hosts(site: Site, names: Sequence[str], file: str) -> dict[str, dict[str, str]]:
-    """Return the text of a file of the runs' folders, by run and host. A host that does not answer has none."""
-    paths = {f"{name}/{file}": name for name in names}
+def _specs_on_hosts(site: Site, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the text of spec.yml in the runs' folders, by run and host. A host that does not answer has none."""
     calls = {}
     for host in site.hosts:
-        request = {"folder": f"{host.data_dir}/runs", "text": list(paths)}
+        request = {"folder": f"{host.data_dir}/runs", "text": [f"{name}/spec.yml" for name in names]}
         calls[host.name] = functools.partial(site.connect(host.name).call, "read_files", request)
-    found: dict[str, dict[str, str]] = {name: {} for name in names}
-    for place, answer in FanOut(calls).wait(FACTS_LIMIT).answers.items():
-        for path, text in answer["text"].items():
-            if path in paths and text is not None:
-                found[paths[path]][place] = text
-    return found
-
-
-def _already(name: str, queue: QueueState) -> dict[str, Any]:
-    job = queue.jobs.get(name)
-    state = run_state(name, queue)
-    line = f"run {name} is {state} already, as job {job.number}" if job else f"run {name} is finished: nothing to do"
-    return {"run": name, "job": job.number if job else None, "state": state, "line": line}
+    answers = FanOut(calls).wait(FACTS_LIMIT).answers
+    texts = {name: {host: answer["text"].get(f"{name}/spec.yml") for host, answer in answers.items()} for name in names}
+    return {name: {host: text for host, text in of.items() if text is not None} for name, of in texts.items()}
 
 
 def _add(
