@@ -48,12 +48,12 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@echo "setting up $(VENV), which takes a minute, once"
 	@grep '^uv==' constraints.txt > $(VENV)/uv.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt
-	@$(BIN)/python tools/install.py dashboard,node
+	@PYTHONPATH=. $(BIN)/python tools/install.py dashboard,node
 	@touch $@
 
 $(TESTED): $(READY)
 	@echo "adding what the tests need to $(VENV), once"
-	@$(BIN)/python tools/install.py dashboard,node,dev
+	@PYTHONPATH=. $(BIN)/python tools/install.py dashboard,node,dev
 	@touch $@
 
 train: $(READY)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.wheels import PACKAGES, PYTHONS, SOURCE
-from tools.install import TORCH_INDEX, environment_of_uv
 from trainyard.python_env.resolve import MACHINES, normal_name, requirements
+from trainyard.python_env.uv_settings import TORCH_INDEX, environment_of_uv
 
 TOP = Path(__file__).resolve().parents[1]
 HELD = ("torch", "liger-kernel", "torchft", "gguf")  # the code uses their internals: change the pin, and run all tests
@@ -138,7 +138,7 @@ def marker_of(package: dict[str, Any], several: bool) -> str:
 
 def torch_digests(version: str) -> dict[str, set[str]]:
     """Return the digests of torch's wheels by build, from its own index; of the builds that it has of this version."""
-    found = {}
+    found: dict[str, set[str]] = {}
     for build in BUILDS:
         with urllib.request.urlopen(f"{TORCH_INDEX}/{build}/torch/", timeout=20) as reply:
             page = reply.read().decode()

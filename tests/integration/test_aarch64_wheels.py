@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.wheels import PYTHONS, SOURCE
-from tools import lock
 from trainyard.python_env import resolve
 
 TOP = Path(__file__).resolve().parents[2]
@@ -50,16 +49,3 @@ def test_what_is_refused_on_aarch64_has_no_wheel_there(tmp_path: Path, name: str
     assert compiled(tmp_path, "x86_64", "3.12", [name]).returncode == 0
     done = compiled(tmp_path, "aarch64", "3.12", [name])
     assert done.returncode != 0 and f"{name}==" in done.stderr and "no usable wheels" in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("machine", resolve.MACHINES)
-@pytest.mark.parametrize("python", [PYTHONS[0], PYTHONS[-1]])
-def test_the_lock_of_unsloth_has_the_digests_of_every_machine(tmp_path: Path, machine: str, python: str) -> None:
-    flavour = lock.flavours()["unsloth"]
-    lines = {resolve.normal_name(line): line for line in resolve.read_constraints(TOP / flavour.file)}
-    packages = lock.resolve(flavour, machine, python, lock.read_pins(flavour.file), tmp_path)
-    assert ("xformers" in {package["name"] for package in packages}) == (machine == "x86_64")
-    for package in packages:
-        line = lines[package["name"]]
-        assert line.startswith(f"{package['name']}=={package['version']}") and package["wheels"]
-        assert all(wheel["hashes"]["sha256"] in line for wheel in package["wheels"]), package["name"]

@@ -12,8 +12,8 @@ from interpreters import interpreter
 from run_hosts import TOP
 from test_run_session import dataset
 
-from tools.install import environment_of_uv
 from tools.lock import read_pins
+from trainyard.python_env.uv_settings import environment_of_uv
 
 pytestmark = pytest.mark.slow
 UV = Path(sys.executable).with_name("uv")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from trainyard.python_env import resolve
+from trainyard.python_env import resolve, uv_resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
 from trainyard.python_env.conda_lock import rattler_wheel, solve_lock
 from trainyard.python_env.environment_plan import consistency_error, differences, plan, plan_environments
@@ -96,7 +96,7 @@ def test_an_aarch64_host_has_an_environment_of_its_own_with_the_same_versions() 
     assert [made["hosts"][name]["builder"] for name in "abc"] == ["a", "b", "b"]
     assert [made["hosts"][name]["flavour"] for name in "abc"] == ["cpu"] * 3
     grace = unsloth_plan({"b": info(machine="aarch64", driver="580.95.05", capabilities=["12.1"])})
-    assert grace["hosts"]["b"]["todo"] == "all" and grace["hosts"]["b"]["flavour"] == "cu130" and grace["locked"]
+    assert grace["hosts"]["b"]["todo"] == "all" and grace["hosts"]["b"]["flavour"] == "cu130"
 
 
 def test_a_package_without_a_wheel_for_the_architecture_is_named() -> None:
@@ -148,6 +148,92 @@ def test_requirements_of_a_node() -> None:
     with pytest.raises(EnvironmentBuildError, match="there is no extra 'wandbb'"):
         resolve.requirements(pyproject, ["wandbb"], torch=True)
     assert all("==" in line for line in resolve.read_constraints(TOP / "constraints.txt"))
+
+
+class FakeUv:
+    """Stands in for uv: answers with a list of packages; the index of torch may not answer."""
+
+    def __init__(self, answer: str, torch_index: bool = True) -> None:
+        self.answer, self.torch_index, self.calls = answer, torch_index, list[list[str]]()
+
+    def __call__(self, command: list[str], only: Any = ()) -> subprocess.CompletedProcess[str]:
+        self.calls.append(command)
+        index = next((word for word in command if word.startswith("--index=")), "")
+        if index and not self.torch_index:
+            return subprocess.CompletedProcess(command, 2, "", f"error: Failed to fetch: {index[8:]}/torch/\n")
+        return subprocess.CompletedProcess(command, 0, self.answer, "")
+
+
+ANSWER = """pydantic==2.1 \\
+    --hash=sha256:aa \\
+    --hash=sha256:bb
+torch==2.13.0{build} \\
+    --hash=sha256:cc
+nvidia-nccl-cu13==2.29 \\
+    --hash=sha256:dd
+"""
+NODE = EnvironmentRequest(
+    ("pydantic>=2", "torch>=2"),
+    ("pydantic==2.1 --hash=sha256:aa", "torch==2.13.0 --hash=sha256:cc --hash=sha256:ee"),
+    "0+aa",
+)
+
+
+def test_the_digests_are_those_of_the_lock_where_it_has_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = FakeUv(ANSWER.format(build="+cpu"))
+    monkeypatch.setattr(uv_resolve, "_run", uv)
+    lines, index = uv_resolve.resolved(NODE, "3.12", "x86_64", "cpu", OPTIONS, tmp_path)
+    assert index == "https://download.pytorch.org/whl/cpu" and f"--index={index}" in uv.calls[0]
+    assert {"--python-version=3.12", "--python-platform=x86_64-manylinux_2_28", "--generate-hashes"} <= set(uv.calls[0])
+    assert lines == [
+        "pydantic==2.1 --hash=sha256:aa",
+        "torch==2.13.0+cpu --hash=sha256:cc --hash=sha256:ee",
+        "nvidia-nccl-cu13==2.29 --hash=sha256:dd",
+    ]
+    uv.answer = ANSWER.replace("cc", "ff").format(build="+cu126")
+    lines, _ = uv_resolve.resolved(NODE, "3.12", "x86_64", "cu126", OPTIONS, tmp_path)
+    assert lines[1] == "torch==2.13.0+cu126 --hash=sha256:ff", "a build that the lock does not have"
+
+
+def test_the_package_index_has_torch_where_its_own_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = FakeUv(ANSWER.format(build=""), torch_index=False)
+    monkeypatch.setattr(uv_resolve, "_run", uv)
+    lines, index = uv_resolve.resolved(NODE, "3.12", "x86_64", "cpu", OPTIONS, tmp_path)
+    assert index == "" and lines[1].startswith("torch==2.13.0 ") and len(uv.calls) == 2
+    with pytest.raises(EnvironmentBuildError, match="cu126 does not answer, and python_torch_flavour requires it"):
+        uv_resolve.resolved(NODE, "3.12", "x86_64", "cu126", OPTIONS | {"flavour": "cu126"}, tmp_path)
+    uv.calls.clear()
+    uv_resolve.resolved(NODE, "3.12", "x86_64", "cpu", OPTIONS | {"wheelhouse": "/wheels"}, tmp_path)
+    assert {"--no-index", "--find-links=/wheels"} <= set(uv.calls[0]) and len(uv.calls) == 1
+
+
+@pytest.mark.slow
+def test_uv_resolves_within_the_lock(tmp_path: Path) -> None:
+    """The real uv, with the wheels of a folder."""
+    name = "left_pad-1.0-py3-none-any.whl"
+    files = {
+        "left_pad.py": "",
+        "left_pad-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: left-pad\nVersion: 1.0\n",
+    }
+    files["left_pad-1.0.dist-info/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files["left_pad-1.0.dist-info/RECORD"] = ""
+    for version in ("1.0", "2.0"):
+        with zipfile.ZipFile(tmp_path / name.replace("1.0", version), "w") as wheel:
+            for path, text in files.items():
+                wheel.writestr(path.replace("1.0", version), text.replace("1.0", version))
+    digest = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    options = OPTIONS | {"wheelhouse": str(tmp_path)}
+    request = EnvironmentRequest(("left-pad",), ("left-pad==1.0",), "0+aa")
+    lines, _ = uv_resolve.resolved(request, "3.11", "x86_64", "cpu", options, tmp_path / "work")
+    assert lines == [f"left-pad==1.0 --hash=sha256:{digest}"]
+    with pytest.raises(
+        EnvironmentBuildError, match=f"uv cannot get the packages for Python 3.11 from {tmp_path}: "
+    ) as failed:
+        request = EnvironmentRequest(("left-pad",), ("left-pad==3.0",), "0+aa")
+        uv_resolve.resolved(request, "3.11", "x86_64", "cpu", options, tmp_path / "work")
+    assert "\n" not in str(failed.value)
 
 
 def test_differences_are_a_table_of_different_packages() -> None:
@@ -316,6 +402,9 @@ def test_the_same_environment_on_all_hosts_is_consistent() -> None:
 
 GPU = {"driver": "580.65.06", "capabilities": ["8.9"]}
 OPTIONS = {
+    "index": "",
+    "torch_index": "https://download.pytorch.org/whl",
+    "wheelhouse": "",
     "extras": [],
     "torch": True,
     "lock": "",
@@ -353,14 +442,9 @@ def test_the_lock_of_unsloth_is_the_whole_environment_of_a_node() -> None:
 
 def test_site_plans_the_environment_of_unsloth() -> None:
     made = unsloth_plan({"a": info(**GPU), "b": info()})
-    assert made["locked"] and made["torch"] == "", "torch comes with the lock, from the package index"
-    assert any(line.startswith("unsloth>=") for line in made["requirements"]) and any(
-        line.startswith("unsloth==") for line in made["constraints"]
-    )
     assert [made["hosts"][name]["todo"] for name in "ab"] == ["all", "all"] and made["hosts"]["b"]["builder"] == "a"
     assert made["hosts"]["b"]["flavour"] == "cu130", "a host without a GPU has the same build"
     standard = unsloth_plan({"a": info(**GPU)}, packages="standard")
-    assert not standard["locked"] and standard["torch"].startswith("torch==")
     assert standard["hosts"]["a"]["key"] != made["hosts"]["a"]["key"]
     done = {"key": made["hosts"]["a"]["key"], "trainer": made["trainer"]}
     assert not unsloth_plan({"a": info(**GPU, marker=done)})["todo"]
@@ -372,7 +456,7 @@ def test_site_plans_the_environment_of_unsloth() -> None:
         ({"a": info()}, {}, r"capability of 7.5 or higher \(no host has a driver\): install the driver"),
         ({"a": info(driver="550.1", capabilities=["8.9"])}, {}, r"driver 580 or newer .* \(a: driver 550.1\)"),
         ({"a": info(driver="580.1", capabilities=["6.1"])}, {}, "set python_flavour: standard"),
-        ({"a": info(**GPU)}, {"extras": ["deepspeed"]}, "python_lock has digests, but not for deepspeed"),
+        ({"a": info(**GPU)}, {"extras": ["deepspeed"]}, "python_lock does not have deepspeed"),
         (
             {"a": info(**GPU)},
             {"lock": "pins.txt"},

@@ -12,8 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tools import install
-from tools.install import variables_of_pip
 from trainyard.python_env.resolve import normal_name
+from trainyard.python_env.uv_settings import variables_of_pip
 
 TOP = Path(__file__).resolve().parents[2]
 FOR_TESTS = {

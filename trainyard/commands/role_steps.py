@@ -18,6 +18,9 @@ class EnvironmentOptions(PlaybookOptions):
     port: int = declare(..., "TCP port at which a host serves its wheels to other hosts", ge=1, le=65_535)
     torch: bool = declare(True, "whether it is for training, with the extra `node` of pyproject.toml")
     extras: Words = declare((), "further extras of pyproject.toml")
+    index: str = declare("", "URL of the package index; empty for that which pip is configured for")
+    torch_index: str = declare("", "URL of torch's indexes, without the build; empty for the package index")
+    wheelhouse: str = declare("", "folder of wheels on the controller, in place of an index")
     lock: str = declare("", "constraints file on the controller; empty for that of `packages`")
     flavour: str = declare("auto", "build of torch, or auto for the newest one that all drivers and GPUs support")
     packages: Literal["standard", "unsloth"] = declare("standard", "set of packages, with its own constraints file")
@@ -27,7 +30,7 @@ class EnvironmentOptions(PlaybookOptions):
         "https://conda.anaconda.org/conda-forge", "channel of conda that is solved without a lock"
     )
     conda_python: Literal["3.11", "3.12", "3.13", "3.14"] = declare(
-        "3.12", "version of Python that is solved without a lock"
+        "3.11", "version of Python that is solved without a lock"
     )
 
 

@@ -16,6 +16,7 @@ from trainyard.python_env import resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
 from trainyard.python_env.conda_lock import about, rattler_wheel, solve_lock
 from trainyard.python_env.resolve import EnvironmentBuildError, EnvironmentRequest
+from trainyard.python_env.uv_resolve import resolved
 from trainyard.remote.package_versions import FOREIGN
 from trainyard.wire.connection import Host
 
@@ -38,8 +39,7 @@ def plan_environments(
 
     Returns:
         `hosts`, the plan of each; `todo`, whether any changes; `trainer`, the version of the trainer's wheel;
-        `requirements`, `constraints` and `torch` in pip's format; `locked`, whether every package has a digest; `kit`, the
-        paths of `pip`, `trainer` and `rattler` on the controller; `conda`, the packages that rattler installs.
+        for a host that fetches its `packages` and the `index` of torch; `kit`, the paths of `pip`, `trainer` and `rattler` on the controller; `conda`, the packages that rattler installs.
 
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
@@ -55,7 +55,7 @@ def plan_environments(
     lock = resolve.read_constraints(Path(options["lock"] or shared / resolve.FLAVOURS[packages]))
     request = EnvironmentRequest(
         resolve.requirements(shared / "pyproject.toml", extras, options["torch"]),
-        lock if options["lock"] or packages != "standard" else resolve.without_digests(lock),
+        lock,
         trainer_version(),
         options["flavour"],
         _conda_lock(top, managed, options, build),
@@ -76,15 +76,13 @@ def plan_environments(
     for name, entry in plans.items():
         entry["fresh"] = f"{entry['key']}-{attempt}"
         entry["source"] = source(name, by_name[entry["builder"]], options["port"])
+        if build and entry["fetches"]:
+            wanted = (entry["tag"], infos[name]["machine"], entry["flavour"])
+            entry["packages"], entry["index"] = resolved(request, *wanted, options, folder / entry["fresh"])
     return {
         "changed": False,
         "todo": todo,
         "hosts": plans,
-        "requirements": list(request.requirements),
-        "constraints": list(request.constraints),
-        # A lock with digests also has torch, from the package index.
-        "torch": request.torch if options["torch"] and not request.locked else "",
-        "locked": request.locked,
         "trainer": request.trainer,
         "kit": kit,
         "conda": resolve.conda_packages(request.conda) if conda else [],

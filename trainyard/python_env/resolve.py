@@ -23,7 +23,9 @@ CONDA_LINE = re.compile(
 CONDA_LOCK = "conda.lock"  # beside the inventory
 
 FLAVOURS = {"standard": "constraints.txt", "unsloth": "constraints-unsloth.txt"}  # sets of packages, and their locks
-NODE_BASE = ("pydantic", "pyyaml")  # what the run spec needs: dependencies of the project that every node gets
+# Dependencies of the project that every node gets: what the run spec needs, and uv, which installs the others.
+NODE_BASE = ("pydantic", "pyyaml", "uv")
+NOT_LOCKED = ("trackio",)  # it needs other versions of what a node has
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # those for which all pinned packages have wheels
@@ -55,16 +57,6 @@ class EnvironmentRequest:
     conda: str = ""
     packages: str = "standard"
 
-    @property
-    def torch(self) -> str:
-        """The pinned requirement of torch."""
-        return next((line for line in self.constraints if line.startswith("torch==")), "torch")
-
-    @property
-    def locked(self) -> bool:
-        """Whether the constraints have a digest for every package, so that they are the complete environment."""
-        return has_digests(self.constraints)
-
 
 def is_supported_python(version: str) -> bool:
     """Return whether an environment of a node can have this version of Python, such as "3.11.2"."""
@@ -95,30 +87,18 @@ def read_constraints(lock: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def without_digests(constraints: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a lock as pip takes them for some of the packages."""
-    return tuple(line.partition(" --hash=")[0] for line in constraints)
-
-
-def has_digests(constraints: Sequence[str]) -> bool:
-    """Return whether every line of a lock has a digest."""
-    return bool(constraints) and all("--hash=sha256:" in line for line in constraints)
-
-
 def check_lock(request: EnvironmentRequest) -> None:
-    """Check that a lock with digests has every requirement. Raises EnvironmentBuildError."""
-    if not request.locked:
-        if request.packages != "standard":
-            raise EnvironmentBuildError(
-                f"python_flavour is {request.packages}: its python_lock needs a digest for every package, as "
-                f"{FLAVOURS[request.packages]} has"
-            )
-        return
-    pinned = {normal_name(line) for line in request.constraints}
-    if missing := [line for line in request.requirements if normal_name(line) not in pinned]:
+    """Check that the lock has every requirement, and digests where the packages need them. Raises EnvironmentBuildError."""
+    if request.packages != "standard" and not all("--hash=sha256:" in line for line in request.constraints):
         raise EnvironmentBuildError(
-            f"python_lock has digests, but not for {', '.join(missing)}: omit the python_extras that need it, or add it to "
-            "the lock"
+            f"python_flavour is {request.packages}: its python_lock needs a digest for every package, as "
+            f"{FLAVOURS[request.packages]} has"
+        )
+    pinned = {normal_name(line) for line in request.constraints}
+    missing = [line for line in request.requirements if normal_name(line) not in {*pinned, *NOT_LOCKED}]
+    if missing:
+        raise EnvironmentBuildError(
+            f"python_lock does not have {', '.join(missing)}: omit the python_extras that need it, or add it to the lock"
         )
 
 
