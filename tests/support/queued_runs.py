@@ -153,11 +153,6 @@ class QueueLab:
         """Add a run of this spec; see the function."""
         return add_run(self.lab, self.inventory, self.folder, spec, **asked)
 
-    def take(self, host: Host, seconds: int = 30) -> None:
-        """Let a critical job of Slurm occupy a host for some seconds; unlike a run, the job needs no preparation."""
-        words = f"sbatch -p critical -w {host.name} --exclusive -o /dev/null --wrap 'sleep {seconds}'"
-        self.lab.inside(self.lab.hosts[0], f"cd /; runuser -u {USER} -- {words}")
-
     def pids(self, host: Host, pattern: str) -> list[str]:
         """Return the processes of a host whose command line matches."""
         return self.lab.inside(host, f"pgrep -f '{pattern}' || :").split()
