@@ -66,8 +66,8 @@ def refusals(folder: Path) -> set[str]:
         lambda: load_causal_model(str(folder), dtype=torch.float32),
         lambda: load_model(spec_of(folder), CPU),
         lambda: load_model(spec_of(folder), CPU, sharded=True, own_shard=True),
-        lambda: load_stage(pipeline, Division((1, 1), 0), ALONE, folder),  # also a stage that does not need the tensor
-        lambda: load_stage(pipeline, Division((1, 1), 1), ALONE, folder),
+        lambda: load_stage(pipeline, Division((1, 1), 0), ALONE),  # also a stage that does not need the tensor
+        lambda: load_stage(pipeline, Division((1, 1), 1), ALONE),
     ):
         with pytest.raises(UserError) as error:
             load()
@@ -141,7 +141,7 @@ def test_what_models_tie_or_compute_themselves_is_no_difference(
     folder = saved(tmp_path / "model", kind, change, tied=True)
     spec = spec_of(folder, strategy="pipeline")
     assert load_model(spec_of(folder), CPU)
-    assert load_stage(spec, Division((1, 1), 1), ALONE, folder)
+    assert load_stage(spec, Division((1, 1), 1), ALONE)
 
 
 def test_the_language_model_of_a_model_for_images(tmp_path: Path) -> None:
