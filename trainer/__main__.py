@@ -17,8 +17,7 @@ from trainer.common.imports import without_collector
 from trainer.common.inputs import path_kind, user_path
 from trainer.common.utf8 import require_utf8
 from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, table
-from trainer.config.alias_table import ACCUMULATION
-from trainer.config.aliases import field_of
+from trainer.config.aliases import ACCUMULATION, field_of
 from trainer.config.fields import default_of, expected_value
 from trainer.config.reward_source import NOTHING_LEARNED
 from trainer.distributed.lighthouse import serve_here

@@ -9,11 +9,10 @@ from pydantic_core import ErrorDetails
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
-from trainer.config.alias_table import is_off
 from trainer.config.aliases import MUTABLE, is_of_a_run, resolve_aliases, suggest
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
-from trainer.config.fields import mismatch
+from trainer.config.fields import is_off, mismatch
 from trainer.config.reward_source import RewardSource
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files

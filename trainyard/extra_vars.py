@@ -63,8 +63,14 @@ def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of
     """
     known = known_variables(top) | set(more)
     if strange := unknown(names, FIELDS if of_run else (), known):
-        near = suggest if of_run else nearest
-        lines = [f"-e {printable(name, 80)}: unknown name{near(name, sorted(known))}" for name in strange[:MAX_LISTED]]
+        from trainyard.import_file.hints import meaning  # only a mistake needs the tables
+
+        near = (
+            (lambda name: meaning(name) or suggest(name, sorted(known)))
+            if of_run
+            else lambda name: nearest(name, known)
+        )
+        lines = [f"-e {printable(name, 80)}: unknown name{near(name)}" for name in strange[:MAX_LISTED]]
         raise UserError("; ".join(lines + and_more(strange)))
 
 

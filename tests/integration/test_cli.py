@@ -107,7 +107,16 @@ def words_of_run(bed: Bed, hosts: Path, steps: int) -> list[object]:
     spec = bed.folder / "spec.yml"
     fields = {"run": "r", "seq_length": 64, "total_batch_size": 4, "checkpoint_interval": 2, "eval_interval": 0}
     spec.write_text(yaml.safe_dump(fields | {"dataset": str(dataset(bed.folder)), "epochs": 10_000, "loggers": "none"}))
-    return [spec, "-i", hosts, f"--max_steps={steps}", "learning-rate=1e-3", "--progress-interval", "0.2"]
+    return [
+        spec,
+        "-i",
+        hosts,
+        f"--max_steps={steps}",
+        "per-device-train-batch-size=2",
+        "lr=1e-3",
+        "--progress-interval",
+        "0.2",
+    ]
 
 
 @pytest.mark.slow
@@ -125,10 +134,8 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     assert ended["result"]["world_size"] == 2 and not bed.live_processes()
     again = run("train", *this_run)
     assert again.returncode == 0 and "run r is finished: nothing to do" in again.stdout
-    other = run("train", *this_run, "--lr", "2e-3")
-    assert other.returncode == 2 and "learning_rate and lr set lr to different values" in other.stderr.replace(
-        "lr and learning_rate", "learning_rate and lr"
-    )
+    other = run("train", *this_run, "--batch-size", "4")
+    assert other.returncode == 2 and "set batch_size to different values" in other.stderr
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
 
 BAD_INPUT: list[tuple[dict[str, Any], list[str]]] = [
     ({"lrr": 1}, ["-e lrr", "'lr'"]),
-    ({"learning_rate": "1e-3", "lr": "1e-4"}, ["lr and learning_rate set lr to different values"]),
+    ({"path_model": "a", "model": "b"}, ["model and path_model set model to different values"]),
     ({"rank": 8}, ["-e rank", "'lora_r'"]),
     ({"master_prt": 29500}, ["-e master_prt", "'master_port'"]),
     ({"lr": "fast"}, ["lr: expected a number > 0", "got 'fast'"]),

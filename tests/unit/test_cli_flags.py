@@ -27,7 +27,7 @@ def parsed(command: str, *words: str) -> Arguments:
 
 def test_flags_of_the_run_spec_have_every_form_that_the_trainer_accepts() -> None:
     words = ["spec.yml", "--lr", "1e-3", "--max_steps=5", "--packing", "--no-merge", "seed=7", "--fake-data", "no"]
-    words += ["--lora-targets", "q_proj", "v_proj", "--learning-rate=1e-3", "--hv.local-steps", "3", "--seq-length=-1"]
+    words += ["--lora-targets", "q_proj", "v_proj", "--zero-stage=3", "--hv.local-steps", "3", "--seq-length=-1"]
     found = parsed("train", *words)
     assert found.of(SPEC) == {
         "lr": "1e-3",
@@ -37,7 +37,7 @@ def test_flags_of_the_run_spec_have_every_form_that_the_trainer_accepts() -> Non
         "seed": "7",
         "fake_data": "no",
         "lora_targets": "q_proj,v_proj",
-        "learning_rate": "1e-3",
+        "zero_stage": "3",
         "hv.local_steps": "3",
         "seq_length": "-1",
     }
@@ -89,7 +89,7 @@ def test_words_without_a_flag() -> None:
         (["queue", "hold"], "queue: name the runs, as in trainyard queue hold NAME"),
         (["completion", "tcsh"], "completion: shell: expected one of bash, zsh, got 'tcsh'"),
         (["plan", "--lr", "fast"], "run spec: lr: expected a number > 0 and <= 1e+38, got 'fast' (the command line)"),
-        (["plan", "-e", "lerning_rate=1"], "-e lerning_rate: unknown name; did you mean 'learning_rate'?"),
+        (["plan", "-e", "lerning_rate=1"], "-e lerning_rate: unknown name; did you mean 'lr'?"),
         (["status", "-e", "lost_limt=1"], "-e lost_limt: unknown name; did you mean 'lost_limit'?"),
         (["merge", "one", "one"], "merge: runs: name each run once, and give the result another name with run="),
         (["deploy", "r"], "deploy: deploy_name is missing: set it with --deploy-name NAME"),

@@ -18,10 +18,9 @@ from trainer.common.errors import UserError
 from trainer.config import parse_mapping
 from trainer.spec import make_spec
 from trainyard.cli import __main__ as program
-from trainyard.import_file.hugging_face import TRANSFORMERS_ROWS
 from trainyard.import_file.import_options import ImportOptions
-from trainyard.import_file.spec_text import TOOLS, import_files, tool_of
-from trainyard.import_file.translation import Impossible, Section, Unused
+from trainyard.import_file.spec_text import import_files, tool_of
+from trainyard.import_file.tables import NAMES, tool_named
 
 BASE = {"base_model": "org/m", "datasets": [{"path": "d.jsonl", "type": "chat_template"}], "sequence_len": 512}
 FACTORY = {"model_name_or_path": "org/m", "dataset": "mine", "stage": "sft", "template": "qwen3", "cutoff_len": 1024}
@@ -33,7 +32,6 @@ MINIMAL = {
     "trl": TRL,
     "axolotl": BASE,
     "llama-factory": FACTORY,
-    "llama-factory-v1": {"model": "org/m", "train_dataset": "d.jsonl", "micro_batch_size": 1, "dist_config": None},
 }
 
 
@@ -97,9 +95,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (BASE, {"rl": "kto", "kto_desirable_weight": 0.2, "datasets": [{"path": "a", "type": "llama3.argilla"}]}, {"kto_desirable_weight": 0.2, "dataset": [{"path": "a", "columns": {"prompt": "instruction"}}]}),
     (FACTORY, {"ddp_timeout": 180000000, "val_size": 0.1}, {"collective_timeout": 2592000.0, "eval_split": 0.1}),
     (FACTORY, {"disable_gradient_checkpointing": True, "pure_bf16": True}, {"gradient_checkpointing": False, "precision": "bf16-mixed"}),
-    (MINIMAL["llama-factory-v1"], {"peft_config": {"name": "lora", "r": 4, "target_modules": "all"}}, {"lora_r": 4, "lora_targets": ["all-linear"]}),
-    (MINIMAL["llama-factory-v1"], {"enable_activation_checkpointing": "AUTO"}, {"gradient_checkpointing": "auto"}),
-    (MINIMAL["llama-factory-v1"], {"dist_config": {"name": "fsdp2"}, "global_batch_size": 8}, {"strategy": "fsdp", "lora_r": 0, "total_batch_size": 8}),
     # TRL and transformers
     (TRL, {"lora_r": 4, "lora_target_modules": ["q_proj"]}, {"lora_r": 4, "lora_dropout": 0.05, "precision": "bf16-mixed", "lr": 2e-5, "train_on": "all"}),
     (TRL, {"use_peft": False, "lora_r": 4, "assistant_only_loss": True}, {"lora_r": 0, "train_on": "answer"}),
@@ -141,11 +136,11 @@ def test_names_become_fields(
         (TRL, {"load_in_4bit": True, "lora_r": 8, "deepspeed": {"zero_optimization": {"stage": 3}}}, "every rank holds them (strategy=ddp)"),
         (BASE, {"adapter": "qlora", "load_in_4bit": True, "fsdp": "full_shard", "torch_compile": True}, "does not compile layers in 4 bits"),
         (BASE, {"optimizer": "adamw_8bit", "fsdp": "full_shard"}, "optimizer: adamw_8bit: strategy=fsdp does not have it"),
-        (BASE, {"special_tokens": {"pad_token": "<p>", "eos_token": "<e>"}}, "special_tokens.eos_token: <e>: the tokenizer of the"),
+        (BASE, {"special_tokens": {"pad_token": "<p>", "eos_token": "<e>"}}, "<e>}: the tokenizer of the model is used"),
         (BASE, {"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json: the file is not here"),
         (FACTORY, {}, "dataset: mine: no file describes it here"),
         (FACTORY, {"max_samples": 5}, "max_samples: 5: all samples of a dataset are trained"),
-        (TRL, {"use_dora": True, "trust_remote_code": False}, "use_dora: true: DoRA is not supported"),
+        (TRL, {"use_dora": True, "trust_remote_code": False}, "use_dora: true: adapters are plain LoRA"),
         (MINIMAL["deepspeed"], {"zero_optimization": {"offload_param": {"device": "nvme"}}}, "zero_optimization.offload_param.device: nvme: strategy=deepspeed does"),
         (MINIMAL["deepspeed"], {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": "auto"}}, "optimizer.type: AdamW: a run has this value"),
     ],
@@ -162,11 +157,11 @@ def test_what_sets_no_field_is_a_comment(
     [
         (BASE, {"rl": "simpo"}, "asks for what trainyard lacks: reinforcement learning, or this training on preferences (rl: simpo)"),
         (BASE, {"processor_type": "AutoProcessor"}, "images, video or sound (processor_type: AutoProcessor)"),
-        (BASE, {"adapter": "llama-adapter"}, "the adapter llama-adapter (adapter: llama-adapter)"),
+        (BASE, {"adapter": "llama-adapter"}, "of other adapters (adapter: llama-adapter)"),
         (BASE, {"datasets": [{"path": "a", "type": "bradley_terry.x"}]}, "rewards of answers or of steps (datasets[0].type: bradley_terry.x)"),
         (FACTORY, {"stage": "ppo"}, "training on preferences or rewards (stage: ppo)"),
-        (FACTORY, {"stage": "dpo", "pref_loss": "simpo"}, "training on preferences or rewards (stage: dpo, pref_loss: simpo)"),
-        (FACTORY, {"finetuning_type": "oft"}, "finetuning_type oft"),
+        (FACTORY, {"stage": "dpo", "pref_loss": "simpo"}, "training on preferences or rewards (pref_loss: simpo)"),
+        (FACTORY, {"finetuning_type": "oft"}, "finetuning_type: oft"),
         (FACTORY, {"packing": True, "neat_packing": False}, "packing: true and neat_packing: false set packing to different values: rem"),
         ({"x": 1}, {}, "has no name of DeepSpeed, accelerate, transformers, TRL, axolotl"),
     ],
@@ -249,16 +244,17 @@ def check_nothing_is_lost(folder: Path, names: dict[str, Any], tool: str) -> Non
     assert not lost, (lost, text)
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", NAMES)
 @pytest.mark.parametrize("value", [True, "word", {"name": "a", "b": {"c": 1}}], ids=["switch", "word", "mapping"])
 def test_every_name_of_a_tool_is_accounted_for(tool: str, value: Any, tmp_path: Path) -> None:
-    own = {name: row for name, row in TOOLS[tool].rows.items() if TRANSFORMERS_ROWS.get(name) != row or tool == "trl"}
-    together = [name for name, row in own.items() if isinstance(row, Unused | Impossible) and name not in MINIMAL[tool]]
+    base = tool_named("transformers").rows if tool in ("trl", "axolotl", "llama-factory") else {}
+    own = {name: row for name, row in tool_named(tool).rows.items() if base.get(name) != row}
+    together = [name for name, row in own.items() if row.kind in ("unused", "impossible") and name not in MINIMAL[tool]]
     check_nothing_is_lost(tmp_path, MINIMAL[tool] | dict.fromkeys(together, value), tool)
     for name, row in own.items():
         if name not in together:
             check_nothing_is_lost(tmp_path, MINIMAL[tool] | {name: value}, tool)
-        if isinstance(row, Section):
+        if row.kind == "section":
             check_nothing_is_lost(tmp_path, MINIMAL[tool] | {name: dict.fromkeys(row.rows, value)}, tool)
 
 
@@ -267,11 +263,11 @@ def test_a_number_that_is_no_integer_is_not_lost(value: float, tmp_path: Path) -
     check_nothing_is_lost(tmp_path, MINIMAL["deepspeed"] | {"steps_per_print": value}, "deepspeed")
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", NAMES)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_name_of_a_file_is_lost(tool: str, tmp_path: Path, data: st.DataObject) -> None:
-    known = st.sampled_from(sorted(TOOLS[tool].rows))
+    known = st.sampled_from(sorted(tool_named(tool).rows))
     unknown = st.text(st.characters(categories=["Ll", "Nd"]), min_size=1, max_size=8)
     check_nothing_is_lost(tmp_path, data.draw(st.dictionaries(known | unknown, VALUES, max_size=8)), tool)
 
@@ -293,11 +289,11 @@ def test_text_of_a_file_stays_in_comments(tmp_path: Path) -> None:
 
 
 def test_the_tool_of_a_file() -> None:
-    assert {name: tool_of(names) for name, names in MINIMAL.items()} == TOOLS
+    assert {name: tool_of(names) for name, names in MINIMAL.items()} == {name: tool_named(name) for name in NAMES}
 
 
 def test_every_tool_is_an_option() -> None:
-    assert list(get_args(ImportOptions.model_fields["tool"].annotation)) == ["auto", *TOOLS]
+    assert list(get_args(ImportOptions.model_fields["tool"].annotation)) == ["auto", *NAMES]
 
 
 def test_other_commands_do_not_read_the_tables() -> None:

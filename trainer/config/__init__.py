@@ -1,8 +1,7 @@
 """The run spec: its schema, other names of its fields, and flags. `trainer.spec` builds and checks a spec. Importable without torch."""
 
-from trainer.config.alias_table import ALIASES
 from trainer.config.aliases import (
-    DEPRECATED,
+    ALIASES,
     MUTABLE,
     SUGGESTED,
     is_known,
@@ -17,7 +16,6 @@ from trainer.config.yaml_text import parse_mapping, read_yaml
 
 __all__ = [
     "ALIASES",
-    "DEPRECATED",
     "FIELDS",
     "FORMER_DATASET",
     "MUTABLE",

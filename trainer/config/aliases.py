@@ -1,43 +1,88 @@
-"""Replace other names of run spec fields: those of `alias_table`, and deprecated ones."""
+"""The names of other tools that set fields: those in the commands and files of the guides. `trainyard import` knows the others."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
-from trainer.config.alias_table import ACCUMULATION, ALIASES, REFUSED, Alias, Fields, is_off
 from trainer.config.automatic import without_state
-from trainer.config.fields import in_quotes, is_switch, metadata, names_in
+from trainer.config.fields import is_off, is_switch, meant_word, metadata, names_in
 from trainer.config.removed_fields import REMOVED_FIELDS, removed, replacement
 from trainer.config.run_spec import FIELDS
 
+Fields = Mapping[str, Any]  # values by field
 MUTABLE = frozenset(name for name, field in FIELDS.items() if metadata(field)["mutable"])
 SUGGESTED = names_in(FIELDS, "suggested_names")
-DEPRECATED = names_in(FIELDS, "deprecated_names")
-REMOVED = removed(REMOVED_FIELDS, (*FIELDS, *DEPRECATED))
-MAX_ROWS = 1_048_576  # of a step
+REMOVED = removed(REMOVED_FIELDS, FIELDS)
+ACCUMULATION = (
+    "gradient_accumulation_steps"  # micro-batches of one rank; the field gradient_accumulation counts those of all
+)
+_SHARDING = {
+    "no_shard": {"strategy": "ddp"},
+    "full_shard": {"strategy": "fsdp", "fsdp_shard": "all"},
+    "shard_grad_op": {"strategy": "fsdp", "fsdp_shard": "gradients"},
+    "hybrid_shard": {"strategy": "fsdp", "fsdp_shard": "host"},
+}
+_PRECISION = {
+    **{word: {"precision": "32-true"} for word in ("no", "fp32", "float32")},
+    **{word: {"precision": "bf16-mixed"} for word in ("bf16", "bfloat16")},
+    **{word: {"precision": "fp16-mixed"} for word in ("fp16", "float16")},
+}
 
 
-@dataclass
-class Resolved:
-    """Values by field, and the messages about names that were replaced."""
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """Another name of a field. `words`: the fields that each of its values sets; none: the values are those of the field."""
 
-    where: str  # the source of the names, for error messages
-    values: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    origin: dict[str, str] = field(default_factory=dict)  # field -> the name that set it
-    weak: dict[str, tuple[str, Any, list[str]]] = field(default_factory=dict)  # field -> name, value, notes
+    field: str
+    words: Mapping[str, Fields] = dataclasses.field(default_factory=dict)
 
-    def set(self, name: str, target: str, value: Any) -> None:
-        """Set a field. Raises UserError if another name set it to a different value."""
-        if target in self.values and not _equal(self.values[target], value):
-            raise UserError(
-                f"run spec: {printable(self.origin[target], 80)} and {printable(name, 80)} set {target} to different "
-                f"values{self.where}: set only {target}"
-            )
-        self.values.setdefault(target, value)
-        self.origin.setdefault(target, name)
+
+ALIASES = {
+    "run_name": Alias("run"),  # torchrun takes --run for an abbreviation of a flag of its own
+    "path_model": Alias("model"),
+    "per_device_train_batch_size": Alias("batch_size"),
+    ACCUMULATION: Alias("gradient_accumulation"),
+    "zero_stage": Alias("deepspeed_stage"),
+    "deepspeed": Alias("deepspeed_config"),
+    "fsdp_config": Alias("strategy"),
+    "report_to": Alias("loggers"),
+    "hv.local_steps": Alias("local_steps"),
+    "hv.outer_lr": Alias("outer_lr"),
+    "metric_logger_type": Alias("loggers", {"wandb": {"loggers": "wandb"}, "dummy": {"loggers": "none"}}),
+    "sharding_strategy": Alias("strategy", _SHARDING),
+    "mixed_precision": Alias("precision", _PRECISION),
+    "bf16": Alias("precision", {"true": {"precision": "bf16-mixed"}, "false": {}}),
+    "use_deepspeed": Alias("strategy", {"true": {"strategy": "deepspeed"}, "false": {}}),
+    "use_fsdp": Alias("strategy", {"true": {"strategy": "fsdp"}, "false": {}}),
+}
+_FSDP_OPTIONS: dict[str, Mapping[str, Fields]] = {
+    "sharding_strategy": _SHARDING,
+    "mixed_precision": _PRECISION,
+    "offload_params": {"true": {"fsdp_offload": True}, "false": {}},
+    "activation_checkpointing": {"true": {"gradient_checkpointing": True}, "false": {}},
+}
+_FSDP_IMPLIED = [
+    "version",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "min_num_params",
+    "state_dict_type",
+    "cpu_ram_efficient_loading",
+    "sync_module_states",
+    "use_orig_params",
+    "backward_prefetch",
+    "backward_prefetch_policy",
+    "forward_prefetch",
+]
+
+
+def expected_words(words: Collection[str]) -> str:
+    """Return which of `words` are expected, for a message."""
+    return "true or false" if set(words) == {"true", "false"} else f"one of {', '.join(words)}"
 
 
 def is_of_a_run(names: Collection[str]) -> bool:
@@ -52,20 +97,19 @@ def plain_name(name: object) -> str:
 
 def is_known(name: str) -> bool:
     """Return whether `name` is a field or another name that is understood."""
-    return any(name in names for names in (FIELDS, ALIASES, DEPRECATED, REFUSED, REMOVED))
-
-
-def takes_no_value(name: str) -> bool:
-    """Return whether a flag of this name may have no value: it is a switch, or refused unless it is false."""
-    if name in ALIASES and ALIASES[name].words is not None:
-        return ALIASES[name].is_switch
-    target = field_of(name)
-    return is_switch(FIELDS[target]) if target in FIELDS else name in REFUSED
+    return name in FIELDS or name in ALIASES or name in REMOVED
 
 
 def field_of(name: str) -> str:
     """Return the field of an accepted name, or the name itself."""
-    return ALIASES[name].field if name in ALIASES else DEPRECATED.get(name, name)
+    return ALIASES[name].field if name in ALIASES else name
+
+
+def takes_no_value(name: str) -> bool:
+    """Return whether a flag of this name may have no value: it is a switch."""
+    if name in ALIASES:
+        return set(ALIASES[name].words) == {"true", "false"}
+    return name in FIELDS and is_switch(FIELDS[name])
 
 
 def resolve_aliases(
@@ -75,7 +119,7 @@ def resolve_aliases(
     source: str = "",
     ranks: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Replace other names (``learning_rate``, ``hv.local_steps``) by field names, and convert their values.
+    """Replace other names (``path_model``, ``hv.local_steps``) by field names, and convert their values.
 
     Any of OpenDiLoCo's names ``hv.*`` implies ``strategy: diloco`` unless a strategy is set.
 
@@ -86,91 +130,81 @@ def resolve_aliases(
         ranks: number of ranks of the run, if it is known.
 
     Returns:
-        The values with field names, and one note for each name whose meaning differs. Unknown names stay as they are.
+        The values with field names, and a note for what a name implies. Unknown names stay as they are.
 
     Raises:
-        UserError: a value that cannot be converted, a name that a run cannot honour, or two names of one field with
-            different values.
+        UserError: a value that cannot be converted, a removed field, or two names of one field with different values.
     """
     if values.keys() <= FIELDS.keys():
         return dict(values), []
     if is_of_a_run(values):
         values = without_state(values)
-    plain = {plain_name(name): value for name, value in values.items()}
-    opendiloco = any(name.startswith("hv.") for name in plain)
-    found = Resolved(f" in {source}" if source else "")
+    where = f" in {source}" if source else ""
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    notes: list[str] = []
+    opendiloco = any(plain_name(name).startswith("hv.") for name in values)
     for name in sorted(values, key=lambda name: plain_name(name) not in FIELDS):  # fields first
-        _resolve(found, name, values[name], ranks, opendiloco)
-    for target, (name, value, notes) in found.weak.items():
-        if target not in found.values:
-            found.set(name, target, value)
-            found.notes += notes
-    if plain.get("assistant_only_loss") is not None and "train_on" not in found.values:
-        raise UserError(
-            f"run spec: assistant_only_loss=false{found.where} trains all of a chat, but only the completion of a pair, in TRL: "
-            f"set train_on=all or train_on=answer{found.where} instead"
-        )
-    if opendiloco and "strategy" not in {**found.values, **(defaults or {})}:
-        found.values["strategy"] = "diloco"
-        found.notes.append("options of OpenDiLoCo imply strategy=diloco")
-    return found.values, found.notes
+        for target, value in _fields(name, values[name], where, ranks, opendiloco).items():
+            if target in found and not _equal(found[target], value):
+                raise UserError(
+                    f"run spec: {printable(origin[target], 80)} and {printable(name, 80)} set {target} to different "
+                    f"values{where}: set only {target}"
+                )
+            found.setdefault(target, value)
+            origin.setdefault(target, name)
+            if plain_name(name) == ACCUMULATION:
+                shown = f"{printable(name, 80)}={printable(values[name], 80)}"
+                notes.append(f"{shown} is understood as {target}={value}: the micro-batches of all ranks")
+    if opendiloco and "strategy" not in {**found, **(defaults or {})}:
+        found["strategy"] = "diloco"
+        notes.append("options of OpenDiLoCo imply strategy=diloco")
+    return found, notes
 
 
-def _resolve(found: Resolved, name: str, value: Any, ranks: int | None, opendiloco: bool) -> None:
-    """Add one name and its value to `found`."""
+def _fields(name: str, value: Any, where: str, ranks: int | None, opendiloco: bool) -> Fields:
+    """Return the fields that one name sets, or the name itself if it is not known."""
     plain = plain_name(name)
-    if plain in FIELDS:
-        found.set(name, plain, value)
-    elif plain in REFUSED:
-        if not is_off(value):
-            raise UserError(f"run spec: {name}{found.where}: {REFUSED[plain]}")
-    elif plain in REMOVED:
+    if plain in REMOVED:
         if reason := replacement(value, REMOVED[plain]):
-            raise UserError(f"run spec: {name}{found.where} {reason}")
-    elif plain in DEPRECATED:
-        found.set(name, DEPRECATED[plain], value)
-        found.notes.append(f"{name} is deprecated: use {DEPRECATED[plain]}")
-    elif plain == ACCUMULATION:
-        count = _accumulation(name, value, found.where, ranks)
-        found.set(name, "gradient_accumulation", count)
-        shown = f"{printable(name, 80)}={printable(value, 80)}"
-        found.notes.append(f"{shown} is understood as gradient_accumulation={count}: the micro-batches of all ranks")
-    elif plain in ALIASES and value is not None:
-        alias = ALIASES[plain]
-        fields = _convert(alias, name, value, found.where)
-        if plain == "sharding_strategy" and opendiloco:
-            fields = {"replica_strategy": fields["strategy"]}
-        notes = _notes(alias, name, value, fields)
-        if alias.word(value) in alias.weak:
-            for target, converted in fields.items():
-                found.weak.setdefault(target, (name, converted, notes))
-            return
-        for target, converted in fields.items():
-            found.set(name, target, converted)
-        found.notes += notes
-    elif plain not in ALIASES:
-        found.values[name] = value
+            raise UserError(f"run spec: {name}{where} {reason}")
+        return {}
+    if plain not in ALIASES:
+        return {plain if plain in FIELDS else name: value}
+    if value is None or (plain in ("deepspeed", "fsdp_config") and is_off(value)):
+        return {}
+    alias = ALIASES[plain]
+    if plain == ACCUMULATION:
+        return {alias.field: _accumulation(name, value, where, ranks)}
+    if plain == "fsdp_config":
+        return _fsdp_fields(name, value, where)
+    if not alias.words:
+        return {alias.field: value}
+    fields = _convert(name, value, alias.words, where)
+    if plain == "sharding_strategy" and opendiloco:
+        return {"replica_strategy": fields["strategy"]}
+    return fields
 
 
-def _convert(alias: Alias, name: str, value: Any, where: str) -> Fields:
-    try:
-        return alias.fields(value)
-    except ValueError as error:
-        hint = in_quotes(value) if alias.convert else ""
-        raise UserError(f"run spec: {name}: expected {error}, got {quoted(value)}{hint}{where}") from None
+def _convert(name: str, value: Any, words: Mapping[str, Fields], where: str) -> Fields:
+    word = meant_word(value, words)
+    if word not in words:
+        raise UserError(f"run spec: {name}: expected {expected_words(words)}, got {quoted(value)}{where}")
+    return words[word]
 
 
-def _notes(alias: Alias, name: str, value: Any, fields: Fields) -> list[str]:
-    """Return the meaning of a name whose values differ from those of its field."""
-    if not alias.note and all(_equal(_plain_value(converted), value) for converted in fields.values()):
-        return []
-    meaning = " ".join(f"{target}={_plain_value(converted)}" for target, converted in fields.items())
-    note = f": {alias.note}" if alias.note else ""
-    return [f"{printable(name, 80)}={printable(value, 80)} is understood as {meaning or 'the default'}{note}"]
-
-
-def _plain_value(value: Any) -> str:
-    return printable(",".join(map(str, value)) if isinstance(value, tuple) else str(value), 80)
+def _fsdp_fields(name: str, options: Any, where: str) -> Fields:
+    """Return the fields that options of FSDP set, with or without the prefix ``fsdp_``."""
+    if not isinstance(options, Mapping):
+        raise UserError(f"run spec: {name}: expected options, or the path of a JSON file, got {quoted(options)}{where}")
+    found: dict[str, Any] = {"strategy": "fsdp"}
+    for key, option in options.items():
+        word = str(key).lower().removeprefix("fsdp_")
+        if word in _FSDP_OPTIONS:
+            found |= _convert(f"{name}.{printable(key, 40)}", option, _FSDP_OPTIONS[word], where)
+        elif word not in _FSDP_IMPLIED and not is_off(option):
+            raise UserError(f"run spec: fsdp_config: FSDP2 does not have {printable(key, 40)}: omit it{where}")
+    return found
 
 
 def _accumulation(name: str, value: Any, where: str, ranks: int | None) -> int:
@@ -179,7 +213,7 @@ def _accumulation(name: str, value: Any, where: str, ranks: int | None) -> int:
         count = 0 if isinstance(value, bool) else int(value)
     except (ValueError, TypeError, OverflowError):
         count = 0
-    if not 0 < count <= MAX_ROWS:
+    if not 0 < count <= 1_048_576:
         raise UserError(f"run spec: {name}: expected an integer >= 1, got {quoted(value)}{where}")
     if ranks is None:
         raise UserError(
@@ -199,11 +233,9 @@ def _equal(one: Any, other: Any) -> bool:
         return printable(one, 10_000).lower() == printable(other, 10_000).lower()
 
 
-def suggest(name: str, known: list[str] | tuple[str, ...] = ()) -> str:
+def suggest(name: str, known: Iterable[str] = ()) -> str:
     """Return ``; did you mean 'x'?`` for the field (or name in `known`) closest to `name`, or an empty string."""
     plain = plain_name(name).lower()
-    if plain in FIELDS:
-        return f"; did you mean {plain!r}?"
-    if plain in SUGGESTED or plain in ALIASES:
-        return f"; did you mean {SUGGESTED.get(plain) or field_of(plain)!r}?"
-    return nearest(plain, [*FIELDS, *(name for name in ALIASES if not name.startswith("distributed.")), *known])
+    if plain in FIELDS or plain in SUGGESTED:
+        return f"; did you mean {SUGGESTED.get(plain, plain)!r}?"
+    return nearest(plain, [*FIELDS, *ALIASES, *known])

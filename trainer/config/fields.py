@@ -1,7 +1,7 @@
 """Declare the fields of a settings schema, and read their metadata back. Shared by `RunSpec` and the controller's options."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, Field
@@ -93,6 +93,25 @@ def word_for(value: Any, words: Sequence[str]) -> Any:
         if said in group and len(known) == 1:
             return known[0]
     return value
+
+
+def as_text(value: Any) -> str:
+    """Return a value of YAML, a flag or ``-e`` as a word in lower case: ``true`` for True, ``none`` for None."""
+    try:
+        return str(value).strip().lower()
+    except (ValueError, RecursionError):  # Python refuses to print an integer of more than 4300 digits
+        return ""
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value of an option that has no words of its own disables it."""
+    return as_text(value) in (*NO_WORDS, "0", "", "{}")
+
+
+def meant_word(value: Any, words: Collection[str]) -> str:
+    """Return the one of `words` that a value of YAML, a flag or ``-e`` means, or its text."""
+    word = as_text(word_for(value, tuple(words)))
+    return {"1": "true", "0": "false"}.get(word, word) if "true" in words else word
 
 
 def _words_of(kind: Any) -> tuple[str, ...]:

@@ -114,6 +114,7 @@ class MethodFields(BasicFields):
         "dpo, kto: how strongly the model is kept near the reference; orpo: weight of the odds ratio",
         gt=0,
         le=1000,
+        suggested_names=["beta"],
     )
     preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = declare(
         "sigmoid", "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing"

@@ -15,11 +15,9 @@ from pydantic import BeforeValidator
 from trainer.common.errors import UserError, first_line
 from trainer.common.formats import printable, quoted
 from trainer.common.inputs import read_regular, user_path
-from trainer.config.alias_table import HOST_NAMES, is_off
+from trainer.config.fields import is_off
 
 _MAX_FILE = 64 * 1024  # bytes
-_NAMES = ("deepspeed", "deepspeed_config", "fsdp_config")
-_SECTIONS = ("distributed", "training")
 
 
 def as_options(value: Any) -> Any:
@@ -56,7 +54,7 @@ DeepSpeedOptions = Annotated[dict[str, Any], BeforeValidator(as_options)]
 
 
 def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the path of a configuration of DeepSpeed or FSDP by its options, and the sections of a file by their names.
+    """Replace the path of a configuration of DeepSpeed or FSDP by its options, and the sections `distributed` and `training` by their names.
 
     `deepspeed` also implies `strategy: deepspeed`.
 
@@ -66,35 +64,22 @@ def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, or is not a JSON object; or a section and another one set a name differently.
     """
-    found = _without_sections(values)
-    for name in _NAMES:
+    found: dict[str, Any] = {}
+    for section, value in values.items():
+        inside = section in ("distributed", "training") and isinstance(value, Mapping)
+        for name, each in value.items() if inside else [(section, value)]:
+            if found.setdefault(name, each) != each:
+                raise UserError(
+                    f"run spec: {printable(name, 80)} is {quoted(found[name])} and {quoted(each)}: remove one of them"
+                )
+    for name in ("deepspeed", "deepspeed_config", "fsdp_config"):
         value = found.get(name)
-        if name == "fsdp_config":
+        if isinstance(value, str) and not is_off(value):
             try:
-                value = found[name] = as_options(value) if name in found else None
+                options = as_options(value)
             except ValueError as error:
                 raise UserError(f"{name}: {printable(value, 80)} is not JSON: {first_line(error)}") from None
-        if not isinstance(value, str) or value.strip().startswith("{") or is_off(value):
-            continue
-        options = read_object(user_path(value, name), name)
-        if name == "deepspeed" and "deepspeed_config" not in found:
-            del found[name]
-            found["deepspeed_config"] = options
-        else:
-            found[name] = options
-        if name == "deepspeed":
-            found.setdefault("strategy", "deepspeed")
-    return found
-
-
-def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names of the sections `distributed` and `training` beside the others; those of hosts as `distributed.NAME`."""
-    found = {name: value for name, value in values.items() if name not in _SECTIONS or not isinstance(value, Mapping)}
-    for section in values.keys() - found.keys():
-        for name, value in values[section].items():
-            place = f"distributed.{name}" if section == "distributed" and name in HOST_NAMES else str(name)
-            if found.setdefault(place, value) != value:
-                raise UserError(
-                    f"run spec: {section}.{printable(place, 80)} is {quoted(value)}, and {quoted(found[place])} elsewhere: remove one of them"
-                )
+            found[name] = read_object(user_path(value, name), name) if options is value else options
+    if not is_off(found.get("deepspeed")):
+        found.setdefault("strategy", "deepspeed")
     return found

@@ -175,7 +175,12 @@ class _Parser:
             return variable
         names = [other for group in self.groups for other in group.fields]
         of_spec = any(isinstance(group, SpecGroup) for group in self.groups)
-        found = suggest(name, names) if of_spec else nearest(name, names)
+        if of_spec:
+            from trainyard.import_file.hints import meaning  # only a mistake needs the tables
+
+            found = meaning(name) or suggest(name, names)
+        else:
+            found = nearest(name, names)
         return _with_flags(found) or (variable if _VARIABLE.fullmatch(name) else "")
 
 

@@ -12,9 +12,9 @@ class ImportOptions(PlaybookOptions):
     """What is imported, and where the run spec goes."""
 
     files: Words = declare((), "configuration files of other tools that describe one run together", expected="FILE")
-    tool: Literal[
-        "auto", "deepspeed", "accelerate", "transformers", "trl", "axolotl", "llama-factory", "llama-factory-v1"
-    ] = declare("auto", "tool of the files; auto: the one whose names they have")
+    tool: Literal["auto", "deepspeed", "accelerate", "transformers", "trl", "axolotl", "llama-factory"] = declare(
+        "auto", "tool of the files; auto: the one whose names they have"
+    )
     ranks: int = declare(
         0,
         "ranks of the original run, which multiply the micro-batches of a step; 0: those in the files, or 1",

@@ -10,51 +10,47 @@ from pydantic import ValidationError
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
 from trainer.config import RunSpec
-from trainer.config.alias_table import ALIASES, Alias, as_text
+from trainer.config.fields import as_text
 from trainer.strategy.deepspeed_file import AUTO, FREE, LOSS_SCALE, derived_fields, leaves, owned
 from trainer.strategy.plan import UNSHARDABLE
 from trainyard.import_file.config_file import find_file, read_names
-from trainyard.import_file.translation import (
-    Impossible,
-    Rows,
-    Section,
-    Tool,
-    Translation,
-    Unused,
-    accumulation,
-    rows_of,
-    whole_number,
-)
-
-HOSTS = Unused("the inventory and the launch options say which hosts and devices take part")
-_LAYERS = Unused("every decoder layer is a unit; weights are loaded and saved in shards")
-_PARALLEL = Impossible("a model is divided by strategy=fsdp, deepspeed or pipeline alone", harmless=("1",))
+from trainyard.import_file.translation import Rows, Translation, accumulation
 
 
-def _fsdp_words(found: Translation, key: str, value: Any) -> None:
+def _fsdp_rows() -> Rows:
+    from trainyard.import_file.tables import rows_of  # whose rows name functions of this module
+
+    return rows_of("fsdp")
+
+
+def fsdp_words(found: Translation, key: str, value: Any) -> None:
     """Handle the words of `fsdp`, such as ``full_shard auto_wrap offload``."""
     words = " ".join(map(str, value)).split() if isinstance(value, list) else str(value).split()
     if "offload" in words:
         found.set("fsdp_offload", True, key, value)
-    found.convert(ALIASES["fsdp"], key, value, converted=" ".join(word for word in words if word != "offload"))
+    sharding = [word for word in words if word not in ("offload", "auto_wrap")]
+    if len(sharding) > 1:
+        found.refuse(key, value, "expected one of full_shard, shard_grad_op, hybrid_shard and no_shard")
+    elif sharding or "auto_wrap" in words:
+        found.apply(_fsdp_rows()["sharding_strategy"], key, (sharding or ["full_shard"])[0])
 
 
-def _fsdp_config(found: Translation, key: str, value: Any) -> None:
+def fsdp_config(found: Translation, key: str, value: Any) -> None:
     """Handle the options of FSDP, or the path of a file with them. They imply strategy=fsdp."""
     options = _named_file(found, key, value) if isinstance(value, str) else value
     if not isinstance(options, Mapping):
         if not isinstance(value, str):
             found.refuse(key, value, "expected names and values")
         return
-    found.read(options, _FSDP_OPTIONS, f"{key}.")
+    found.read(options, _fsdp_rows(), f"{key}.")
     if "strategy" not in found.values:
         found.set("strategy", "fsdp", key, "fsdp")
 
 
-def _reshard(found: Translation, key: str, value: Any) -> None:
+def reshard(found: Translation, key: str, value: Any) -> None:
     """Handle what happens to the gathered weights after the forward pass: a switch, or a word of FSDP 1."""
     words = {"true": "full_shard", "false": "shard_grad_op"}
-    found.convert(ALIASES["sharding_strategy"], key, value, converted=words.get(as_text(value), value))
+    found.apply(_fsdp_rows()["sharding_strategy"], key, words.get(as_text(value), value))
 
 
 def _named_file(found: Translation, key: str, text: str) -> Mapping[str, Any] | None:
@@ -175,90 +171,3 @@ def settle_strategy(found: Translation) -> None:
     for name in _IMPOSSIBLE[values["strategy"]]:
         if values.get(name) == UNSHARDABLE[name]:
             found.drop(name, f"strategy={values['strategy']} does not have it")
-
-
-_FSDP: Rows = {
-    "sharding_strategy": ALIASES["sharding_strategy"],
-    "reshard_after_forward": _reshard,
-    "offload_params": "fsdp_offload",
-    "cpu_offload": "fsdp_offload",
-    "cpu_offload_params": "fsdp_offload",
-    "activation_checkpointing": "gradient_checkpointing",
-    **rows_of(
-        _LAYERS,
-        "version auto_wrap_policy transformer_layer_cls_to_wrap transformer_cls_names_to_wrap min_num_params state_dict_type "
-        "final_state_dict_type cpu_ram_efficient_loading sync_module_states use_orig_params limit_all_gathers backward_prefetch "
-        "forward_prefetch mixed_precision_policy",
-    ),
-}
-_FSDP_OPTIONS: Rows = {**_FSDP, **{f"fsdp_{name}": row for name, row in _FSDP.items()}}
-FSDP_NAMES: Rows = {
-    "fsdp": _fsdp_words,
-    "fsdp_config": _fsdp_config,
-    "deepspeed": deepspeed,
-    "sharding_strategy": ALIASES["sharding_strategy"],
-    **rows_of(
-        _LAYERS,
-        "fsdp_version fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_final_state_dict_type",
-    ),
-    **rows_of(_PARALLEL, "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size"),
-}
-
-
-def _processes(found: Translation, key: str, value: Any) -> None:
-    found.ranks = found.ranks or whole_number(value)
-    found.ignore(key, value, HOSTS.reason)
-
-
-_DEEPSPEED_PLUGIN: Rows = {
-    "zero_stage": "deepspeed_stage",
-    "deepspeed_config_file": deepspeed,
-    "gradient_accumulation_steps": accumulation,
-    "gradient_clipping": "max_grad_norm",
-    "offload_optimizer_device": ALIASES["offload_optimizer_device"],
-    "offload_param_device": Alias("deepspeed_offload", {"cpu": {"deepspeed_offload": "all"}, "none": {}}),
-    **rows_of(
-        Unused("DeepSpeed's own defaults"),
-        "zero3_init_flag zero3_save_16bit_model deepspeed_multinode_launcher deepspeed_hostfile",
-    ),
-}
-_DISTRIBUTED = {
-    "fsdp": {"strategy": "fsdp"},
-    "deepspeed": {"strategy": "deepspeed"},
-    **{word: {} for word in ("no", "multi_gpu", "multi_cpu", "multi_npu", "multi_xpu", "mps")},
-}
-_DYNAMO: Rows = {
-    "dynamo_backend": Alias("torch_compile", {"inductor": {"torch_compile": True}, "no": {}}),
-    **rows_of(
-        Unused("torch.compile's defaults"),
-        "dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation",
-    ),
-}
-ACCELERATE = Tool(
-    "accelerate",
-    {
-        "distributed_type": Alias("strategy", _DISTRIBUTED, note="ranks share the rows of a step"),
-        "mixed_precision": ALIASES["mixed_precision"],
-        "num_processes": _processes,
-        "fsdp_config": Section(_FSDP_OPTIONS),
-        "deepspeed_config": Section(_DEEPSPEED_PLUGIN),
-        "dynamo_config": Section(_DYNAMO),
-        "dynamo_backend": _DYNAMO["dynamo_backend"],
-        "gradient_accumulation_steps": accumulation,
-        **rows_of(
-            HOSTS,
-            "num_machines machine_rank main_process_ip main_process_port compute_environment rdzv_backend same_network use_cpu gpu_ids "
-            "main_training_function debug enable_cpu_affinity downcast_bf16",
-        ),
-        **rows_of(Impossible("TPUs are not supported"), "tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone"),
-        **rows_of(_PARALLEL, "megatron_lm_config parallelism_config"),
-        **rows_of(Impossible("another library"), "kt_config use_kt fp8_config mpirun_config"),
-    },
-    trains=False,
-)
-_DEEPSPEED_NAMES = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping zero_optimization bf16 fp16 optimizer "
-    "scheduler communication_data_type zero_allow_untested_optimizer wall_clock_breakdown steps_per_print"
-)
-DEEPSPEED = Tool("DeepSpeed", rows_of("deepspeed_config", _DEEPSPEED_NAMES), trains=False)
-"""Its rows only tell its files from others: `settle_deepspeed` handles the names."""

@@ -9,20 +9,10 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
 from trainyard.import_file.config_file import find_file, read_names
-from trainyard.import_file.translation import (
-    Impossible,
-    Missing,
-    Rows,
-    Translation,
-    Unused,
-    checked,
-    is_empty,
-    rows_of,
-    shown,
-)
+from trainyard.import_file.translation import Row, Rows, Translation, checked, is_empty, shown
 
 _CHATS = ("messages", "conversations")
-_SHAPES = Unused("the names of the columns say which shape the records have")
+_SHAPES = "the names of the columns say which shape the records have"
 _TEMPLATE = "the chat template of the model is used"
 # Columns and keys of messages by their names in dataset_info.json.
 _FACTORY_COLUMNS = {
@@ -50,6 +40,12 @@ _STRATEGIES: Mapping[tuple[str, bool], Mapping[str, str]] = {
     ("ultra", False): {},
 }
 _MEDIA = "training on images, video or sound"
+
+
+def _rows(table: str) -> Rows:
+    from trainyard.import_file.tables import rows_of  # whose rows name functions of this module
+
+    return rows_of(table)
 
 
 class _Entry:
@@ -113,7 +109,7 @@ def _read_entry(found: Translation, entry: _Entry, key: str, name: str, value: A
         found.note("dataset", key, value)
     elif name == "type":
         _read_type(found, entry, key, value)
-    elif row := _ENTRY.get(name):
+    elif row := _rows("entry").get(name):
         found.apply(row, key, value)
     else:
         found.unknown.append(shown(key, value))
@@ -130,17 +126,17 @@ def _read_type(found: Translation, entry: _Entry, key: str, value: Any) -> None:
     kind = str(found.seen.get("rl") or "")
     columns = _STRATEGIES.get((word.rpartition(".")[2], kind != "kto"))
     if base in ("bradley_terry", "stepwise_supervised"):
-        found.apply(Missing(_PREFERENCES), key, value)
+        found.apply(Row("missing", _PREFERENCES), key, value)
     elif kind and columns is not None:
         for name, column in columns.items() if kind != "orpo" else ():
             entry.columns.setdefault(name, column)
         found.note("dataset", key, value)
     elif kind:
-        found.ignore(key, value, _SHAPES.reason)
+        found.ignore(key, value, _SHAPES)
     elif base in ("completion", "pretrain", "chat_template", "sharegpt"):
         if base in ("completion", "pretrain"):
             entry.columns.setdefault("text", "text")
-        found.ignore(key, value, _SHAPES.reason)
+        found.ignore(key, value, _SHAPES)
     elif base == "alpaca":
         found.note(
             "dataset", key, value, f"records have instruction and output; {_TEMPLATE} instead of the prompts of {base}"
@@ -171,33 +167,6 @@ _ENTRY_COLUMNS = {
     "field_rejected": "rejected",
     "field_label": "label",
 }
-_ENTRY: Rows = {
-    **rows_of(_SHAPES, "ds_type conversation field_human field_model"),
-    **rows_of(
-        Impossible("a dataset of the hub is taken whole: name the file itself in path"),
-        "data_files data_dir shards shards_idx revision",
-    ),
-    **rows_of(
-        Impossible("records are taken as they are: change the dataset"),
-        "drop_system_message skip roles message_field_training message_field_training_detail",
-    ),
-    **rows_of(
-        Impossible(_TEMPLATE),
-        """
-        chat_template chat_template_jinja format no_input_format system_prompt system_format field_thinking
-        template_thinking_key split_thinking
-        """,
-    ),
-    **rows_of(
-        Impossible("every answer of the assistant is trained, with the end of its turn", ("['assistant']", "turn")),
-        "roles_to_train train_on_eos train_on_eot",
-    ),
-    **rows_of(Unused("the trainer reads every dataset as a whole"), "preprocess_shards trust_remote_code"),
-    **rows_of(Impossible(_TEMPLATE), "prompt_format chosen_format rejected_format"),
-    **rows_of(Missing(_PREFERENCES), "step_separator train_on_last_step_only"),
-}
-
-
 # LLaMA-Factory -------------------------------------------------------------------------------------------------------------
 
 
@@ -207,13 +176,6 @@ def factory_datasets(found: Translation, key: str, value: Any) -> None:
     folder = str(found.seen.get("dataset_dir") or "data")
     found.note("dataset", key, value)
     _factory_sources(found, key, names, find_file(found, f"{folder}/dataset_info.json"))
-
-
-def factory_file(found: Translation, key: str, value: Any) -> None:
-    """Handle `train_dataset` of LLaMA-Factory: a file that describes datasets, or one dataset."""
-    found.note("dataset", key, value)
-    file = find_file(found, str(value)) if str(value).endswith((".yaml", ".yml")) else None
-    _factory_sources(found, key, list(read_names(file)) if file else [str(value)], file)
 
 
 def _factory_sources(found: Translation, key: str, names: list[Any], file: Path | None) -> None:
@@ -251,7 +213,7 @@ def _factory_source(found: Translation, key: str, info: Mapping[str, Any], file:
         elif name in ("columns", "tags") and isinstance(value, Mapping):
             _factory_columns(found, entry, part, value)
         else:
-            found.apply(_FACTORY.get(name, Impossible("a dataset has no such option")), part, value)
+            found.apply(_rows("dataset-info").get(name, Row("impossible", "a dataset has no such option")), part, value)
     entry.fields.setdefault("path", key.rpartition(" ")[2])
     return entry.as_source()
 
@@ -259,18 +221,9 @@ def _factory_source(found: Translation, key: str, info: Mapping[str, Any], file:
 def _factory_columns(found: Translation, entry: _Entry, key: str, names: Mapping[str, Any]) -> None:
     for name, column in names.items():
         if name in ("images", "videos", "audios"):
-            found.apply(Missing(_MEDIA), f"{key}.{name}", column)
+            found.apply(Row("missing", _MEDIA), f"{key}.{name}", column)
         elif name in _FACTORY_COLUMNS:
             entry.columns[_FACTORY_COLUMNS[name]] = str(column)
             found.note("dataset", f"{key}.{name}", column)
         else:
             found.ignore(f"{key}.{name}", column, "the roles of ShareGPT and of messages are known")
-
-
-_FACTORY: Rows = {
-    **rows_of(_SHAPES, "formatting converter ranking source file_name ms_hub_url om_hub_url"),
-    **rows_of(
-        Impossible("all samples of a dataset are trained: set a weight below 1, or max_steps"),
-        "size num_samples",
-    ),
-}

@@ -15,23 +15,11 @@ from trainer.common.formats import counted, printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, parse_mapping
 from trainer.spec import make_spec
-from trainyard.import_file.axolotl import AXOLOTL
 from trainyard.import_file.config_file import read_names
-from trainyard.import_file.hugging_face import TRANSFORMERS, TRL
 from trainyard.import_file.import_options import ImportOptions
-from trainyard.import_file.llama_factory import LLAMA_FACTORY, LLAMA_FACTORY_V1
-from trainyard.import_file.parallelism import ACCELERATE, DEEPSPEED, keep_deepspeed, settle_deepspeed, settle_strategy
-from trainyard.import_file.translation import Tool, Translation
-
-TOOLS = {
-    "deepspeed": DEEPSPEED,
-    "accelerate": ACCELERATE,
-    "transformers": TRANSFORMERS,
-    "trl": TRL,
-    "axolotl": AXOLOTL,
-    "llama-factory": LLAMA_FACTORY,
-    "llama-factory-v1": LLAMA_FACTORY_V1,
-}
+from trainyard.import_file.parallelism import keep_deepspeed, settle_deepspeed, settle_strategy
+from trainyard.import_file.tables import NAMES, Tool, tool_named
+from trainyard.import_file.translation import Translation
 
 
 @dataclass(frozen=True)
@@ -49,9 +37,9 @@ class Imported:
 
 def tool_of(names: dict[str, Any]) -> Tool | None:
     """Return the tool whose names most of a file's names are: of several the first one; None if it has none."""
-    known = {tool: sum(name.replace("-", "_") in TOOLS[tool].rows for name in names) for tool in TOOLS}
-    best = max(known, key=lambda tool: known[tool])
-    return TOOLS[best] if known[best] else None
+    known = {each: sum(name.replace("-", "_") in tool_named(each).rows for name in names) for each in NAMES}
+    best = max(known, key=lambda each: known[each])
+    return tool_named(best) if known[best] else None
 
 
 def write_spec(options: ImportOptions, check: bool) -> dict[str, Any]:
@@ -76,7 +64,7 @@ def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> I
     """Translate configuration files of other tools that describe one run together.
 
     Args:
-        tool: the tool of the files, of `TOOLS`, or auto.
+        tool: the tool of the files, of `NAMES`, or auto.
         ranks: number of ranks in the original run; 0: unknown.
 
     Raises:
@@ -87,13 +75,13 @@ def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> I
     tools = []
     for file in files:
         names = read_names(file)
-        chosen = tool_of(names) if tool == "auto" else TOOLS[tool]
+        chosen = tool_of(names) if tool == "auto" else tool_named(tool)
         if chosen is None:
-            listed = ", ".join(each.name for each in TOOLS.values())
+            listed = ", ".join(tool_named(each).name for each in NAMES)
             raise UserError(f"import: {printable(file)} has no name of {listed}: set --tool")
         tools.append(chosen)
         found.where, found.seen = file, names
-        if chosen is DEEPSPEED:
+        if chosen.name == "DeepSpeed":
             found.values["strategy"], found.origins["strategy"] = (
                 "deepspeed",
                 [f"{printable(file.name)} is a file of DeepSpeed"],
@@ -109,8 +97,7 @@ def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> I
     found.settle_weak()
     settle_strategy(found)
     for each in tools:
-        for name, value in each.defaults.items():
-            found.set_default(name, value, each.name)
+        each.set_defaults(found)
     if found.accumulation or any(each.trains for each in tools):
         found.count_rows(tools[0].name)
     return _written(found, files, tools)

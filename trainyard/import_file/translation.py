@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError
@@ -13,70 +13,40 @@ from pydantic import ValidationError
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
 from trainer.config import FIELDS, RunSpec
-from trainer.config.alias_table import Alias, as_text, is_off
-from trainer.config.fields import mismatch
+from trainer.config.aliases import Fields, expected_words
+from trainer.config.fields import as_text, is_off, meant_word, mismatch
 
 MAX_SHOWN = 2000  # characters of a value in a comment
 BY_DEFAULT = "the default of"
+HOSTS = "the inventory and the launch options say which hosts and devices take part"
 
 
 @dataclass(frozen=True)
-class Unused:
-    """A name without effect on a run, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Impossible:
-    """A name that a run cannot honour, why, and values besides false that ask for nothing."""
-
-    reason: str
-    harmless: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Missing:
-    """A name that selects a method of training that trainyard lacks, and values that do not."""
-
-    method: str
-    harmless: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Section:
-    """A name whose value is a mapping with a table of its own."""
-
-    rows: Mapping[str, Row]
-
-
-# A field with the same values, a conversion of values, what a name means instead, or a function that handles the name.
-Row = str | Alias | Unused | Impossible | Missing | Section | Callable[["Translation", str, Any], None]
-Rows = Mapping[str, Row]
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A tool whose files can be imported.
+class Row:
+    """What a name means.
 
     Attributes:
-        name: as users write it.
-        rows: the meaning of its names.
-        defaults: values of fields where the defaults of the tool differ from those of the run spec.
-        finish: called after all names, for what several of them decide together.
-        trains: whether its files describe a training, with rows of a step.
+        kind: field: the name has the values of a field; function: a function handles it; section: its value is a mapping with rows
+            of its own; unused: it has no effect on a run; impossible: a run cannot honour it; missing: it asks for a method that
+            trainyard lacks.
+        text: the field, the function, the reason, or the method.
+        words: what each of its values sets, where these are not the values of the field.
+        weak: values that another name of the same field overrides, as in ``bf16: false`` beside ``fp16: true``.
+        harmless: values that ask for nothing.
+        function: handles the name.
+        rows: those of a section.
     """
 
-    name: str
-    rows: Rows
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    finish: Callable[[Translation], None] = lambda found: None
-    trains: bool = True
+    kind: Literal["field", "function", "section", "unused", "impossible", "missing"]
+    text: str = ""
+    words: Mapping[str, Fields] = field(default_factory=dict)
+    weak: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
+    function: Callable[[Translation, str, Any], None] = lambda found, key, value: None
+    rows: Mapping[str, Row] = field(default_factory=dict)
 
 
-def rows_of(row: Row, names: str) -> dict[str, Row]:
-    """Return the rows of several names with one meaning."""
-    return dict.fromkeys(names.split(), row)
+Rows = Mapping[str, Row]
 
 
 @dataclass
@@ -127,42 +97,45 @@ class Translation:
 
     def apply(self, row: Row, key: str, value: Any) -> None:
         """Account for one name and its value, which is not empty."""
-        if isinstance(row, str):
-            self.set(row, value, key, value)
-        elif isinstance(row, Alias):
-            self.convert(row, key, value)
-        elif isinstance(row, Unused):
-            self.ignore(key, value, row.reason)
-        elif isinstance(row, Section):
-            if isinstance(value, Mapping):
-                self.read(value, row.rows, f"{key}.")
-            else:
-                self.refuse(key, value, "expected names and values")
-        elif isinstance(row, Impossible | Missing):
-            if is_off(value) or as_text(value) in row.harmless:
-                self.ignore(key, value, "it asks for nothing")
-            elif isinstance(row, Impossible):
-                self.refuse(key, value, row.reason)
-            else:
-                self.missing.setdefault(row.method, []).append(shown(key, value, 80))
+        asks = not is_off(value) and as_text(value) not in row.harmless
+        if row.words:
+            self._convert(row, key, value)
+        elif row.kind == "field":
+            self.set(row.text, value, key, value)
+        elif row.kind == "function":
+            row.function(self, key, value)
+        elif row.kind == "section" and isinstance(value, Mapping):
+            self.read(value, row.rows, f"{key}.")
+        elif row.kind == "section":
+            self.refuse(key, value, "expected names and values")
+        elif row.kind == "unused":
+            self.ignore(key, value, row.text)
+        elif not asks:
+            self.ignore(key, value, "it asks for nothing")
         else:
-            row(self, key, value)
+            self._lacks(row, key, value)
 
-    def convert(self, alias: Alias, key: str, value: Any, *, converted: Any = None) -> None:
-        """Set the fields that a value means. `converted`: the value in the words of `alias`, if it has other ones."""
-        word = value if converted is None else converted
-        try:
-            fields = alias.fields(word)
-        except ValueError as error:
-            self.refuse(key, value, f"expected {error}")
-            return
-        if not fields:
-            self.ignore(key, value, alias.note or "the default")
-        elif alias.word(word) in alias.weak:
+    def _lacks(self, row: Row, key: str, value: Any) -> None:
+        if row.kind == "missing" and is_off(value):
+            self.ignore(key, value, "it asks for nothing")
+        elif row.kind == "missing":
+            self.missing.setdefault(row.text, []).append(shown(key, value, 80))
+        else:
+            self.refuse(key, value, row.text or f"expected {expected_words(row.words)}")
+
+    def _convert(self, row: Row, key: str, value: Any) -> None:
+        """Set the fields that a word means."""
+        word = meant_word(value, row.words)
+        fields = row.words.get(word)
+        if fields is None:
+            self._lacks(row, key, value)
+        elif not fields:
+            self.ignore(key, value, "the default")
+        elif word in row.weak:
             self.weak += [(name, key, value, each) for name, each in fields.items()]
         else:
             for name, each in fields.items():
-                self.set(name, each, key, value, alias.note)
+                self.set(name, each, key, value)
 
     def set(self, name: str, value: Any, key: str, given: Any, note: str = "") -> None:
         """Set a field. A value that it does not accept is refused. Raises UserError if another name set another value."""

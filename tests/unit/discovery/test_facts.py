@@ -16,7 +16,6 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import inventory_loader
 from run_hosts import TOP
 
-from trainer.config import DEPRECATED
 from trainer.config.run_spec import RunSpec
 from trainyard.discovery.facts import (
     CONNECTION_VARIABLES,
@@ -78,7 +77,7 @@ def declared_names(tree: Any) -> Iterator[str]:
 
 def parameters() -> set[str]:
     """Return every variable that an operator can set: of roles, group_vars, launch options and run specs."""
-    names = {*LaunchOptions.model_fields, *RunSpec.model_fields, *DEPRECATED}
+    names = {*LaunchOptions.model_fields, *RunSpec.model_fields}
     for pattern in ("roles/*/defaults/*.yml", "group_vars/*/*.yml", "playbooks/group_vars/*/*.yml"):
         for path in TOP.glob(pattern):
             names |= set(yaml.safe_load(path.read_text()) or {})
