@@ -23,7 +23,7 @@ set -e
 mkdir -p {LIB} {FOLDER}/.trainyard/received/starts
 echo '$argon2id$' >{FOLDER}/password
 touch {FOLDER}/config.json {LIB}/verified_tree.py
-chown -R {USER}: {FOLDER}
+chown -R {USER}: {DATA_DIR}
 cat >/etc/systemd/system/trainyard-dashboard.service <<'U'
 [Service]
 ExecStart=/usr/bin/sleep infinity
