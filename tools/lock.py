@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,8 +141,11 @@ def torch_digests(version: str) -> dict[str, set[str]]:
     """Return the digests of torch's wheels by build, from its own index; of the builds that it has of this version."""
     found: dict[str, set[str]] = {}
     for build in BUILDS:
-        with urllib.request.urlopen(f"{TORCH_INDEX}/{build}/torch/", timeout=20) as reply:
-            page = reply.read().decode()
+        try:
+            with urllib.request.urlopen(f"{TORCH_INDEX}/{build}/torch/", timeout=20) as reply:
+                page = reply.read().decode()
+        except urllib.error.HTTPError:  # there is no such build
+            continue
         pattern = BUILD.format(version=re.escape(version), build=build, machines="|".join(MACHINES))
         digests = {digest for python, digest in re.findall(pattern, page) if f"3.{python[3:]}" in PYTHONS}
         found |= {build: digests} if digests else {}

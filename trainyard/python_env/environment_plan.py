@@ -38,8 +38,9 @@ def plan_environments(
         build: whether to build pip's archive and the trainer's wheel if any host changes.
 
     Returns:
-        `hosts`, the plan of each; `todo`, whether any changes; `trainer`, the version of the trainer's wheel;
-        for a host that fetches its `packages` and the `index` of torch; `kit`, the paths of `pip`, `trainer` and `rattler` on the controller; `conda`, the packages that rattler installs.
+        `hosts`, the plan of each, which for one that fetches has its `packages` and the `index` of torch; `todo`, whether any
+        changes; `trainer`, the version of the trainer's wheel; `kit`, the paths of `pip`, `trainer` and `rattler` on the
+        controller; `conda`, the packages that rattler installs.
 
     Raises:
         EnvironmentBuildError: a host cannot have the environment.
