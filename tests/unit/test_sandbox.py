@@ -65,7 +65,8 @@ def test_what_runs_execute_from_a_cache_is_in_the_run_folder(home: Path, monkeyp
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", record)
-    start_unit(["systemd-run"], StartRequest(str(run_dir), ["true"], unit="u"), run_dir, ["true"])
+    request = StartRequest(str(run_dir), ["true"], unit="u", data_dir=home / "trainyard")
+    start_unit(["systemd-run"], request, run_dir, ["true"])
     places = {"CUDA_CACHE_PATH": "/nv", "TORCHINDUCTOR_CACHE_DIR": "/inductor", "TRITON_CACHE_DIR": "/triton"}
     caches = {name: f"{run_dir}/cache{below}" for name, below in (places | {"XDG_CACHE_HOME": ""}).items()}
     assert {f"--setenv={name}={folder}" for name, folder in caches.items()} <= {*ran[-1]}
