@@ -1,6 +1,6 @@
 """Bytes per step and speed of two or more hosts relative to one host, by strategy and link.
 
-    sudo make bench NAME=traffic [ARGS='--models 26m --seq 512 --share 45 --mbit 1000 --variants ddp ddp:gradient_comm_dtype=bf16']
+    sudo make bench NAME=traffic [ARGS='--models 26m --seq 512 --share 45 --mbit 1000 --variants ddp ddp:comm_dtype=bf16']
 
 A variant is a strategy, followed by run spec fields after colons. The hosts are network namespaces with one core each; with --share,
 each host has that percentage of the same core (see linked_hosts.run), or with two numbers a percentage of its own. The column "of
@@ -36,7 +36,7 @@ def main() -> int:
     """Print one row per variant and link."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=int, nargs="+", default=[0, 1000, 100], help="0: not shaped")
-    parser.add_argument("--variants", nargs="+", default=["ddp", "ddp:gradient_comm_dtype=bf16"])
+    parser.add_argument("--variants", nargs="+", default=["ddp", "ddp:comm_dtype=bf16"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument(
         "--fields", nargs="*", default=[], help="run spec fields of every run, for example batch_size=1"

@@ -25,7 +25,7 @@ _LATER_FIELDS = (
     "teacher",
     "gkd_beta",
     "averaging_rank",
-    "pipeline_comm_dtype",
+    "comm_dtype",
     "shared_seed",
     "data_part",
     "method",
@@ -52,7 +52,7 @@ def spec_digest(spec: RunSpec) -> str:
     fields = type(spec).model_fields
     # Fields keep their former names here for the same reason.
     fixed = {
-        next(iter(metadata(fields[name])["deprecated_names"]), name): value
+        name: value
         for name, value in spec.model_dump(mode="json").items()
         if not metadata(fields[name])["mutable"]
         and not (name in _LATER_FIELDS and value == fields[name].default)
@@ -60,7 +60,11 @@ def spec_digest(spec: RunSpec) -> str:
     }
     if fixed["dataset"] == OBSERVATORY and (fixed.get("script") or fixed["fake_data"]):
         fixed["dataset"] = FORMER_DATASET  # they have no dataset, and the default was another
-    fixed["ignore_keys"] = fixed.pop("keep_going")  # its former name
+    fixed |= {
+        "ignore_keys": fixed.pop("keep_going"),
+        "gradient_wire": "32",
+        "diloco_wire": "bf16",
+    }  # former names and defaults
     fixed["packing"] = bool(fixed["packing"])  # packing was true before it was auto
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]
 

@@ -42,8 +42,6 @@ Interval = Annotated[int, Field(ge=0, le=MAX_COUNT)] | Literal["epoch"]
 _INTERVAL = f"a number of steps from 0 to {MAX_COUNT}, or epoch"
 DROPPED = "dropped"  # in `keep_going`
 _WORD = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
-CommDtype = Annotated[Literal["32", "bf16"], _WORD]
-DilocoCommDtype = Annotated[Literal["32", "bf16"], _WORD]
 
 
 class RunSpec(MethodFields):
@@ -137,16 +135,10 @@ class RunSpec(MethodFields):
     )
     outer_lr: float = declare(0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER)
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
-    diloco_comm_dtype: DilocoCommDtype = declare(
-        "bf16",
-        "diloco: data type of the pseudo-gradients that replicas exchange",
-        deprecated_names=["diloco_wire"],
-    )
     diloco_membership: Literal["fixed", "torchft"] = declare(
         "fixed",
         "diloco: fixed: the same replicas for the duration of a start; torchft: replicas may leave and rejoin (requires the torchft extra)",
         mutable=True,
-        deprecated_names=["diloco_members"],
     )
     replica_hosts: int = declare(
         1, "diloco, averaging: number of consecutive hosts that form one replica", ge=1, le=4096, unit="hosts"
@@ -160,10 +152,10 @@ class RunSpec(MethodFields):
     replica_strategy: Literal["ddp", "fsdp", "pipeline"] = declare(
         "ddp", "diloco: strategy within a replica; fsdp shards the model, pipeline divides its layers"
     )
-    gradient_comm_dtype: CommDtype = declare(
-        "32",
-        "data type of gradients in transit between ranks: bf16 halves the bytes and rounds the values",
-        deprecated_names=["gradient_wire"],
+    comm_dtype: Annotated[Literal["auto", "32", "bf16"], _WORD] = declare(
+        "auto",
+        "data type of gradients, pseudo-gradients and activations in transit between ranks: bf16 halves the bytes and rounds the "
+        "values; auto: bf16 for the pseudo-gradients of diloco, else 32",
     )
     pipeline_layers: str = declare(
         "",
@@ -172,11 +164,6 @@ class RunSpec(MethodFields):
         max_length=MAX_TEXT,
         pattern=r"^([0-9]{1,4}(,[0-9]{1,4})*)?$",
         expected="numbers separated by commas, such as 10,6",
-    )
-    pipeline_comm_dtype: CommDtype = declare(
-        "32",
-        "pipeline: data type of activations and their gradients in transit between ranks: bf16 halves the bytes and "
-        "rounds the values; a frozen model in bf16 always sends bf16",
     )
     automatic: Annotated[tuple[AutomaticName, ...], BeforeValidator(split_words)] = declare(
         AUTOMATIC,

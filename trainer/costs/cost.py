@@ -244,7 +244,7 @@ def exported_bytes(spec: RunSpec, shape: Shape) -> int:
 
 def gradient_bytes_per_number(spec: RunSpec) -> int:
     """Return the bytes of one number of a gradient in transit."""
-    return 2 if spec.gradient_comm_dtype == "bf16" else 4
+    return 2 if spec.comm_dtype == "bf16" else 4
 
 
 def ring_fraction(ranks: int) -> float:

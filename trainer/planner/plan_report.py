@@ -148,7 +148,7 @@ def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) ->
     """Return the settings that affect speed or memory, as ``name=value`` or a name."""
     packing = [f"rows {packing_text(spec)}"] if spec.packing else []
     found = [*kernels, *packing, *(["gradient bucket views"] if layout.world > 1 else [])]
-    names = ("gradient_comm_dtype", "optimizer", "quantize", "precision")
+    names = ("comm_dtype", "optimizer", "quantize", "precision")
     found += [f"{name}={getattr(spec, name)}" for name in names]
     found += [name for name in ("gradient_checkpointing", "torch_compile") if getattr(spec, name)]
     if device == "cpu":

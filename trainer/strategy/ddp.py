@@ -67,7 +67,7 @@ class DDPPlan(StrategyPlan):
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
         state = super().state(spec, shape, layout, cuda=cuda)
         copies = gradient_copies(spec, layout.world, layout.world)
-        half = spec.gradient_comm_dtype == "bf16" and layout.world > 1
+        half = spec.comm_dtype == "bf16" and layout.world > 1
         return replace(state, gradients=state.gradients * copies, buffers=shape.trained(spec) * 2 if half else 0)
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
@@ -128,7 +128,7 @@ class DDP(Strategy):
                 init_sync=False,
                 **{_buffer_option(): False},
             )
-            if spec.gradient_comm_dtype == "bf16":
+            if spec.comm_dtype == "bf16":
                 # DDP compares the annotations with its types; `from __future__ import annotations` makes them strings.
                 bf16_mean.__annotations__["bucket"] = dist.GradBucket
                 bf16_mean.__annotations__["return"] = torch.futures.Future[torch.Tensor]

@@ -68,7 +68,7 @@ def engine_config(spec: RunSpec, trained: int, parameters: int) -> dict[str, Any
 
 
 def _comm_dtype(spec: RunSpec) -> str:
-    return "bf16" if spec.gradient_comm_dtype == "bf16" else "fp32"
+    return "bf16" if spec.comm_dtype == "bf16" else "fp32"
 
 
 def file_config(spec: RunSpec, world: int) -> dict[str, Any]:

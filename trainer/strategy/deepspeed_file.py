@@ -88,7 +88,7 @@ def derived_fields(config: Any, values: Mapping[str, Any], ranks: int | None) ->
         offload = "all" if devices[1] == "cpu" else "optimizer"
         found["deepspeed_offload"] = (offload, "zero_optimization.offload_optimizer.device")
     if options.get("communication_data_type") in ("bf16", "bfp16"):
-        found["gradient_comm_dtype"] = ("bf16", "communication_data_type")
+        found["comm_dtype"] = ("bf16", "communication_data_type")
     if schedule := _SCHEDULES.get(str(options.get("scheduler.type"))):
         found["schedule"] = (schedule, "scheduler.type")
     given = {name for name, value in values.items() if value is not None}
@@ -130,8 +130,8 @@ def owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
         "bf16.enabled": (spec.precision == "bf16-mixed", "precision"),
         "fp16.enabled": (spec.precision == "fp16-mixed", "precision"),
         "communication_data_type": (
-            ("bf16", "bfp16") if spec.gradient_comm_dtype == "bf16" else "fp32",
-            "gradient_comm_dtype",
+            ("bf16", "bfp16") if spec.comm_dtype == "bf16" else "fp32",
+            "comm_dtype",
         ),
         "zero_optimization.offload_optimizer.device": (device, "deepspeed_offload"),
         "zero_optimization.offload_param.device": (

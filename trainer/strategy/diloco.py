@@ -46,7 +46,7 @@ def _comm_parts(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> t
     if layout.world == 1:
         return 0.0, 0.0
     replicas = -(-len(layout.processes) // spec.replica_hosts)
-    number = 2 if spec.diloco_comm_dtype == "bf16" else 4
+    number = 2 if spec.comm_dtype != "32" else 4
     outer = 2 * (replicas - 1) / replicas * shape.trained(spec) * number / spec.local_steps
     inside = Layout(layout.processes[: spec.replica_hosts])
     if len(inside.processes) == 1:

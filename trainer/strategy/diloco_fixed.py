@@ -206,7 +206,7 @@ class DiLoCo(Strategy):
         with torch.no_grad():
             change = [(self.outer[n].to(device) - self.local_params[n].to(device)).flatten() for n in names]
             gradient = torch.cat(change) * weight
-            return gradient.to(torch.bfloat16 if self.spec.diloco_comm_dtype == "bf16" else torch.float32)
+            return gradient.to(torch.bfloat16 if self.spec.comm_dtype != "32" else torch.float32)
 
     def broadcast_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
         """Set the sum of the replicas' pseudo-gradients on all hosts of this replica."""

@@ -292,7 +292,7 @@ class FSDP(Strategy):
         from trainer.models.model import base_dtype
         from trainer.models.quantized import quantize_layers
 
-        comm_dtype = torch.bfloat16 if spec.gradient_comm_dtype == "bf16" else torch.float32
+        comm_dtype = torch.bfloat16 if spec.comm_dtype == "bf16" else torch.float32
         half = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(spec.precision)
         # autocast would cast the weights of a layer to 16 bits anyway; gathered in 16 bits they are half the bytes.
         # Parameters outside of the layers (embeddings, the final norm) keep their data type, as under ddp. So do norms and

@@ -246,7 +246,7 @@ class Pipeline(Strategy):
         super().__init__(spec, world, module)
         self.stage: StageLoss = module  # type: ignore[assignment]
         native = hidden_dtype(spec)
-        half = spec.pipeline_comm_dtype == "bf16"
+        half = spec.comm_dtype == "bf16"
         limit = spec.collective_timeout
         assert self.stage.pipelines
         self.pipelines = self.stage.pipelines

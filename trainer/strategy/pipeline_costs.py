@@ -66,7 +66,7 @@ def stage_state(spec: RunSpec, shape: Shape, bytes_per_weight: int, layers: int,
 
 def boundary_bytes(spec: RunSpec, shape: Shape, rows: RowStats) -> float:
     """Return the bytes of the hidden states of one micro-batch in transit between two ranks."""
-    half = spec.pipeline_comm_dtype == "bf16" or half_hidden(spec, shape)
+    half = spec.comm_dtype == "bf16" or half_hidden(spec, shape)
     return spec.batch_size * rows.places * shape.hidden * (2 if half else 4)
 
 

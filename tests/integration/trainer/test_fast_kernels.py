@@ -133,7 +133,7 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     """Per step and rank, DDP sends 4 B x adapter parameters x 2(N-1)/N, and half of that in bf16; FSDP sends the planned bytes."""
     fields: dict[str, Any] = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2}
     about = {"model": str(model_folder), "dataset": str(dataset), "steps": 8}
-    variants: list[dict[str, Any]] = [{"gradient_comm_dtype": wire} for wire in ("32", "bf16")]
+    variants: list[dict[str, Any]] = [{"comm_dtype": wire} for wire in ("32", "bf16")]
     several = [about | {"fields": fields | variant} for variant in variants]
     wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
     variants = [{}, {"lora_r": 0}, *([{"quantize": "nf4"}] if importlib.util.find_spec("bitsandbytes") else [])]

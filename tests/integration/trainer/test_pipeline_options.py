@@ -33,7 +33,7 @@ FULL = {"lora_r": 0, "lr": 3e-3}
 @pytest.mark.parametrize(
     ("fields", "close"),
     [
-        ({"pipeline_comm_dtype": "bf16"}, {"rel": 0.02}),
+        ({"comm_dtype": "bf16"}, {"rel": 0.02}),
         ({"gradient_checkpointing": True}, {"abs": 1e-4}),
         # Hidden states of a frozen bfloat16 model travel as they are; those of float32 weights are rounded by matrices only.
         ({"precision": "bf16-mixed"}, {"rel": 0.01}),
@@ -47,7 +47,7 @@ def test_options_keep_the_losses_of_ddp(
     assert here("ddp", **STEPS, **full, **same) == 0, here.err
     found, expected = cluster.run(2, **PIPELINE, **full, **fields), here.losses("ddp")
     assert found == pytest.approx(expected, **close) and losses(cluster.run_dir(1)) == found
-    if "pipeline_comm_dtype" in fields:
+    if "comm_dtype" in fields:
         assert found != pytest.approx(expected, rel=1e-6), "the hidden states were rounded"
 
 

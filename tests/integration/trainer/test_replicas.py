@@ -92,7 +92,7 @@ def test_the_outer_optimizer_is_nesterov_sgd(here: Here) -> None:
     m = 0.9 * 3 / 20
     few = {"max_steps": 6, "checkpoint_interval": 3, "schedule": "constant", "warmup": 0, "checkpoint_keep": 9}
     few |= {"local_steps": 3}
-    diloco = few | {"strategy": "diloco", "diloco_comm_dtype": "32"}
+    diloco = few | {"strategy": "diloco", "comm_dtype": "32"}
     assert here("ddp", **few) == 0
     assert here("start", **(diloco | {"outer_lr": 1e-30})) == 0
     assert here("diloco", **diloco) == 0, here.err
@@ -328,8 +328,8 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     several = [
         about | {"fields": fields | more}
         for more in (
-            {"strategy": "diloco", "diloco_comm_dtype": "32"},
-            {"strategy": "diloco", "diloco_comm_dtype": "bf16"},
+            {"strategy": "diloco", "comm_dtype": "32"},
+            {"strategy": "diloco", "comm_dtype": "bf16"},
             {"strategy": "averaging"},
         )
     ]

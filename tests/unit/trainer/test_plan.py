@@ -251,7 +251,7 @@ def test_bytes_of_a_step() -> None:
     for ranks in (2, 3, 8):
         ring = 2 * (ranks - 1) / ranks
         assert plan_of(spec).comm_bytes(spec, shape, Layout((1,) * ranks), gloo=True) == ring * 4 * shape.trained(spec)
-        half = spec.model_copy(update={"gradient_comm_dtype": "bf16"})
+        half = spec.model_copy(update={"comm_dtype": "bf16"})
         assert plan_of(half).comm_bytes(half, shape, Layout((ranks,)), gloo=True) == ring * 2 * shape.trained(spec)
     assert plan_of(spec).comm_bytes(spec, shape, Layout((1,)), gloo=True) == 0
 
