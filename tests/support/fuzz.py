@@ -9,7 +9,6 @@ Usage: PYTHONPATH=. python tests/support/fuzz.py [COUNT [SEED]]
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import gzip
 import io
@@ -38,8 +37,6 @@ from fuzz_inputs import (
     NUMBERS,
     RECORDS,
     SPECS,
-    TEMPLATE_PARTS,
-    TEMPLATES,
     VALID,
     YAML_PARTS,
     change,
@@ -54,9 +51,7 @@ from trainer import __main__ as command_line
 from trainer.common.errors import UserError
 from trainer.config import FIELDS, RunSpec
 from trainer.config.dataset_source import COLUMNS
-from trainer.data import template_process
 from trainer.data.samples import check_source, read_samples, read_source, source_of
-from trainer.data.template_process import LimitedTemplate
 from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainer.model_files.model_shape import layer_class, read_shape, shape_of
 from trainer.spec import make_spec, read_spec
@@ -244,19 +239,6 @@ def fuzz_table(rng: random.Random, folder: Path) -> None:
     check_source(source_of(path))
 
 
-def fuzz_template(rng: random.Random, folder: Path) -> None:
-    """Render a chat with a template that need not end."""
-    source = rng.choice(TEMPLATES)
-    for _ in range(rng.randrange(3)):
-        at = rng.choice([0, len(source), rng.randrange(len(source))])
-        source = source[:at] + rng.choice(TEMPLATE_PARTS) + source[at:]
-    if rng.random() < 0.3:
-        source = mutate(rng, source.encode()).decode(errors="replace")
-    chat = [{"role": role, "content": text(rng)} for role in ("user", "assistant")]
-    with mock.patch.object(template_process, "SECONDS", 1):
-        LimitedTemplate(source, {"bos_token": text(rng)}, datetime.datetime(2026, 1, 2)).render(chat)
-
-
 def special_file(rng: random.Random, folder: Path) -> Path:
     """Return a path that exists as something else than a file, or that cannot exist."""
     path = folder / f"special{rng.randrange(10**9)}.jsonl"
@@ -397,7 +379,6 @@ TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
     "flags": fuzz_flags,
     "dataset": fuzz_dataset,
     "table": fuzz_table,
-    "template": fuzz_template,
     "replies": fuzz_replies,
     "settings": fuzz_settings,
     "runs": lambda rng, folder: fuzz_runs(rng, folder, special_file, connection),
@@ -407,7 +388,6 @@ TARGETS: dict[str, Callable[[random.Random, Path], None]] = {
 
 SLOW = {
     "table": 20,
-    "template": 8,
     "runs": 5,
 }  # a process for each input, or a look at all processes: they get this part of the inputs
 

@@ -60,43 +60,6 @@ RECORDS: list[dict[str, Any]] = [
     },
     {"question": "Q", "answer": "A"},
 ]
-TEMPLATES = [
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] + '\\n' + m['content'] | trim }}{% endfor %}",
-    "{% macro m(n) %}{{ n }}{% endmacro %}{% for x in messages %}{{ m(x.content) }}{% endfor %}",
-    "{% set n = namespace(x='a') %}{% for m in messages %}{% set n.x = n.x ~ m.content %}{% endfor %}{{ n.x }}",
-]
-TEMPLATE_PARTS = [
-    *("{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}", "{{ 'x' * 10 ** 10 }}"),
-    *("{{ 9 ** (9 ** 9) }}", "{{ '%0999999999d' % 1 }}", "{{ 'x' | center(10 ** 10) }}", "{{ self }}", "{{ loop }}"),
-    *(
-        "{% set q = namespace(x='xx') %}{% for a in range(99) %}{% set q.x = q.x + q.x %}{% endfor %}{{ q.x }}",
-        "{% if %}",
-    ),
-    *(
-        "{% macro r(n) %}{{ r(n) }}{{ r(n) }}{% endmacro %}{{ r(1) }}",
-        "{{ messages[0].content * 99999999 }}",
-        "{{ 1 / 0 }}",
-    ),
-    *(
-        "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-        "{{ raise_exception('x\\n' * 999) }}",
-        "{{ ''.__class__ }}",
-    ),
-    *(
-        "{{ range(10 ** 9) | list }}",
-        "{{ strftime_now('%') }}",
-        "{{ lipsum(n=10 ** 6) }}",
-        "{{ messages | tojson(indent=10 ** 9) }}",
-    ),
-    *(
-        "{% include 'x' %}",
-        "{% extends messages %}",
-        "{{ cycler }}",
-        "{{ '{0.__class__}'.format(1) }}",
-        "{{ dict(a=1) }}",
-    ),
-]
 CONFIGS: list[dict[str, Any]] = [
     {
         "model_type": kind,

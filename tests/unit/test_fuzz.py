@@ -1,4 +1,4 @@
-"""Hostile inputs of nine kinds: none causes a traceback, a hang, or a message of more than one printable line."""
+"""Hostile inputs of eight kinds: none causes a traceback, a hang, or a message of more than one printable line."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
-from trainer.data.template_process import limited_template
 from trainer.data.text_tokenizer import TextTokenizer
 
 _NO_END = "nothing ends the last answer: the tokenizer of the model has no eos_token"
@@ -153,7 +152,7 @@ class Encoder:
         """The default chat template. Raises UserError if there is none, or it is not valid."""
         if not self._text.template:
             raise UserError("model: it has chat templates by name, and none of them is 'default': name one so")
-        return limited_template(self._text.template, self._text.tokens, self._today)
+        return ChatTemplate(self._text.template, self._text.tokens, self._today)
 
     @cached_property
     def _finder(self) -> AnswerFinder:
@@ -164,7 +163,7 @@ class Encoder:
         """That of chats with tools, for which a model can have another template."""
         if not self._text.tool_template:
             return self._finder
-        template = limited_template(self._text.tool_template, self._text.tokens, self._today)
+        template = ChatTemplate(self._text.tool_template, self._text.tokens, self._today)
         return AnswerFinder(template, self._text.added)
 
     def _finder_of(self, sample: Sample) -> AnswerFinder:

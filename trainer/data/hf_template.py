@@ -147,8 +147,6 @@ class ChatTemplate:
     def _render(self, values: Mapping[str, Any]) -> str:
         try:
             return self._template.render(**{**self.tokens, **values})
-        except MemoryError:
-            raise
         except Exception as error:  # a template can raise anything
             raise TemplateError(f"chat template: it rejects a conversation: {first_line(error)}") from None
 

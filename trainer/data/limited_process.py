@@ -1,4 +1,4 @@
-"""A process of its own, with limits of memory and time, for work on hostile data: a decoder, or the program of a template.
+"""A process of its own, with limits of memory and time, for work on hostile data: a decoder, or the functions of a reward.
 
 A message is its length in 8 bytes, and JSON. In an answer, an object with one certain key is bytes; a request has none, so that no
 record can pass for them.

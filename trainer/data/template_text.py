@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainer.data.hf_template import TemplateError
-from trainer.data.template_process import limited_template
+from trainer.data.hf_template import ChatTemplate, TemplateError
 
 # Comments, raw text and expressions are matched first: what looks like a tag inside of them is none.
 _TAG = re.compile(
@@ -66,7 +65,7 @@ def _after_answer(source: str, tokens: tuple[tuple[str, str], ...]) -> str:
     """Return what a template writes after an answer; empty if it rejects a chat of one turn. A run asks several times."""
     chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = limited_template(source, dict(tokens), datetime.datetime.now()).render(chat, False)
+        text = ChatTemplate(source, dict(tokens), datetime.datetime.now()).render(chat, False)
     except TemplateError:
         return ""
     _, found, rest = text.rpartition(_ANSWER)

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig
 
-from trainer.data.hf_template import Message
+from trainer.data.hf_template import ChatTemplate, Message
 from trainer.data.plain_template import PLAIN_TEMPLATE
-from trainer.data.template_process import limited_template
 from trainer.models.tokenizer_output import end_ids
 
 _COMPARED = 8  # tokens with which a batch is compared with a prompt alone
@@ -129,12 +128,12 @@ def prompt_rows(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list
     """Return the tokens of each chat up to where the answer begins.
 
     Raises:
-        TemplateError: the chat template rejects a chat, or exceeds a limit: code of a rank may have written it.
+        TemplateError: the chat template rejects a chat.
     """
     if not chats:
         return []
     found = tokenizer.chat_template or PLAIN_TEMPLATE
     source = found.get("default", PLAIN_TEMPLATE) if isinstance(found, dict) else found
     tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-    template = limited_template(source, tokens, datetime.datetime.now())
+    template = ChatTemplate(source, tokens, datetime.datetime.now())
     return [list(tokenizer(template.render(chat), add_special_tokens=False)["input_ids"]) for chat in chats]
