@@ -122,7 +122,7 @@ def test_the_login_with_a_key_goes_to_the_host(lab: Lab, tmp_path: Path) -> None
     (tmp_path / "config").write_text("".join(f"Host {host.name}\nHostName {host.address}\n" for host in lab.hosts))
     document = yaml.safe_load(lab.inventory.read_text())
     cluster = document["all"]["children"]["cluster"]
-    cluster["vars"]["ansible_ssh_common_args"] += f" -F {tmp_path}/config -o SetEnv='LAB=two words'"
+    cluster["vars"]["ansible_ssh_common_args"] += f" -F {tmp_path}/config -o 'SetEnv=\"LAB=two words\"'"
     for host in cluster["hosts"].values():
         del host["ansible_host"]
     (tmp_path / "inventory.yml").write_text(yaml.safe_dump(document))
