@@ -43,7 +43,7 @@ def read(**values: Any) -> list[NewRun]:
 
 
 def test_values_are_options_of_the_queue_the_run_and_the_start() -> None:
-    (run,) = read(model="tiny", learning_rate="1e-4", gpus="2", after="a,b", max_restarts="3", run="r", priority="low")
+    (run,) = read(model="tiny", lr="1e-4", gpus="2", after="a,b", max_restarts="3", run="r", priority="low")
     assert run.options == QueueOptions(priority="low", gpus=2, after=("a", "b"))
     assert run.spec.lr == 1e-4 and run.launch.max_restarts == 3
     assert run.request(["node1"]) == Request(

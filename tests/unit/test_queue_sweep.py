@@ -44,11 +44,11 @@ def test_listed_runs_have_their_own_values_and_grids() -> None:
 
 
 def test_another_name_of_a_field_is_that_field() -> None:
-    assert runs("{run: a, learning_rate: 1e-4}", lr="1e-3") == [{"run": "a", "lr": "1e-3"}]
-    common = "{learning_rate: 1e-4, runs: [{run: a, lr: 3e-4}, {run: b}]}"
-    assert runs(common) == [{"run": "a", "lr": "3e-4"}, {"run": "b", "learning_rate": "1e-4"}]
-    with pytest.raises(UserError, match="learning_rate is in the file and given"):
-        runs("{grid: {learning_rate: [1e-4, 3e-4]}}", lr="1e-3")
+    assert runs("{run: a, per_device_train_batch_size: 4}", batch_size="2") == [{"run": "a", "batch_size": "2"}]
+    common = "{per_device_train_batch_size: 4, runs: [{run: a, batch_size: 8}, {run: b}]}"
+    assert runs(common) == [{"run": "a", "batch_size": 8}, {"run": "b", "per_device_train_batch_size": 4}]
+    with pytest.raises(UserError, match="per_device_train_batch_size is in the file and given"):
+        runs("{grid: {per_device_train_batch_size: [4, 8]}}", batch_size="2")
 
 
 def test_every_run_of_a_grid_knows_its_name() -> None:

@@ -100,7 +100,7 @@ class BasicFields(BaseModel):
         unit="rows",
         suggested_names=["train_batch_size"],
     )
-    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER)
+    lr: float = declare(2e-4, "peak learning rate", gt=0, le=MAX_NUMBER, suggested_names=["learning_rate"])
     schedule: Literal["cosine", "linear", "constant"] = declare("cosine", "learning rate schedule after the warmup")
     warmup: float = declare(
         0.03,

@@ -21,7 +21,7 @@ def meaning(name: str) -> str:
     """Return a hint such as ``; did you mean 'lr'?``, or an empty string for a name of no other tool."""
     plain = plain_name(name)
     if plain in SUGGESTED:
-        return ""
+        return f"; did you mean {SUGGESTED[plain]!r}?"
     known = {name: row for table in ("opendiloco", "axolotl", "llama-factory") for name, row in rows_of(table).items()}
     close = difflib.get_close_matches(plain, [*FIELDS, *known], 1, 0.8)
     row = None if close and close[0] in FIELDS else known.get(plain) or known.get(close[0] if close else "")

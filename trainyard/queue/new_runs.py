@@ -94,7 +94,9 @@ def read_runs(
                 raise UserError(f"{file}: {name} selects hosts for all runs of a call: give --limit")
             if not (name in OPTIONS or is_known(name) or name in launch_options.names()):
                 known = [*OPTIONS, *FIELDS, *launch_options.names()]
-                raise UserError(f"{file}: unknown name {printable(name, 80)}{nearest(name, known)}")
+                from trainyard.import_file.hints import meaning  # only a mistake needs the tables
+
+                raise UserError(f"{file}: unknown name {printable(name, 80)}{meaning(name) or nearest(name, known)}")
     quiet: list[str] = []
     runs = [_new_run(entry, launch_of, top, quiet.append, file) for entry in listed]
     for line in dict.fromkeys(quiet):

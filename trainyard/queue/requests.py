@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import counted, printable, quoted
-from trainer.config import FIELDS, RunSpec, parse_mapping
+from trainer.config import RunSpec, parse_mapping
 from trainer.data.data_report import DataReport
 from trainer.data.samples import read_records
 from trainer.planner.decisions import as_before
@@ -183,7 +183,7 @@ def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, has
     if before is None:
         return []
     try:
-        known = {name: value for name, value in before["spec"].items() if name in FIELDS}
+        known = {name: value for name, value in before["spec"].items() if name != "rows_per_step"}
         earlier = make_spec(known, "the queue host")
     except UserError:
         return ["its spec on the queue host is damaged"]
