@@ -4,11 +4,13 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import DiskError, UserError, disk_failure, memory_failure
 from trainer.common.files import write_atomic
@@ -20,18 +22,25 @@ from trainer.config import FIELDS, RunSpec, describe, parse_flags, plain_name, t
 from trainer.config.aliases import ACCUMULATION, field_of
 from trainer.config.fields import default_of, expected_value
 from trainer.config.reward_source import NOTHING_LEARNED
-from trainer.distributed.lighthouse import serve_here
-from trainer.distributed.replica import Replica
+from trainer.distributed.galaxy import Galaxy, parse_address
+from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.loop import unsloth_backend
 from trainer.loop.script import run_script
-from trainer.records.failure_report import report_failure
+from trainer.records.failure_report import is_of_peer, report_failure
 from trainer.records.telemetry import Heartbeat
 from trainer.spec import read_spec
 from trainer.strategy import AUTO, STRATEGIES, plan_of
 
+if TYPE_CHECKING:
+    from trainer.distributed.meeting import Meeting
+
+SPEAKS_FIRST = 3.0  # s
+
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
                        [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
-                       [--hv.galaxy-size 2 --hv.world-rank 0 --hv.initial-peers HOST:PORT]       the same, by hand
+                       [--hv.galaxy-size 2 --hv.world-rank 0 --hv.initial-peers HOST:PORT]       one of several torchruns
+       python -m trainer store --host_maddrs /ip4/0.0.0.0/tcp/30001
+                                                              serve the store in which such torchruns meet
        python -m trainer check [SPEC.yml] [--lr 1e-3 ...]     validate the spec and print it with all defaults
        python -m trainer fields                               print the fields of the run spec as a table
        python -m trainer data [SPEC.yml] [--samples 3] [--json] [--model DIR --dataset FILE ...]
@@ -100,11 +109,12 @@ def take_positional(argv: list[str]) -> str | None:
     return argv.pop(0) if argv and not argv[0].startswith("--") else None
 
 
-def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | None]]:
-    """Remove the flags of a rank that are not of its spec; return the run folder, the data folder, and Replica's."""
+def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | None], list[str | None]]:
+    """Remove the flags of a rank that are not of its spec; return the run folder, the data folder, and Replica's and Galaxy's."""
     run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
-    names = ("--replica", "--first-rank", "--lighthouse", "--hv.galaxy_size", "--hv.world_rank", "--hv.initial_peers")
-    return run_dir, data_dir, [take_any(argv, flag) for flag in names]
+    replica = [take_any(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")]
+    galaxy = [take_any(argv, flag) for flag in ("--hv.galaxy_size", "--hv.world_rank", "--hv.initial_peers")]
+    return run_dir, data_dir, replica, galaxy
 
 
 def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False, strict: bool = True) -> RunSpec:
@@ -267,6 +277,30 @@ def evaluate(argv: list[str]) -> int:
     return evaluate_main()
 
 
+def store(argv: list[str]) -> int:
+    """Serve the store in which the torchruns of a galaxy meet, until SIGTERM or Ctrl-C."""
+    take_any(argv, "--identity_path")  # of hivemind-dht, whose place this takes
+    flag = "--host_maddrs"
+    host, port = parse_address(flag, take_any(argv, flag), any_host=True)
+    if argv:
+        raise UserError(f"store: unknown argument {quoted(argv[0])}")
+    with without_collector():
+        from trainer.distributed.meeting import serve
+    from trainer.supervise.interface import interfaces
+
+    try:
+        kept = serve(host, port)
+    except OSError as error:
+        raise UserError(f"{flag}: cannot listen on {host}:{port}: {error.strerror or error}") from None
+    if kept is None:
+        raise UserError(f"{flag}: {host} is no address of this machine, or port {port} is in use: name another one")
+    outside = [entry["address"] for entry in interfaces() if not entry["address"].startswith("127.")]
+    for address in [*outside, "127.0.0.1"] if host == "0.0.0.0" else [host]:
+        print(f"--hv.initial-peers /ip4/{address}/tcp/{port}", flush=True)
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    return 0
+
+
 def show_help() -> int:
     """Print the usage, and the fields of the spec as flags."""
     print(USAGE)
@@ -289,21 +323,22 @@ def needs_bitsandbytes(spec: RunSpec) -> bool:
 
 def train(argv: list[str]) -> int:
     """Run one rank. Errors are also reported in its heartbeat."""
-    run_dir, data_dir, replica_flags = take_places(argv)
+    run_dir, data_dir, replica_flags, galaxy_flags = take_places(argv)
     rank, under_torchrun = int(os.environ.get("RANK", "0")), "TORCHELASTIC_RUN_ID" in os.environ
     try:
         replica = Replica.parse(*replica_flags)
         rank += replica.first_rank
-        if replica.waits:
+        galaxy = Galaxy.parse(*galaxy_flags)
+        if galaxy.size > 1:
             place = 1 if argv and not argv[0].startswith("--") else 0  # after a file; flags of the user win
-            argv[place:place] = ["--strategy=diloco", "--diloco-membership=torchft"]
+            argv[place:place] = ["--strategy=diloco"]
         if under_torchrun and run_dir:
             # Redirect before torch is imported, so that import errors are in the log of the rank.
             from trainer.distributed.worker_process import die_with_launcher, redirect_output
 
             die_with_launcher()
             redirect_output(run_dir / "logs" / f"rank{rank}.log")
-        spec = take_spec(argv, None if replica.count > 1 else _world_size()).named()
+        spec = take_spec(argv, None if replica.count > 1 or galaxy.size > 1 else _world_size()).named()
         replica.check(plan_of(spec).separate_launchers(spec))
     except UserError as error:
         if not under_torchrun or not run_dir:
@@ -317,11 +352,11 @@ def train(argv: list[str]) -> int:
     heartbeat = Heartbeat(run_dir, rank)
     try:
         _write_first(heartbeat, run_dir, "" if spec.script else "importing torch")
-        if replica.waits and not replica.number and os.environ.get("LOCAL_RANK", "0") == "0":
-            serve_here(replica.lighthouse)
         try:
             if spec.script:
                 result = run_script(spec, run_dir, heartbeat)
+            elif galaxy.size > 1:
+                result = run_in_galaxy(galaxy, spec, run_dir, data_dir, heartbeat)
             else:
                 result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
         except Exception as error:
@@ -352,7 +387,48 @@ def _write_first(heartbeat: Heartbeat, run_dir: Path, note: str) -> None:
         raise UserError(f"cannot write the run folder {run_dir}: {reason}: set --run-dir or --data-dir") from None
 
 
-def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, heartbeat: Heartbeat) -> dict[str, Any]:
+def run_in_galaxy(galaxy: Galaxy, spec: RunSpec, run_dir: Path, data_dir: Path, heartbeat: Heartbeat) -> dict[str, Any]:
+    """Meet the other workers, and run this rank with theirs. It ends when one of them fails or is silent, and says which."""
+    with without_collector():
+        from trainer.distributed.heartbeats import Heartbeats
+        from trainer.distributed.meeting import Meeting
+
+    leads = os.environ.get("RANK", "0") == "0"
+    meeting = Meeting.find(
+        galaxy, spec.digest(), run_dir, spec.collective_timeout, lambda note: heartbeat("starting", note=note)
+    )
+    meeting.set_environment()
+    heartbeat.move(meeting.run_dir, int(os.environ["RANK"]))
+
+    def end(why: str) -> None:
+        if not leads:
+            time.sleep(SPEAKS_FIRST)  # the first rank of this torchrun, whose end is that of the others
+        report_failure(heartbeat, UserError(why))
+        if meeting.me.serves and leads:
+            time.sleep(SPEAKS_FIRST)  # the other workers see the same in the store
+        os._exit(1)
+
+    heartbeats = Heartbeats(meeting, leads=leads, end=end)
+    try:
+        result = run_rank(spec, meeting.run_dir, data_dir, SINGLE_REPLICA, heartbeat, meeting)
+    except Exception as error:
+        if is_of_peer(error):
+            heartbeats.explain()
+        else:
+            heartbeats.fail(error)
+        raise
+    heartbeats.close()
+    return result
+
+
+def run_rank(
+    spec: RunSpec,
+    run_dir: Path,
+    data_dir: Path,
+    replica: Replica,
+    heartbeat: Heartbeat,
+    meeting: "Meeting | None" = None,
+) -> dict[str, Any]:
     """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
     from trainer.loop.run_dir import check_owner, claim, finished_result
 
@@ -371,7 +447,7 @@ def run_rank(spec: RunSpec, run_dir: Path, data_dir: Path, replica: Replica, hea
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_owner(spec, run_dir)
-    world = World.join(spec.collective_timeout, replica)
+    world = World.join(spec.collective_timeout, replica, meeting)
     spec = agree(spec, started, world)
     # Not before all ranks have decided: in a job of Slurm, ranks that start later read this file.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
@@ -413,6 +489,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config": config,
     "merge": merge,
     "evaluate": evaluate,
+    "store": store,
 }
 
 

@@ -173,7 +173,7 @@ def test_command_line_flags_of_the_trainer_exist() -> None:
     flags = set()
     for line in re.findall(r"^.*-m trainer .*$", all_text(), re.MULTILINE):
         words = line.partition("-m trainer")[2].partition("   #")[0]
-        flags |= set(re.findall(r"(--[a-z][a-z.-]*)", words.split("`")[0]))
+        flags |= set(re.findall(r"(--[a-z][a-z_.-]*)", words.split("`")[0]))
     assert flags
     flags -= {f"--{name}" for name in SLURM_OPTIONS}
     names = {flag: flag[2:].replace("-", "_") for flag in flags}

@@ -5,11 +5,8 @@ It listens only on that address, and ends with its parent process. It has no aut
 any process on these hosts can join or end the run.
 """
 
-import contextlib
 import os
 import signal
-import socket
-import subprocess
 import sys
 
 JOIN_TIMEOUT = 30 * 24 * 3600 * 1000  # ms that replicas wait for a live one that has not joined yet
@@ -33,22 +30,6 @@ def main(bind: str) -> None:
     print(f"lighthouse listens on {bind}", flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
     server.shutdown()
-
-
-def serve_here(address: str) -> None:
-    """Start a lighthouse at HOST:PORT, which ends with this process, unless one listens there or the host is another machine."""
-    host, _, port = address.partition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
-        return
-    try:
-        socket.create_server((host, int(port))).close()
-    except OSError as error:
-        print(
-            f"the lighthouse at {address} does not run, and cannot run here: {error.strerror}; waiting for it",
-            flush=True,
-        )
-        return
-    subprocess.Popen([sys.executable, "-m", "trainer.distributed.lighthouse", address])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The key-value store of a run. torch's own server listens on all addresses and accepts everybody."""
 
+import datetime
 import errno
+import os
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -35,3 +37,11 @@ class RunStore(TCPStore):
             port = server.getsockname()[1]
             more["master_listen_fd"] = server.detach()
         super().__init__(host_name, port, world_size, is_master, *rest, **more)
+
+
+def launcher_store(rank: int, size: int, timeout: datetime.timedelta) -> RunStore:
+    """Connect to the store that torchrun serves. Where torchrun serves none, such as for elastic runs, rank 0 does."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return RunStore(address, port, size, False, timeout)
+    return RunStore(address, port, size, rank == 0, timeout, multi_tenant=True)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,11 @@ import torch.distributed as dist
 from trainer.common.errors import UserError
 from trainer.distributed import SHARED_GPUS
 from trainer.distributed.replica import SINGLE_REPLICA, Replica
-from trainer.distributed.store import RunStore
+from trainer.distributed.store import launcher_store
 from trainer.supervise.interface import interface_to
+
+if TYPE_CHECKING:
+    from trainer.distributed.meeting import Meeting
 
 T = TypeVar("T")
 
@@ -48,7 +51,7 @@ class World:
     local_size: int = 1
 
     @classmethod
-    def join(cls, timeout: float, replica: Replica = SINGLE_REPLICA) -> "World":
+    def join(cls, timeout: float, replica: Replica = SINGLE_REPLICA, meeting: "Meeting | None" = None) -> "World":
         """Join the process group that the environment of torchrun defines, or create one with a single rank.
 
         It uses NCCL with CUDA and gloo otherwise. Ranks that share GPUs use gloo, too, because NCCL refuses them: ranks of one host,
@@ -56,6 +59,7 @@ class World:
 
         Args:
             timeout: seconds after which a collective fails.
+            meeting: the workers of a galaxy, whose ranks are one process group.
 
         Raises:
             UserError: the ranks of a host share GPUs, but the run has several hosts.
@@ -67,7 +71,7 @@ class World:
         gpus, local_size = torch.cuda.device_count() if cuda else 0, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         crowded = cuda and local_size > gpus
         shared = crowded or (cuda and os.environ.get(SHARED_GPUS) == "1")
-        if crowded and local_size < size:
+        if crowded and local_size < size and not meeting:
             raise UserError(
                 f"{local_size} ranks cannot share the GPUs of this host ({gpus}) in a run of several hosts: "
                 f"set cluster_processes={gpus} for it"
@@ -75,9 +79,13 @@ class World:
         device = torch.device("cuda", local_rank % gpus) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        if local_size < size:
-            _name_interface()
-        store = _open_store(rank, size, limit) if size > 1 else dist.HashStore()
+        if meeting:
+            shared = not meeting.nccl
+            store: Any = dist.PrefixStore("group", meeting.keys)
+        else:
+            if local_size < size:
+                _name_interface()
+            store = launcher_store(rank, size, limit) if size > 1 else dist.HashStore()
         options: dict[str, Any] = {"device_id": device} if cuda and not shared and size > 1 else {}
         dist.init_process_group(
             "nccl" if cuda and not shared else "gloo",
@@ -209,14 +217,6 @@ def _name_interface() -> None:
     if found := interface_to(os.environ.get("MASTER_ADDR", "localhost")):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, found)
-
-
-def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> RunStore:
-    """Connect to the store that torchrun serves. Where torchrun serves none, such as for elastic runs, rank 0 does."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return RunStore(address, port, size, False, timeout)
-    return RunStore(address, port, size, rank == 0, timeout, multi_tenant=True)
 
 
 def leave(code: int) -> NoReturn:

@@ -17,6 +17,13 @@ _PEER_ERROR_TEXTS = (
 )
 
 
+def is_of_peer(error: BaseException) -> bool:
+    """Return whether a rank that failed first caused an error."""
+    return type(error).__name__ in _PEER_ERRORS or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in _PEER_ERROR_TEXTS)
+    )
+
+
 def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
     """Write the error to the heartbeat and to stderr: one line for a UserError, a traceback otherwise. Return 1.
 
@@ -24,9 +31,7 @@ def report_failure(heartbeat: Heartbeat, error: BaseException) -> int:
     """
     of_script, plain = isinstance(error, ScriptError), isinstance(error, UserError)
     text = error.log if isinstance(error, ScriptError) else traceback.format_exc()
-    peer_failed = type(error).__name__ in _PEER_ERRORS or (
-        isinstance(error, RuntimeError) and any(part in str(error) for part in _PEER_ERROR_TEXTS)
-    )
+    peer_failed = is_of_peer(error)
     heartbeat(
         "failed",
         force=True,

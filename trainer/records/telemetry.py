@@ -68,6 +68,15 @@ class Heartbeat:
                 self._reserve.unlink(missing_ok=True)
                 self._write()
 
+    def move(self, run_dir: Path, rank: int) -> None:
+        """Write from now on as another rank, in another run folder."""
+        path = run_dir / "state" / f"rank{rank}.json"
+        if path != self._path:
+            for left in (self._path, self._reserve):
+                left.unlink(missing_ok=True)
+        self._path, self._reserve, self._has_reserve = path, path.with_suffix(".ballast"), False
+        self._state["rank"] = rank
+
     def _write(self) -> None:
         # Renamed but not fsynced: heartbeats are frequent, and worthless after a power failure.
         self._path.parent.mkdir(parents=True, exist_ok=True)

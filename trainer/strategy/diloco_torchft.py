@@ -7,10 +7,8 @@ for the next synchronization, receives the checkpoint of the last one, joins the
 trained in it, and applies the outer step with the other replicas.
 """
 
-import contextlib
 import datetime
 import logging
-import math
 import os
 import socket
 import tempfile
@@ -137,8 +135,6 @@ class DiLoCoTorchFT(DiLoCo):
         found: list[float] = []
         if self.world.rank == 0:
             try:
-                if self.replica.waits:
-                    self._await_lighthouse(waiting)
                 self._connect()
                 found = [0.0, *self._find_peers(waiting)]
             except Stopped:
@@ -156,8 +152,7 @@ class DiLoCoTorchFT(DiLoCo):
 
     def _find_peers(self, waiting: Callable[[], bool]) -> list[float]:
         """Return whether state was received, whether a round is in progress, the last synchronized step, and the membership."""
-        patience = math.inf if self.replica.waits else self.spec.collective_timeout
-        self.membership = seen = self._gather(patience, waiting)
+        self.membership = seen = self._gather(self.spec.collective_timeout, waiting)
         if self.replica.restarted and seen.present == [self.mine] and self.replica.count > 1:
             raise RuntimeError("no other replica is running")
         # At the start of a run the weights are equal without a transfer, unless hosts initialized them differently.
@@ -175,19 +170,6 @@ class DiLoCoTorchFT(DiLoCo):
         observing = not all(seen.joining[number] for number in seen.present)
         step = state["step"] if state else self._synced_step
         return [float(state is not None), float(observing), float(step), *self._flat()]
-
-    def _await_lighthouse(self, waiting: Callable[[], bool]) -> None:
-        """Wait until the lighthouse answers. Raises Stopped."""
-        host, _, port = self.replica.lighthouse.partition(":")
-        said = False
-        while not waiting():
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
-                return
-            if not said:
-                print(f"waiting for the lighthouse at {self.replica.lighthouse}, which replica 0 serves")
-            said = True
-            time.sleep(_RETRY_INTERVAL)
-        raise Stopped
 
     def _connect(self) -> None:
         """Connect to the lighthouse and to the other replicas."""

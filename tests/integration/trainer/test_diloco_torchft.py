@@ -44,51 +44,6 @@ def test_replica_flags() -> None:
             Replica.parse(*flags)
 
 
-@pytest.mark.parametrize(
-    ("peers", "address"),
-    [("/ip4/10.0.0.1/tcp/29600/p2p/QmXy", "10.0.0.1:29600"), ("http://a.b:5,c:6", "a.b:5"), ("h-1:7", "h-1:7")],
-)
-def test_flags_of_opendiloco(peers: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Replica.parse(None, None, None, "3", "1", peers) == Replica(1, 3, 2, address, waits=True)
-    assert Replica.parse(None, None, None, "1", None, None) is SINGLE_REPLICA
-    for flags, name in (
-        ((None, "1", peers), "galaxy-size"),
-        (("2", "2", peers), "world-rank"),
-        (("2", "0", None), "initial-peers"),
-        (("2", "0", "/ip6/::1/tcp/1"), "initial-peers"),
-        (("2", "0", "h:99999"), "initial-peers"),
-    ):
-        with pytest.raises(UserError, match=rf"--hv\.{name}: got "):
-            Replica.parse(None, None, None, *flags)
-
-
-@pytest.mark.slow
-def test_two_machines_of_opendiloco_are_one_run(tmp_path: Path) -> None:
-    """Each has its own torchrun --standalone. The second one starts first: it says for whom it waits, as the first one does."""
-    pytest.importorskip("torchft", reason="the torchft extra is not installed")
-    port = free_port()
-    rows = [{"instruction": f"question {n}", "output": f"answer {n}"} for n in range(24)]
-    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = "--model tiny --seq-length 64 --total-batch-size 4 --batch-size 2 --packing false --total-steps 4 --hv.local_steps 2"
-    started = []
-    for place, peers in ((1, f"/ip4/127.0.0.1/tcp/{port}"), (0, f"127.0.0.1:{port}")):
-        folder = tmp_path / str(place)
-        folder.mkdir()
-        words = ["torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "trainer", *spec.split()]
-        galaxy = [f"--hv.initial-peers={peers}", "--hv.galaxy-size", "2", f"--hv.world-rank={place}"]
-        command = [sys.executable, "-m", *words, f"--dataset={tmp_path}/d.jsonl", "--run-name=r", *galaxy]
-        environment = os.environ | {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        log = (folder / "log").open("w")
-        started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        if place:
-            until(lambda: f"waiting for the lighthouse at 127.0.0.1:{port}" in (tmp_path / "1/log").read_text(), 60)
-    assert [each.wait(120) for each in started] == [0, 0], (tmp_path / "0/log").read_text()
-    results = [json.loads((tmp_path / f"{place}/runs/r/result.json").read_text()) for place in (0, 1)]
-    assert [found["world_size"] for found in results] == [2, 2] and results[0]["step"] == 4
-    assert weights(tmp_path / "0/runs/r") == weights(tmp_path / "1/runs/r")
-
-
 def test_replica_flags_and_membership_require_each_other(here: Here) -> None:
     assert here(strategy="diloco", diloco_membership="torchft") != 0
     assert "set --replica 0/2 and --lighthouse HOST:PORT" in here.err
