@@ -25,7 +25,7 @@ from trainyard.python_env.resolve import MACHINES, normal_name, requirements
 from trainyard.python_env.uv_settings import TORCH_INDEX, environment_of_uv
 
 TOP = Path(__file__).resolve().parents[1]
-HELD = ("torch", "liger-kernel", "torchft", "gguf")  # the code uses their internals: change the pin, and run all tests
+HELD = ("torch", "liger-kernel", "gguf")  # the code uses their internals: change the pin, and run all tests
 # torch brings those that its build needs, of the index that has it. pip is that of the environment.
 OF_TORCH = re.compile(r"triton|(cuda|nvidia)-(?!ml-py)")
 EXTRAS = ("dashboard", "node", "mlflow", "wandb", "nvml", "gpu", "deepspeed", "dev", "bench")

@@ -23,13 +23,12 @@ from trainer.config.aliases import ACCUMULATION, field_of
 from trainer.config.fields import default_of, expected_value
 from trainer.config.reward_source import NOTHING_LEARNED
 from trainer.distributed.galaxy import Galaxy, parse_address
-from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.loop import unsloth_backend
 from trainer.loop.script import run_script
 from trainer.records.failure_report import is_of_peer, report_failure
 from trainer.records.telemetry import Heartbeat
 from trainer.spec import read_spec
-from trainer.strategy import AUTO, STRATEGIES, plan_of
+from trainer.strategy import AUTO, STRATEGIES
 
 if TYPE_CHECKING:
     from trainer.distributed.meeting import Meeting
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 SPEAKS_FIRST = 3.0  # s
 
 USAGE = """usage: python -m trainer [train] [SPEC.yml] [--data-dir DIR] [--run-dir DIR] [--lr 1e-3 --max-steps 50 ...]
-                       [--replica 0/2 --first-rank 0 --lighthouse HOST:PORT]     with diloco_membership=torchft
                        [--hv.galaxy-size 2 --hv.world-rank 0 --hv.initial-peers HOST:PORT]       one of several torchruns
        python -m trainer store --host_maddrs /ip4/0.0.0.0/tcp/30001
                                                               serve the store in which such torchruns meet
@@ -109,12 +107,11 @@ def take_positional(argv: list[str]) -> str | None:
     return argv.pop(0) if argv and not argv[0].startswith("--") else None
 
 
-def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | None], list[str | None]]:
-    """Remove the flags of a rank that are not of its spec; return the run folder, the data folder, and Replica's and Galaxy's."""
+def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | None]]:
+    """Remove the flags of a rank that are not of its spec; return the run folder, the data folder, and Galaxy's."""
     run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
-    replica = [take_any(argv, flag) for flag in ("--replica", "--first-rank", "--lighthouse")]
     galaxy = [take_any(argv, flag) for flag in ("--hv.galaxy_size", "--hv.world_rank", "--hv.initial_peers")]
-    return run_dir, data_dir, replica, galaxy
+    return run_dir, data_dir, galaxy
 
 
 def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False, strict: bool = True) -> RunSpec:
@@ -288,6 +285,8 @@ def store(argv: list[str]) -> int:
         from trainer.distributed.meeting import serve
     from trainer.supervise.interface import interfaces
 
+    awaited = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # also of the threads of the store
     try:
         kept = serve(host, port)
     except OSError as error:
@@ -297,7 +296,7 @@ def store(argv: list[str]) -> int:
     outside = [entry["address"] for entry in interfaces() if not entry["address"].startswith("127.")]
     for address in [*outside, "127.0.0.1"] if host == "0.0.0.0" else [host]:
         print(f"--hv.initial-peers /ip4/{address}/tcp/{port}", flush=True)
-    signal.sigwait({signal.SIGTERM, signal.SIGINT})
+    signal.sigwait(awaited)
     return 0
 
 
@@ -323,12 +322,11 @@ def needs_bitsandbytes(spec: RunSpec) -> bool:
 
 def train(argv: list[str]) -> int:
     """Run one rank. Errors are also reported in its heartbeat."""
-    run_dir, data_dir, replica_flags, galaxy_flags = take_places(argv)
+    run_dir, data_dir, galaxy_flags = take_places(argv)
     rank, under_torchrun = int(os.environ.get("RANK", "0")), "TORCHELASTIC_RUN_ID" in os.environ
     try:
-        replica = Replica.parse(*replica_flags)
-        rank += replica.first_rank
         galaxy = Galaxy.parse(*galaxy_flags)
+        rank += galaxy.rank * int(os.environ.get("WORLD_SIZE", "1"))  # a guess, until all workers have met
         if galaxy.size > 1:
             place = 1 if argv and not argv[0].startswith("--") else 0  # after a file; flags of the user win
             argv[place:place] = ["--strategy=diloco"]
@@ -338,8 +336,7 @@ def train(argv: list[str]) -> int:
 
             die_with_launcher()
             redirect_output(run_dir / "logs" / f"rank{rank}.log")
-        spec = take_spec(argv, None if replica.count > 1 or galaxy.size > 1 else _world_size()).named()
-        replica.check(plan_of(spec).separate_launchers(spec))
+        spec = take_spec(argv, None if galaxy.size > 1 else _world_size()).named()
     except UserError as error:
         if not under_torchrun or not run_dir:
             raise
@@ -358,7 +355,7 @@ def train(argv: list[str]) -> int:
             elif galaxy.size > 1:
                 result = run_in_galaxy(galaxy, spec, run_dir, data_dir, heartbeat)
             else:
-                result = run_rank(spec, run_dir, data_dir, replica, heartbeat)
+                result = run_rank(spec, run_dir, data_dir, heartbeat)
         except Exception as error:
             if isinstance(error, OSError) and (reason := disk_failure(error)):
                 error = DiskError(
@@ -410,7 +407,7 @@ def run_in_galaxy(galaxy: Galaxy, spec: RunSpec, run_dir: Path, data_dir: Path, 
 
     heartbeats = Heartbeats(meeting, leads=leads, end=end)
     try:
-        result = run_rank(spec, meeting.run_dir, data_dir, SINGLE_REPLICA, heartbeat, meeting)
+        result = run_rank(spec, meeting.run_dir, data_dir, heartbeat, meeting)
     except Exception as error:
         if is_of_peer(error):
             heartbeats.explain()
@@ -425,7 +422,6 @@ def run_rank(
     spec: RunSpec,
     run_dir: Path,
     data_dir: Path,
-    replica: Replica,
     heartbeat: Heartbeat,
     meeting: "Meeting | None" = None,
 ) -> dict[str, Any]:
@@ -447,14 +443,13 @@ def run_rank(
 
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_owner(spec, run_dir)
-    world = World.join(spec.collective_timeout, replica, meeting)
+    world = World.join(spec.collective_timeout, meeting)
     spec = agree(spec, started, world)
     # Not before all ranks have decided: in a job of Slurm, ranks that start later read this file.
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         claim(spec, run_dir)
     # Return it only if all hosts have a result: a host that failed before it wrote its result needs the other hosts.
-    # For replicas of other torchruns, only the synchronization of replicas determines whether they have one.
-    if all(world.gather(previous is not None)) and previous and not plan_of(spec).separate_launchers(spec):
+    if all(world.gather(previous is not None)) and previous:
         steps, loss = previous["steps"], previous["loss_last"]
         print(f"run {spec.run} is finished: {steps} steps, last loss {loss:.4f}; nothing to do")
         return previous

@@ -19,7 +19,6 @@ from run_hosts import until
 
 REASON = why_no_lab()
 TOP = Path(__file__).parents[2]
-TORCHFT = {"strategy": "diloco", "diloco_membership": "torchft", "local_steps": 2}
 HOST, OUTSIDER = "10.94.0.1", "10.94.0.2"
 
 
@@ -41,8 +40,8 @@ def run_in(namespace: str, code: str, *arguments: str) -> str:
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize(
     "options",
-    [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"elastic": True}, TORCHFT))],
-    ids=["static", "elastic", "torchft"],
+    [{}, pytest.param({"elastic": True}, marks=pytest.mark.long)],
+    ids=["static", "elastic"],
 )
 def test_no_other_machine_reaches_a_run_of_the_default_inventory(tmp_path: Path, options: dict[str, Any]) -> None:
     document = yaml.safe_load((TOP / "inventory/local.yml").read_text())

@@ -157,7 +157,7 @@ def arguments(rng: random.Random, folder: Path) -> list[str]:
             continue
         shown = content if isinstance(content, str) else dumps(content).decode()
         argv += [rng.choice([f"--{name}={shown}"] * 3 + [f"{name}={shown}", f"--{name}", shown])]
-    for flag in ("--hosts", "--head", "--link-mbit", "--data-dir", "--replica"):
+    for flag in ("--hosts", "--head", "--link-mbit", "--data-dir"):
         if rng.random() < 0.08:
             argv.append(f"{flag}={text(rng)}")
     return [word.replace("\0", "").encode(errors="ignore").decode() for word in argv if word not in ("--help", "-h")]

@@ -36,11 +36,11 @@ from trainyard.run.host_run import HostRun
 from trainyard.run.launch.start_record import read_start
 from trainyard.run.types import PlanEntry
 from trainyard.wire.connection import Host, HostConnection
-from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.wire.replies import ReplyError, checked_reply
 
 Special = Callable[[random.Random, Path], Path]
 Connect = Callable[[bytes], HostConnection]
-PLAN = [{"host": "h", "node_rank": 0, "ranks": [0], "run_dir": "/data/runs/r", "replica": None}]
+PLAN = [{"host": "h", "node_rank": 0, "ranks": [0], "run_dir": "/data/runs/r"}]
 START = {"spec": {"model": "tiny"}, "folder": "/srv", "launch": {"min_nodes": 1}, "hosts": ["h"], "variables": ["a=1"]}
 STEP = "checkpoints/step-00000005"
 # Of the run r on a host, and of the project folder of its controller.
@@ -176,12 +176,5 @@ def show(verb: str, answer: dict[str, Any]) -> None:
         part = HostRun("h", "/data/runs/r", 0, [0], answer=answer)
         for cause in causes([part], 10.0):
             assert str(cause)
-    elif verb == "read_files":
-        if result := parse_result("h", answer["text"].get("result.json")):
-            summary(
-                "r", result, PlanEntry("h", run_dir="/r"), 1, HostConnection(Host("h", "::1", "/d", "p"), None), None
-            )
-        text = answer["text"].get("plan.json") or "[]"
-        entries = checked_reply("plan.json", {"entries": untrusted_json(text)})["entries"]
-        for entry in entries:
-            HostRun(entry["host"], "/data/runs/r", entry["node_rank"], entry["ranks"], replica=entry.get("replica"))
+    elif verb == "read_files" and (result := parse_result("h", answer["text"].get("result.json"))):
+        summary("r", result, PlanEntry("h", run_dir="/r"), 1, HostConnection(Host("h", "::1", "/d", "p"), None), None)

@@ -95,7 +95,7 @@ def node(number: int) -> dict[str, Any]:
     return {
         "run": RUN, "node_rank": number, "ranks": [number], "hosts": ["node1", "node2"], "attempt": 1, "pid": 7,
         "started": NOW, "ended": None, "status": "running", "exit_code": None, "oom": False, "backend": "process",
-        "unit": None, "restarts": False, "replica": None, "pid_start": 5,
+        "unit": None, "restarts": False, "pid_start": 5,
         "failures": [{"rank": number, "exit_code": 1, "signal": None, "pid": 9}],
     }  # fmt: skip
 
@@ -175,8 +175,7 @@ RESULT = {
 
 def read_files(number: int, request: dict[str, Any]) -> dict[str, Any]:
     names = {name: len(data) for name, data in FILES.items()} | {f"state/rank{number}.json": 2}
-    plan = [{"host": f"node{n}", "node_rank": n - 1, "ranks": [n - 1], "replica": n - 1} for n in (1, 2)]
-    texts = {"result.json": json.dumps(RESULT), "plan.json": json.dumps(plan), "spec.yml": "model: /srv/model\n"}
+    texts = {"result.json": json.dumps(RESULT), "spec.yml": "model: /srv/model\n"}
     patterns = request.get("sha256") or ["*"]
     return {
         "text": {name: texts.get(name) for name in request.get("text", [])},

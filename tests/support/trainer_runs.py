@@ -161,31 +161,6 @@ class Cluster:
     def run_dir(self, host: int = 0, run: str = "r") -> Path:
         return self.folder / f"host{host}" / "runs" / run
 
-    def replica_command(
-        self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
-    ) -> list[str]:
-        """Return the command that starts replica `number` of `count` with its own torchrun."""
-        port = free_port()
-        flags = [f"--replica={number}/{count}", f"--first-rank={number * ranks}", f"--lighthouse={lighthouse}"]
-        return self._command(number, [], ranks, run, port, fields) + flags
-
-    def start_replica(
-        self, number: int, count: int, lighthouse: str, run: str = "r", ranks: int = 1, **fields: Any
-    ) -> Launcher:
-        """Start replica `number` of `count` with its own torchrun; return its launcher."""
-        return self._launch(number, run, self.replica_command(number, count, lighthouse, run, ranks, **fields))
-
-    def lighthouse(self) -> str:
-        """Start a lighthouse; return its address."""
-        where = f"127.0.0.1:{free_port()}"
-        log = (self.folder / "lighthouse.log").open("a")
-        command = [sys.executable, "-m", "trainer.distributed.lighthouse", where]
-        self.started.append(
-            subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(TOP)}, stdout=log, stderr=log, text=True)
-        )
-        log.close()
-        return where
-
     def start(self, hosts: int = 1, ranks: int = 1, run: str = "r", **fields: Any) -> list[Launcher]:
         """Start `ranks` ranks on each of `hosts` hosts; return their launchers."""
         port = free_port()

@@ -22,7 +22,6 @@ FOR_TESTS = {
     "trl",
     "selenium",
     "deepspeed",
-    "torchft",
     "pytest",
     "mkdocs",
     "ansible-lint",

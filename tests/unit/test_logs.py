@@ -58,7 +58,7 @@ def test_no_link_of_a_rank_is_followed(what: str, tmp_path: Path) -> None:
 def test_failures_are_read_from_a_log_that_was_emptied(tmp_path: Path) -> None:
     log = LinkFreePath(tmp_path, "torchrun.0.log")
     log.write(b"lines of the start before\n" * 10)
-    ranks = RankMonitor(LinkFreePath(tmp_path), log, [3], renumbered=False, replica=False)
+    ranks = RankMonitor(LinkFreePath(tmp_path), log, [3], renumbered=False)
     with log.open_append() as file:
         file.truncate(0)
         file.write(b"failed (exitcode: 7) local_rank: 0 (pid: 5)\n")

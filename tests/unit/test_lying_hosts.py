@@ -37,7 +37,6 @@ from trainyard.preflight.runner import run_preflight
 from trainyard.run.follow import follower
 from trainyard.run.follow.artifacts import collect_artifacts
 from trainyard.run.follow.manage_runs import manage_runs
-from trainyard.run.follow.run_status import parts_to_monitor
 from trainyard.run.launch.start_ranks import start_ranks
 from trainyard.run.launch_options import make_options
 from trainyard.run.plan import make_plan as planning
@@ -400,22 +399,6 @@ def test_a_host_delivers_the_logs_of_its_own_ranks_only(cluster: Cluster, tmp_pa
     )
     collect(cluster, tmp_path)
     assert sorted(put) == ["rank1.log", "torchrun.1.log"]
-
-
-def test_the_head_does_not_choose_folders_of_other_hosts(cluster: Cluster) -> None:
-    entries = [{"host": name, "node_rank": 1, "ranks": [1], "replica": 1, "run_dir": "/"} for name in ("node2", "evil")]
-
-    def lie(verb: str, request: Any, truth: Any) -> Any:
-        if verb == "read_files":
-            return truth | {"text": {"plan.json": json.dumps(entries)}}
-        return truth | {"node": truth["node"] | {"replica": 0}} if verb == "run_status" else truth
-
-    cluster.transports["node1"].lie = lie
-    cluster.transports["node2"].lie = lying("run_status", b"")
-    parts = parts_to_monitor(RUN, cluster.hosts, cluster.connect, 2.0)
-    assert [(part.host, part.run_dir) for part in parts] == [
-        (host.name, f"{host.data_dir}/runs/{RUN}") for host in cluster.hosts
-    ]
 
 
 FOLLOWED = [

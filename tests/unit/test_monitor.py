@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainyard.run.follow import monitor
-from trainyard.run.follow.monitor import Progress, absent_replicas, causes, is_behind
+from trainyard.run.follow.monitor import Progress, causes
 from trainyard.run.follow.run_status import gpu_cell, status_rows
 from trainyard.run.host_run import HostRun, killed_ranks
 
@@ -159,10 +159,7 @@ def test_a_stall_needs_all_ranks_to_make_no_progress() -> None:
 def test_waiting_for_a_rank_that_hangs_is_no_progress() -> None:
     """A DiLoCo replica that waits updates its heartbeat repeatedly."""
     said = (Path(__file__).parents[2] / "trainer/loop/train.py").read_text()
-    start, _, awaited = monitor.WAITING.partition("slower")
-    assert f'"slower{awaited}"' in said and f'note=f"{start}{{awaited}}"' in said, (
-        "the note of the trainer and the one of the monitor are the same"
-    )
+    assert f'note="{monitor.WAITING}"' in said, "the note of the trainer and the one of the monitor are the same"
     progress = Progress(2, 2.0, stall_limit=60)
     for now in (0.0, 30.0, 61.0):
         waiting = part("a", 0, state={"step": 10, "note": monitor.WAITING, "time": now})
@@ -207,38 +204,6 @@ def test_the_gpus_are_shown_at_intervals_while_the_run_is_followed() -> None:
     assert [line[1:] for line in lines] == [["GPU  rank 0 90% 300W"], [], ["GPU  rank 0 90% 300W"]]
     many = {rank: {"gpu": {"power_w": 1.0}} for rank in range(20)}
     assert monitor.gpu_line(many).endswith("rank 15 1W, 4 more ranks")
-
-
-def replicas(*parts: HostRun) -> list[HostRun]:
-    for number, one in enumerate(parts):
-        one.replica = number
-    return list(parts)
-
-
-@pytest.mark.parametrize(
-    ("broken", "absent"),
-    [
-        ([part("a", 0), part("b", 1, "lost"), part("c", 2)], {1}),
-        ([part("a", 0), part("b", 1, silent=30.0), part("c", 2, "failed")], {1, 2}),
-        ([part("a", 0, "lost"), part("b", 1), part("c", 2)], set()),  # the head runs the lighthouse
-        ([part("a", 0), part("b", 1, "failed", state=error("no file", plain=True)), part("c", 2)], set()),
-        (
-            [part("a", 0), part("b", 1, node={"restarts": True, "failures": [1]}), part("c", 2)],
-            set(),
-        ),  # torchrun restarts it
-    ],
-)
-def test_the_run_continues_without_a_replica(broken: list[HostRun], absent: set[int]) -> None:
-    parts = replicas(*broken)
-    found = causes(parts, lost_limit=10)
-    assert absent_replicas(parts, found) == absent
-    with_one_torchrun = [part("a", 0), part("b", 1, "lost")]
-    assert not absent_replicas(with_one_torchrun, causes(with_one_torchrun, 10))
-
-
-def test_a_part_that_is_not_at_the_last_step_is_behind() -> None:
-    assert is_behind(part("a", 0)) and is_behind(part("a", 0, state={"status": "starting", "steps": 0}))
-    assert not is_behind(part("a", 0, state={"step": 80})) and not is_behind(part("a", 0, "finished"))
 
 
 def test_the_imports_before_the_first_heartbeat_are_shown_once() -> None:

@@ -32,9 +32,8 @@ from trainyard.remote.host_facts import staged_bytes
 from trainyard.remote.receive import receive
 from trainyard.run.follow.restart_policy import RestartPolicy
 from trainyard.run.launch.launch_scripts import sbatch, script
-from trainyard.run.launch_options import make_options
 from trainyard.run.plan.gather_facts import space_needed
-from trainyard.run.plan.make_plan import check_layers, check_torchft, surplus
+from trainyard.run.plan.make_plan import check_layers, surplus
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, environment, head_first, plan_nodes
 from trainyard.run.stage.stage_files import packed, plan_file, small_files
 from trainyard.run.types import PlanEntry, StagedFile
@@ -150,30 +149,6 @@ def test_the_space_that_a_host_needs(tmp_path: Path) -> None:
     (folder / "model-1.safetensors").unlink()
     state.facts = {"staged": {str(path): staged_bytes(link_free(path)) for path in (folder, file)}}
     assert space_needed([model, dataset], state) == 400
-
-
-def test_replicas_with_a_torchrun_each() -> None:
-    hosts = [host("a", gpus=2), host("bb"), host("ccc", gpus=3)]
-    for one in hosts:
-        one.facts["free_ports"] = [29500, 29501, 29502, 29503]
-    nodes = plan_nodes(hosts, run="r", port=29501, restarts=4, replica_hosts=2)
-    assert [node.replica for node in nodes] == [0, 0, 1] and [node.ranks for node in nodes] == [[0, 1], [2], [3, 4, 5]]
-    assert [node.lighthouse for node in nodes] == ["10.0.0.1:29500", "", ""] and {node.restarts for node in nodes} == {
-        4
-    }
-    places = [
-        "--nnodes=2 --node-rank=0 --master-addr=10.0.0.1 --master-port=29501 --replica=0/2 --first-rank=0",
-        "--nnodes=2 --node-rank=1 --master-addr=10.0.0.1 --master-port=29501 --replica=0/2 --first-rank=0",
-        "--nnodes=1 --node-rank=0 --master-addr=10.0.0.3 --master-port=29502 --replica=1/2 --first-rank=3",
-    ]
-    for node, words in zip(nodes, places, strict=True):
-        assert {*words.split(), "--lighthouse=10.0.0.1:29500"} <= set(node.command)
-    texts = [script(node, "r") for node in nodes]
-    assert ["trainer.distributed.lighthouse 10.0.0.1:29500 >>" in text for text in texts] == [True, False, False]
-    assert "trainer.distributed.lighthouse 10.0.0.1:29500 >>" in sbatch(nodes, "r")
-    hosts[2].facts["free_ports"] = [29500, 29501]
-    with pytest.raises(PlanError, match="no port from 29500 to 29599 is free on ccc"):
-        plan_nodes(hosts, run="r", port=29501, replica_hosts=2)
 
 
 def failure_at(step: int, **more: Any) -> dict[str, Any]:
@@ -396,13 +371,6 @@ def test_values_of_run_env_are_in_the_private_file_of_the_run_folder_alone() -> 
         private = name == "env"
         assert (b"hunter2" in zlib.decompress(base64.b64decode(content))) is private, name
         assert mode == (0o600 if private else 0o644)
-
-
-def test_torchft_with_ipv6_is_refused_before_a_start() -> None:
-    hosts = [Host(name, address, "/d", "/p") for name, address in (("one", "10.0.0.1"), ("two", "fd00::2"))]
-    check_torchft(hosts[:1], make_options({}))
-    with pytest.raises(PlanError, match="torchft requires IPv4, but cluster_address of two is fd00::2"):
-        check_torchft(hosts, make_options({}))
 
 
 def test_hosts_beyond_equal_pipelines_are_left_out() -> None:

@@ -135,11 +135,6 @@ class RunSpec(MethodFields):
     )
     outer_lr: float = declare(0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER)
     outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
-    diloco_membership: Literal["fixed", "torchft"] = declare(
-        "fixed",
-        "diloco: fixed: the same replicas for the duration of a start; torchft: replicas may leave and rejoin (requires the torchft extra)",
-        mutable=True,
-    )
     replica_hosts: int = declare(
         1, "diloco, averaging: number of consecutive hosts that form one replica", ge=1, le=4096, unit="hosts"
     )

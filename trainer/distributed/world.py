@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from trainer.common.errors import UserError
 from trainer.distributed import SHARED_GPUS
-from trainer.distributed.replica import SINGLE_REPLICA, Replica
 from trainer.distributed.store import launcher_store
 from trainer.supervise.interface import interface_to
 
@@ -34,8 +33,7 @@ class World:
 
     `rank` and `size` count the ranks of all hosts, or those of the subgroup; `local_rank` and `local_size` count those of this
     host, as torchrun sets them. `ranks`: the ranks of a subgroup, numbered over all hosts. `untimed_group`: a process group of the
-    same ranks whose collectives have no timeout. `replica`: the replica of which these are the ranks, if every replica
-    is started by its own torchrun.
+    same ranks whose collectives have no timeout.
     """
 
     rank: int
@@ -47,11 +45,10 @@ class World:
     group: Any = None
     untimed_group: Any = None
     store: Any = None
-    replica: Replica = SINGLE_REPLICA
     local_size: int = 1
 
     @classmethod
-    def join(cls, timeout: float, replica: Replica = SINGLE_REPLICA, meeting: "Meeting | None" = None) -> "World":
+    def join(cls, timeout: float, meeting: "Meeting | None" = None) -> "World":
         """Join the process group that the environment of torchrun defines, or create one with a single rank.
 
         It uses NCCL with CUDA and gloo otherwise. Ranks that share GPUs use gloo, too, because NCCL refuses them: ranks of one host,
@@ -96,7 +93,7 @@ class World:
             **options,
         )
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
-        return cls(rank, size, local_rank, node_rank, device, store=store, replica=replica, local_size=local_size)
+        return cls(rank, size, local_rank, node_rank, device, store=store, local_size=local_size)
 
     def subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
         """Return the world of the group in `groups` (lists of ranks) that contains this rank. Every rank calls it.
@@ -130,8 +127,8 @@ class World:
 
     @property
     def global_rank(self) -> int:
-        """The rank of this process over all hosts and replicas."""
-        return self.replica.first_rank + (self.ranks[self.rank] if self.ranks else self.rank)
+        """The rank of this process over all hosts."""
+        return self.ranks[self.rank] if self.ranks else self.rank
 
     @property
     def is_host_leader(self) -> bool:

@@ -5,10 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.distributed.world import World
-from trainer.strategy import plan_of
 
 _FUNCTION = "strftime_now"  # with which a template asks for the date
 
@@ -19,16 +17,7 @@ def prints_date(tokenizer: Any) -> bool:
 
 
 def run_date(spec: RunSpec, tokenizer: Any, checkpoints: Path, world: World) -> datetime.date:
-    """Return the date of the run: that of its newest checkpoint, else today on rank 0. Every rank calls it.
-
-    Raises:
-        UserError: the template prints a date, and replicas that start on their own could have different ones.
-    """
-    if prints_date(tokenizer) and plan_of(spec).separate_launchers(spec):
-        raise UserError(
-            "model: its chat template prints the date, and replicas with diloco_membership=torchft start on different days: "
-            "set diloco_membership=fixed"
-        )
+    """Return the date of the run: that of its newest checkpoint, else today on rank 0. Every rank calls it."""
     # Another host may have the newest checkpoint, and another time zone.
     step, date = recorded_date(checkpoints) or (-1, datetime.date.today())
     found: list[Any] = world.gather([step, date.isoformat()])

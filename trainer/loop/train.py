@@ -4,7 +4,6 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from trainer.records.checkpoint import Saver, complete_checkpoints, find_checkpo
 from trainer.records.run_state import RunState
 from trainer.records.step_metrics import Reduced, StepMetrics
 from trainer.records.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
-from trainer.strategy import Batch, Stopped, Strategy, Update, make_strategy
+from trainer.strategy import Batch, Strategy, Update, make_strategy
 
 
 class Batches:
@@ -216,7 +215,6 @@ def train_step(
             **written,
         },
         sums=batches.take_metrics(),
-        scheduled=sum(map(len, rows)),
         rows=strategy.rows,
         seconds=time.perf_counter() - started,
     )
@@ -275,27 +273,11 @@ def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpe
         heartbeat("starting", force=True, resumed=state.step)
 
 
-def begin(
-    strategy: Strategy,
-    state: RunState,
-    spec: RunSpec,
-    run_dir: Path,
-    heartbeat: Heartbeat,
-    waiting: Callable[[], bool],
-) -> None:
-    """Restore the newest checkpoint, find the other replicas, and record the start in `state`. Every rank calls it.
-
-    Raises:
-        Stopped: the run was stopped while it waited for other replicas.
-    """
-    checkpoints = run_dir / "checkpoints"
-    restore(checkpoints, strategy, state, spec, heartbeat)
-    # Microseconds, because the strategy exchanges the name of the start as a float.
+def begin(strategy: Strategy, state: RunState, spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> None:
+    """Restore the newest checkpoint, and record the start in `state`. Every rank calls it."""
+    restore(run_dir / "checkpoints", strategy, state, spec, heartbeat)
     here = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
-    start = strategy.world.gather(here)[0]
-    if strategy.join(start["start"], state.steps, run_dir, state.checkpoint_state, waiting):
-        restore(checkpoints, strategy, state, spec, heartbeat)
-    state.begin(start)
+    state.begin(strategy.world.gather(here)[0])
 
 
 def is_due(interval: Interval, previous: int, step: int, order: Order) -> bool:
@@ -375,16 +357,11 @@ def train(
     state = RunState(steps, world.size, inputs.data, packed, spec.backend, inputs.template_date, inputs.base)
 
     def waiting() -> bool:
-        status, awaited = ("training", "slower ranks") if state.started else ("starting", "other replicas")
-        heartbeat(status, note=f"waiting for {awaited}")
+        heartbeat("training", note="waiting for slower ranks")
         return bool(stop_request)
 
-    try:
-        begin(strategy, state, spec, run_dir, heartbeat, waiting)
-    except Stopped:
-        if world.is_host_leader:
-            stop_request.clear()
-        return {"run": spec.run, "status": "stopped", "step": state.step, "steps": steps}
+    strategy.steps = steps
+    begin(strategy, state, spec, run_dir, heartbeat)
     recorder = open_records(inputs, run_dir, world, state)
     saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
     evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
@@ -409,7 +386,6 @@ def train(
         usage = gpu_usage(world.device)
         reduced = metrics.reduce(strategy, lambda: (bool(stop_request), saver.written()), waiting, usage)
         previous, step, stopping = state.synced_step, state.step, reduced.stop
-        state.history.add_sync(strategy.present, previous, step)
         report(reduced, state, recorder, heartbeat, usage, spec.lr)
         if len(inputs.eval_set) and is_due(spec.eval_interval, previous, step, inputs.order) and step < steps:
             recorder.evaluation(evaluation.update(step), step, evaluation.metrics)

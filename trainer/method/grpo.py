@@ -70,10 +70,9 @@ class GRPOPlan(MethodPlan):
         if name := next((name for name, found in refused.items() if found), ""):
             raise ValueError(f"{name}: {getattr(spec, name)} cannot be combined with method=grpo: omit it")
         inside = {"diloco": spec.replica_strategy}.get(spec.strategy, "ddp")
-        if spec.strategy not in STRATEGIES or inside != "ddp" or spec.diloco_membership != "fixed":
+        if spec.strategy not in STRATEGIES or inside != "ddp":
             raise ValueError(
-                "method: grpo needs ranks that hold the whole model: set strategy=ddp (or diloco with replica_strategy=ddp and "
-                "diloco_membership=fixed)"
+                "method: grpo needs ranks that hold the whole model: set strategy=ddp (or diloco with replica_strategy=ddp)"
             )
         if spec.rows_per_step % spec.grpo_group_size:
             raise ValueError(

@@ -24,7 +24,7 @@ from trainer.costs.teacher_cost import teacher_shape
 from trainer.model_files.model_shape import Shape, shape_of
 from trainer.planner.recommend import choose, fits
 from trainer.spec import check_spec, has_begun, read_spec
-from trainer.strategy import AUTO, plan_of
+from trainer.strategy import AUTO
 from trainer.supervise import nvidia_smi
 from trainer.supervise.cpu import multiplies_bfloat16
 
@@ -197,7 +197,6 @@ def _no_compile(spec: RunSpec, hosts: Hosts) -> str:
         return str(error).removeprefix("torch_compile: ")
     reasons = {
         f"the run has fewer than {COMPILE_STEPS:,} steps": 0 < spec.max_steps < COMPILE_STEPS,
-        "replicas with a torchrun each do not compare their GPUs": plan_of(spec).separate_launchers(spec),
         "backend=unsloth has kernels of its own": spec.backend == "unsloth",
         "4-bit weights are unpacked outside of compiled code": spec.quantize != "none",
         "rows that are not packed would be padded to seq_length": not may_pack(spec),
@@ -233,8 +232,6 @@ def _gpu_precision(hosts: Hosts) -> tuple[str, str]:
 
 def _cpu_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[str, str]:
     """Return the precision of CPUs, and why."""
-    if plan_of(spec).separate_launchers(spec):
-        return "32-true", "replicas with a torchrun each do not compare their CPUs"
     if shape and shape.hidden < SMALL_LAYER:
         return "32-true", "layers of this size are hardly faster in bfloat16 on a CPU"
     if not all(host.get("bfloat16") for host in hosts):

@@ -1,7 +1,7 @@
 """The progress of a run, and its state in a checkpoint in addition to the weights. No torch here."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ class RunHistory:
     not in the list are invalid.
 
     Each entry of `starts` has `start` (a unique name), `step` (from which it resumed) and `head` (host and folder of
-    rank 0); `until` is the last step at which a replica with its own start was synchronized.
+    rank 0).
     """
 
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -29,20 +29,8 @@ class RunHistory:
         """Return whether the step of the record is part of the run as it is now."""
         for this, following in pairwise(self.starts):
             if record.get("start") == this["start"]:
-                return bool(record["step"] <= this.get("until", following["step"]))
+                return bool(record["step"] <= following["step"])
         return False
-
-    def add_sync(self, present: Iterable[str], previous: int, step: int) -> None:
-        """Record the starts that took part in the synchronization at `step`; `previous` is the step of the one before.
-
-        Replicas that leave and return have separate starts side by side: each is valid until its last synchronization.
-        """
-        known = {entry["start"]: entry for entry in self.starts}
-        for start in present:
-            if start not in known:
-                known[start] = {"start": start, "step": previous, "head": ""}
-                self.starts.insert(len(self.starts) - 1, known[start])
-            known[start]["until"] = step
 
     @property
     def step(self) -> int:
@@ -65,7 +53,6 @@ def _no_totals() -> dict[str, Any]:
         "tokens": 0,
         "trained_tokens": 0,
         "samples": 0,
-        "missed_samples": 0,  # scheduled samples that no rank trained on
         "seconds": 0.0,
         "mfu_seconds": 0.0,  # seconds x share of the peak
         "mfu_measured": 0.0,  # seconds in which it was known
@@ -94,7 +81,6 @@ class RunState:
     synced_step: int = 0
     totals: dict[str, Any] = field(default_factory=_no_totals)
     history: RunHistory = field(default_factory=RunHistory)
-    started: bool = False
 
     def restore(self, checkpoint: Path, spec: RunSpec) -> None:
         """Read the progress from a checkpoint folder.
@@ -146,7 +132,6 @@ class RunState:
     def begin(self, start: dict[str, str]) -> None:
         """Begin the training of this start from the current step. `start`: its `start` and `head` (see RunHistory)."""
         self.history = RunHistory([*self.history.starts, {**start, "step": self.step}])
-        self.started = True
 
     def _add_rewards(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step with completions to the totals: `learning_steps` counts those with unlike rewards of a prompt."""
@@ -172,7 +157,6 @@ class RunState:
         """
         weight = record.pop("weight")
         mean_loss = record["loss"] / max(1, weight)
-        self.totals["missed_samples"] += record.pop("scheduled") - record["samples"]
         for name in ("tokens", "trained_tokens", "samples"):
             self.totals[name] += record[name]
         self.totals["seconds"] += seconds

@@ -80,7 +80,6 @@ class StepMetrics:
         grad_norm: float,
         counts: dict[str, float],
         sums: Sequence[float] = (),
-        scheduled: int,
         rows: Sequence[int],
         seconds: float,
     ) -> None:
@@ -91,7 +90,6 @@ class StepMetrics:
             grad_norm: before clipping; not finite if the gradient scaler skipped the step.
             counts: `tokens`, `trained_tokens` and `samples` on this rank, and their `weight` in the mean loss.
             sums: of the method on this rank, in the order of their names.
-            scheduled: samples of the step over all ranks.
             rows: rows of every rank, if one plan distributes them.
             seconds: duration of the step on this rank.
         """
@@ -105,7 +103,6 @@ class StepMetrics:
                 "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
                 **counts,
                 **dict(zip(self._method.sums, sums, strict=True)),
-                "scheduled": scheduled,
                 "rows": list(rows),
                 "seconds": seconds,
             }
@@ -134,7 +131,7 @@ class StepMetrics:
         self._records = []
         started = time.perf_counter()
         counts = [float(record[name]) for record in records for name in names]
-        strategy.sync(waiting, [*map(float, flags()), *counts])
+        strategy.sync(waiting)
 
         compute, total, shared, waited, needed = ([0.0] * world.size for _ in range(5))
         needed[world.rank] = self._needed(records)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.strategies import AUTO, DEFAULT_STRATEGY, STRATEGIES
 from trainer.method.method_base import Batch
-from trainer.strategy.base import Stopped, Strategy, Update
+from trainer.strategy.base import Strategy, Update
 from trainer.strategy.plan import StrategyPlan
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ __all__ = [
     "DEFAULT_STRATEGY",
     "STRATEGIES",
     "Batch",
-    "Stopped",
     "Strategy",
     "StrategyPlan",
     "Update",

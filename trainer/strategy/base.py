@@ -55,10 +55,6 @@ def autocast(spec: RunSpec, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=getattr(torch, name or "bfloat16"), enabled=name is not None)
 
 
-class Stopped(Exception):
-    """A user or process stopped the run before its first step."""
-
-
 class Writing(Protocol):
     """A checkpoint that is written while training continues."""
 
@@ -91,6 +87,8 @@ class Strategy(ABC):
     sharded_checkpoint = False
     # Returns the weight of rows in the mean loss (see MethodPlan.weights); set by the loop.
     weigh: Callable[[Rows], int]
+    # The number of steps of the run; set by the loop.
+    steps = 0
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         """`world`: all ranks. `self.world`: the ranks that share steps, records and checkpoints."""
@@ -117,40 +115,8 @@ class Strategy(ABC):
         step."""
         return True
 
-    def join(
-        self,
-        start: str,
-        steps: int,
-        run_dir: Path,
-        checkpoint_state: Callable[[], dict[str, Any]],
-        waiting: Callable[[], bool],
-    ) -> bool:
-        """Find the other replicas before the first step, if each replica has its own torchrun.
-
-        Args:
-            start: identifies this start of the run, in hexadecimal digits.
-            steps: number of steps of the run.
-            checkpoint_state: returns the contents of `state.json` at the last synchronization.
-            waiting: called repeatedly while the replica waits. Returns whether the run should stop.
-
-        Returns:
-            Whether a checkpoint of the other replicas was written that these ranks have not loaded yet.
-
-        Raises:
-            Stopped: the run was stopped while the replica waited.
-        """
-        return False
-
-    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:  # noqa: B027  most strategies never diverge
-        """Make the model equal on all ranks. `waiting` is called repeatedly while slower ranks are awaited.
-
-        `flags`: the first values of the next call of `sum`.
-        """
-
-    @property
-    def present(self) -> list[str]:
-        """The starts (see `join`) of all replicas at the last synchronization, or an empty list if all ranks always synchronize."""
-        return []
+    def sync(self, waiting: Callable[[], bool]) -> None:  # noqa: B027  most strategies never diverge
+        """Make the model equal on all ranks. `waiting` is called repeatedly while slower ranks are awaited."""
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum the loop's values over ranks after `sync`. The first value counts the ranks that should stop."""

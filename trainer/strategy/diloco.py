@@ -1,24 +1,48 @@
-"""The plan of DiLoCo: its requirements and its costs. `diloco_fixed` describes the algorithm and runs it. Importable without torch."""
+"""DiLoCo: replicas run `local_steps` inner steps (AdamW), then one outer step (Nesterov) on the sum of their changes.
+
+https://arxiv.org/abs/2311.08105. A replica is a host, or consecutive hosts, with DDP or FSDP inside. The pseudo-gradient of
+the outer optimizer is the mean change of the replicas, weighted by the tokens that each trained on. Only that is
+sent over the network, once every `local_steps` steps.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from trainer.common.errors import NonFiniteError
+from trainer.common.lazy import LazyModule
 from trainer.costs.cost import Layout, Memory, State, micro_batches
-from trainer.strategy.ddp import DDPPlan, gradient_copies
-from trainer.strategy.fsdp import FSDPPlan, sharded_state
-from trainer.strategy.pipeline import PipelinePlan, check_stages
+from trainer.data.shares import share
+from trainer.strategy.base import Batch, Rows, Strategy, Update
+from trainer.strategy.ddp import DDP, DDPPlan, gradient_copies
+from trainer.strategy.fsdp import FSDP, FSDPPlan, sharded_state
+from trainer.strategy.full_state_dict import MOMENTS
+from trainer.strategy.pipeline import Pipeline, PipelinePlan, check_stages
 from trainer.strategy.plan import StrategyPlan, reject_unshardable
-from trainer.strategy.replicas import CHUNK
+from trainer.strategy.replicas import CHUNK, Replicas, apportion, by_speed
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
     from trainer.config import RunSpec
     from trainer.costs.cost import RowStats
     from trainer.distributed.world import World
     from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
-    from trainer.strategy.diloco_fixed import DiLoCo
+else:
+    torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
+
+_LONG_ROUND = 20  # minimum steps of a round for the full outer momentum
+_NEWEST = 0.5  # weight of the last round in the moving average of a replica's speed
+
+# Values of `replica_strategy`.
+_INNER: dict[str, type[DDP] | type[FSDP] | type[Pipeline]] = {"ddp": DDP, "fsdp": FSDP, "pipeline": Pipeline}
 
 
 class _ReplicaPipelinePlan(PipelinePlan):
@@ -56,20 +80,14 @@ def _comm_parts(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> t
 
 
 class DiLoCoPlan(StrategyPlan):
-    """The plan of DiLoCo, with fixed replicas or with torchft."""
+    """The plan of DiLoCo."""
 
     auto = "low_communication"
     concessions = 1
     shares_steps_by_speed = True
 
     def strategy_class(self, spec: RunSpec) -> type[DiLoCo]:
-        if not self.separate_launchers(spec):
-            from trainer.strategy.diloco_fixed import DiLoCo
-
-            return DiLoCo
-        from trainer.strategy.diloco_torchft import DiLoCoTorchFT  # requires the torchft extra
-
-        return DiLoCoTorchFT
+        return DiLoCo
 
     def validate(self, spec: RunSpec) -> None:
         if not self.sharded_weights(spec):
@@ -82,22 +100,12 @@ class DiLoCoPlan(StrategyPlan):
             )
         if self._staged(spec):
             check_stages(spec, "replica_strategy")
-        if self.separate_launchers(spec):
-            raise ValueError(
-                f"diloco_membership: torchft requires replica_strategy ddp, got replica_strategy {spec.replica_strategy}"
-            )
-
-    def needs_packages(self, spec: RunSpec) -> dict[str, str]:
-        return {"torchft": "diloco_membership=torchft"} if self.separate_launchers(spec) else {}
 
     def needs_own_gpus(self, spec: RunSpec) -> bool:
         return _INNER_PLANS[spec.replica_strategy].needs_own_gpus(spec)
 
     def field_prefixes(self, spec: RunSpec) -> set[str]:
         return {spec.strategy, spec.replica_strategy, "replica"}
-
-    def separate_launchers(self, spec: RunSpec) -> bool:
-        return spec.diloco_membership == "torchft"
 
     def sharded_weights(self, spec: RunSpec) -> bool:
         return spec.replica_strategy != "ddp"
@@ -182,14 +190,233 @@ class DiLoCoPlan(StrategyPlan):
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         return sum(_comm_parts(spec, shape, layout, gloo=gloo))
 
-    def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
-        if not self.separate_launchers(spec):
-            return []
-        mib = 16 * shape.trained(spec) / 2**20  # weights, AdamW's two moments, outer momentum
-        return [
-            f"diloco_membership=torchft: while a replica rejoins, it and the replica that sends its state each need "
-            f"{mib:,.0f} MiB more host memory; the state is sent once"
-        ]
-
 
 PLAN = DiLoCoPlan()
+
+
+class DiLoCo(Strategy):
+    """Replicas with an inner and an outer optimizer. Every host keeps the state of the outer one in host memory."""
+
+    # Every replica has its own inner optimizer. A host that lost its state continues with that of another replica.
+    per_host_files = ("optimizer.pt", *(f"{moment}.safetensors" for moment in MOMENTS))
+
+    def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
+        super().__init__(spec, world.with_untimed_group(), module)
+        groups = self.find_replicas(spec, world)
+        timeout = spec.collective_timeout
+        self.replica_group = world.subgroup(groups, timeout)
+        self.inside = _INNER[spec.replica_strategy](spec, world, module, self.replica_group)
+        self.lockstep = self.inside.lockstep
+        leaders = [rank for rank, first in enumerate(world.gather(world.is_host_leader)) if first]
+        # The first ranks of all replicas; the first ranks of all hosts of this replica; all ranks of this host.
+        self.replica_leaders = world.subgroup([[ranks[0] for ranks in groups]], timeout)
+        self.host_leaders = world.subgroup([[rank for rank in ranks if rank in leaders] for ranks in groups], timeout)
+        nodes = world.gather(world.node_rank)
+        self.host = world.subgroup(
+            [[rank for rank, node in enumerate(nodes) if node == number] for number in sorted(set(nodes))], timeout
+        )
+        self.owners: list[int] = []
+        self._step = 0
+        # This replica's tokens, seconds and inner steps in this round, and the seconds per inner step of every replica.
+        self.tokens, self.seconds, self.inner_steps = 0.0, 0.0, 0
+        self.costs = [0.0] * len(self.sizes)
+        # The full trained weights, on the first rank of every host during a synchronization.
+        self.local_params: dict[str, torch.Tensor] = {}
+        initial = self.inside.full_params()
+        if world.is_host_leader:
+            self.outer = {name: nn.Parameter(value.cpu().clone()) for name, value in initial.items()}
+            self.outer_optimizer = torch.optim.SGD(
+                self.outer.values(), lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0
+            )
+
+    def find_replicas(self, spec: RunSpec, world: World) -> list[list[int]]:
+        """Set the index of this replica (`mine`) and the number of ranks of all (`sizes`); return the ranks of all replicas."""
+        replicas = Replicas.find(spec, world)
+        self.sizes, self.mine = [float(len(ranks)) for ranks in replicas.ranks], replicas.mine
+        return replicas.ranks
+
+    def updates(self, step: int, rows: Rows) -> list[Update]:
+        """Split the rows of the step into equal portions, and return those of this replica, one inner step each."""
+        self._step = step
+        if step % self.spec.local_steps == 0 or not self.owners:
+            self.owners = self.assign(len(self.sizes) * self.spec.local_steps)
+        self._began = time.perf_counter()
+        assigned = []
+        for owner, portion in self.portions(step, rows):
+            if portion and owner == self.mine:
+                assigned.append(self.inside.divide_among(portion, self.replica_group))
+        return assigned
+
+    def portions(self, step: int, rows: Rows) -> Iterator[tuple[int, Rows]]:
+        """Yield the portions of the rows of `step` with the replicas that train on them."""
+        count = len(self.sizes)
+        first = step % self.spec.local_steps * count
+        for number in range(count):
+            yield self.owners[first + number], rows[share(len(rows), [1] * count, number)]
+
+    def divide(self, rows: Rows) -> Update:
+        if not self.inside.staged:
+            return super().divide(rows)
+        own = rows[share(len(rows), [1] * len(self.sizes), self.mine)]
+        return self.inside.divide_among(own, self.replica_group)
+
+    def assign(self, turns: int) -> list[int]:
+        """Return the replica of each of the `turns` portions of a round."""
+        return apportion(turns, self._speeds(self.sizes, self.costs))
+
+    def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
+        self.tokens += total if last else 0
+        return self.inside.backward(batch, total, last)
+
+    @property
+    def update_group(self) -> World:
+        return self.replica_group
+
+    def comm_seconds(self) -> float | None:
+        return self.inside.comm_seconds()
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return self.inside.loss(batch)
+
+    def rounds(self, rows: int) -> int:
+        return self.inside.rounds(rows)
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
+        return self.inside.weights()
+
+    def model_to_save(self) -> nn.Module:
+        return self.inside.model_to_save()
+
+    def _speeds(self, even: list[float], costs: list[float]) -> list[float]:
+        """Return the relative speed of the replicas: `even` by their ranks, or measured if that shortens a round."""
+        return by_speed(even, costs) if self.spec.balance == "auto" else even
+
+    def step(self, lr: float) -> float:
+        norm = self.inside.step(lr)
+        now = time.perf_counter()
+        self.seconds, self.inner_steps, self._began = self.seconds + now - self._began, self.inner_steps + 1, now
+        return norm
+
+    def is_sync_step(self, step: int) -> bool:
+        return step % self.spec.local_steps == 0
+
+    def sync(self, waiting: Callable[[], bool]) -> None:
+        """Run the outer step, bit-equal on every host.
+
+        Raises:
+            NonFiniteError: the weights of a rank are not finite; all ranks raise it.
+        """
+        tokens = self.exchange_counts(waiting)
+        self.local_params = self.inside.full_params()
+        if self.world.is_host_leader:
+            weight = tokens[self.mine] / max(1.0, sum(tokens))
+            for names in self.chunks(CHUNK):
+                gradient = self.pseudo_gradient(names, weight, self.world.device)
+                if self.replica_leaders.size > 1:
+                    dist.all_reduce(gradient, group=self.replica_leaders.group)
+                self.broadcast_gradient(names, gradient)
+        self.outer_step()
+
+    def exchange_counts(self, waiting: Callable[[], bool]) -> list[float]:
+        """End the round: exchange the replicas' tokens, which are returned, and speeds. Raises NonFiniteError as `sync` does."""
+        count, mine = len(self.sizes), self.mine
+        numbers = [0.0] * (2 * count)
+        numbers[mine], numbers[count + mine] = (value / self.replica_group.size for value in self.round_counts())
+        numbers.append(float(not self.weights_finite()))
+        *numbers, not_finite = self.world.sum_without_timeout(numbers, waiting)
+        self.reject_not_finite(not_finite)
+        self.end_round(numbers[count:])
+        return numbers[:count]
+
+    def reject_not_finite(self, ranks: float) -> None:
+        """Raise NonFiniteError if the weights of any of the `ranks` are not finite: the outer step would pass them on to all."""
+        if ranks:
+            raise NonFiniteError("weights are not finite", self._step + 1, self.spec.lr)
+
+    def round_counts(self) -> tuple[float, float]:
+        """Return the tokens of this round, and the seconds per inner step on this rank."""
+        return self.tokens, self.seconds / max(1, self.inner_steps)
+
+    def end_round(self, costs: list[float]) -> None:
+        """Update the seconds per inner step of all replicas, and start a new round. 0: the replica ran no step."""
+        known = [(old or now, now or old) for old, now in zip(self.costs, costs, strict=True)]
+        self.costs = [old + _NEWEST * (now - old) for old, now in known]
+        self.tokens, self.seconds, self.inner_steps = 0.0, 0.0, 0
+
+    def pseudo_gradient(self, names: list[str], weight: float, device: torch.device) -> torch.Tensor:
+        """Return the change of this replica's weights times `weight`, flat and in the data type of communication."""
+        with torch.no_grad():
+            change = [(self.outer[n].to(device) - self.local_params[n].to(device)).flatten() for n in names]
+            gradient = torch.cat(change) * weight
+            return gradient.to(torch.bfloat16 if self.spec.comm_dtype != "32" else torch.float32)
+
+    def broadcast_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
+        """Set the sum of the replicas' pseudo-gradients on all hosts of this replica."""
+        with torch.no_grad():
+            if self.host_leaders.size > 1:
+                dist.broadcast(gradient, group=self.host_leaders.group, group_src=0)
+            self.set_gradient(names, gradient)
+
+    def set_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
+        """Set the gradient of the outer optimizer on this host."""
+        parts = gradient.float().cpu().split([self.outer[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            self.outer[name].grad = part.view_as(self.outer[name])
+
+    def outer_step(self) -> None:
+        """Run the outer optimizer, and set the weights on all ranks of this replica."""
+        self.local_params = {}
+        if self.world.is_host_leader:
+            self.update_outer()
+        self.inside.set_params(self.outer if self.world.is_host_leader else None, self.host)
+
+    def update_outer(self) -> None:
+        """Run the outer optimizer on the weights that have a gradient."""
+        for group in self.outer_optimizer.param_groups:
+            group["momentum"] = self._momentum()
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+
+    def _momentum(self) -> float:
+        """Return the outer momentum of this step. It is reduced in proportion to the learning rate, and for short rounds.
+
+        With a momentum of 0.9 the weights move up to seven times as far as the replicas did. The paper's rounds have
+        hundreds of steps, after which the replicas' changes point in different directions. After ten steps the changes are
+        similar, and full momentum overshoots. At the end of the schedule it would still apply changes made at a high
+        learning rate (docs/benchmarks.md).
+        """
+        from trainer.models.optim import learning_rate
+
+        rate = learning_rate(self.spec, self._step, self.steps) / self.spec.lr
+        return self.spec.outer_momentum * rate * min(1.0, self.spec.local_steps / _LONG_ROUND)
+
+    def chunks(self, most: int) -> Iterator[list[str]]:
+        """Yield the names of the weights in groups of at most `most` numbers, or one tensor."""
+        names: list[str] = []
+        for name in self.outer:
+            if names and sum(self.outer[n].numel() for n in [*names, name]) > most:
+                yield names
+                names = []
+            names.append(name)
+        yield names
+
+    def save(self, folder: Path) -> None:
+        self.inside.save(folder)
+        if self.world.is_host_leader:
+            torch.save(self.outer_state(), folder / "outer.pt")
+
+    def outer_state(self) -> dict[str, Any]:
+        """Return the contents of `outer.pt`, which are equal on all hosts."""
+        return {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
+
+    def load(self, folder: Path) -> None:
+        self.inside.load(folder)
+        params = self.inside.full_params()
+        outer = torch.load(folder / "outer.pt", weights_only=True)
+        if len(outer["costs"]) == len(self.costs):
+            self.costs = outer["costs"]
+        if self.world.is_host_leader:
+            with torch.no_grad():
+                for name, parameter in self.outer.items():
+                    parameter.copy_(params[name])
+            self.outer_optimizer.load_state_dict(outer["optimizer"])

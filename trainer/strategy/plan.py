@@ -69,10 +69,6 @@ class StrategyPlan:
         """Return whether ranks on GPUs must not share one: it gathers CUDA tensors, which gloo cannot (see World.require_own_gpus)."""
         return False
 
-    def separate_launchers(self, spec: RunSpec) -> bool:
-        """Return whether every replica has its own torchrun, so that one can fail while the others continue."""
-        return False
-
     def sharded_weights(self, spec: RunSpec) -> bool:
         """Return whether no rank holds the full model on its device."""
         return False

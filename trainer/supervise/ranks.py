@@ -27,9 +27,7 @@ class RankMonitor:
     `failures` has a record per failed rank; until torchrun reports exit codes, only of the first one.
     """
 
-    def __init__(
-        self, run_dir: LinkFreePath, log: LinkFreePath, ranks: list[int], *, renumbered: bool, replica: bool
-    ) -> None:
+    def __init__(self, run_dir: LinkFreePath, log: LinkFreePath, ranks: list[int], *, renumbered: bool) -> None:
         """Prepare to watch.
 
         Args:
@@ -37,10 +35,9 @@ class RankMonitor:
             log: torchrun's log; its existing contents are skipped.
             ranks: the ranks of this host, by local rank.
             renumbered: torchrun restarts its workers itself, so their numbers may change.
-            replica: torchrun runs one replica and counts its ranks from 0.
         """
         self.run_dir, self.ranks = run_dir, ranks
-        self.renumbered, self.replica = renumbered, replica
+        self.renumbered = renumbered
         self.failures: list[dict[str, Any]] = []
         self._count = len(ranks)  # the same after each restart
         self._log, self._log_offset = log, log.stat().st_size
@@ -126,7 +123,7 @@ class RankMonitor:
             values = environ(pid)
             number = values.get("RANK", "")
             if number.isdigit():
-                found[self.ranks[int(values["LOCAL_RANK"])] if self.replica else int(number)] = pid
+                found[int(number)] = pid
         if self.renumbered and len(found) < self._count:
             return  # torchrun starts its workers one after the other, and only all of them show the numbering
         if self.renumbered and set(found.values()) - set(self._pids.values()):

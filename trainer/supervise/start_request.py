@@ -28,9 +28,6 @@ class StartRequest:
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
     reachable: list[str] = field(default_factory=list)  # addresses to which the unit is limited; empty for no limit
     hold: bool = False  # start torchrun only when the folder `state/go` exists, so that all hosts begin together
-    replica: int | None = None  # the replica of this host, if every replica has its own torchrun
-    restarts: int = 0  # maximum consecutive restarts of torchrun without progress
-    lighthouse: str = ""  # HOST:PORT of the run's lighthouse, on the host that runs it
     writable: list[str] = field(
         default_factory=list
     )  # paths of variables of the ranks; folders stay writable in the unit

@@ -29,8 +29,7 @@ NOT_LOCKED = ("trackio",)  # it needs other versions of what a node has
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # those for which all pinned packages have wheels
-MACHINES = ("x86_64", "aarch64")  # architectures for which all pinned packages but ONLY_X86_64 have wheels
-ONLY_X86_64 = ("torchft",)
+MACHINES = ("x86_64", "aarch64")  # architectures for which all pinned packages have wheels
 
 
 class EnvironmentBuildError(Exception):
@@ -113,8 +112,6 @@ def wheel_error(machine: str, requirements: Sequence[str]) -> str:
     names = {normal_name(line) for line in requirements}
     if machine not in MACHINES and "torch" in names:
         return f"torch has no wheels for {machine}, only for {' and '.join(MACHINES)}: set python_env: as-is, and cluster_python"
-    if missing := [name for name in ONLY_X86_64 if name in names and machine != "x86_64"]:
-        return f"{', '.join(missing)} has no wheels for {machine}: omit it from python_extras, or exclude the host with --limit"
     return ""
 
 

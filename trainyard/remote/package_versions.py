@@ -7,7 +7,7 @@ import subprocess
 
 PACKAGES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "numpy", "pydantic", "tensorboard")
 OPTIONAL = (
-    *("datasets", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn", "deepspeed", "torchft"),
+    *("datasets", "unsloth", "bitsandbytes", "liger-kernel", "flash-attn", "deepspeed"),
     *("wandb", "trackio", "mlflow-skinny"),  # a part of mlflow, which has all that a run needs
 )
 FOREIGN = "trainyard of another project"  # a distribution of the package index, whose files have the names of ours

@@ -20,7 +20,6 @@ class HostRun:
         answer: the latest status; None before the first one.
         silent: seconds since the latest status.
         error: why the latest request failed.
-        replica: number of the replica group, if every group has its own torchrun; else None.
     """
 
     host: str
@@ -30,7 +29,6 @@ class HostRun:
     answer: RunStatus | None = None
     silent: float = 0.0
     error: str = ""
-    replica: int | None = None
 
     @property
     def status(self) -> str:

@@ -198,9 +198,6 @@ class PlanEntry:
         threads: CPU threads per rank.
         command: argument list of the launcher, interpreter first.
         attempt: number of this start of the run; 0 if unknown.
-        replica: number of the replica group, if every group has its own torchrun; else None.
-        restarts: maximum consecutive restarts of such a torchrun by its host's supervisor.
-        lighthouse: address of torchft's lighthouse, on the host that runs it; else empty.
         allocator: path of a library to load instead of the C library's malloc.
         elastic: whether torchrun restarts its ranks itself.
         stale: whether ranks of an earlier start still run there and must be stopped first.
@@ -236,9 +233,6 @@ class PlanEntry:
     backend: str = "auto"
     properties: list[str] = field(default_factory=list)
     attempt: int = 0
-    replica: int | None = None
-    restarts: int = 0
-    lighthouse: str = ""
     allocator: str = ""
     elastic: bool = False
     stale: bool = False

@@ -225,14 +225,3 @@ def test_sharded_weights_of_zero_that_overflow_are_not_a_result(cluster: Cluster
     for rank in (0, 1):
         assert the_error(cluster.run_dir(), rank).startswith("weights are not finite at step 1: ")
     assert not complete_checkpoints(cluster.run_dir() / "checkpoints")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_replica_of_torchft_does_not_pass_on_weights_that_overflow(cluster: Cluster) -> None:
-    pytest.importorskip("torchft", reason="the torchft extra is not installed")
-    fields = {"strategy": "diloco", "diloco_membership": "torchft", "local_steps": 1}
-    launcher = cluster.start_replica(0, 1, cluster.lighthouse(), **OVERFLOW, **fields)
-    assert all(cluster.wait([launcher], 120)), cluster.logs()
-    assert the_error(cluster.run_dir()).startswith("weights are not finite at step 1: ")
-    assert not complete_checkpoints(cluster.run_dir() / "checkpoints")

@@ -22,7 +22,7 @@ from trainer.supervise.processes import descendants
 
 pytestmark = pytest.mark.slow
 
-FIELDS = {"strategy": "diloco", "local_steps": 2, "packing": "false", "max_steps": 4}
+FIELDS = {"strategy": "diloco", "local_steps": 2, "packing": "false", "max_steps": 4, "balance": "even"}
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -66,7 +66,7 @@ class Workers:
 @pytest.fixture
 def workers(tmp_path: Path, model_folder: Path, dataset: Path) -> Iterator[Workers]:
     spec = {"path-model": model_folder, "dataset": dataset, "seq_length": 64, "total_batch_size": 6, "batch_size": 2}
-    made = Workers(tmp_path, spec | {"lr": 1e-2, "loggers": "none", "packing": "false"})
+    made = Workers(tmp_path, spec | {"lr": 1e-2, "loggers": "none", "packing": "false", "balance": "even"})
     yield made
     made.end()
 

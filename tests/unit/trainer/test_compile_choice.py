@@ -41,7 +41,6 @@ def test_ranks_on_gpus_decide_whether_compiling_pays() -> None:
         ({"max_steps": 1999}, {}, "the run has fewer than 2,000 steps"),
         ({"quantize": "nf4"}, {}, "4-bit weights"),
         ({"backend": "unsloth", "precision": "bf16-mixed"}, {}, "backend=unsloth"),
-        ({"strategy": "diloco", "diloco_membership": "torchft"}, {}, "replicas with a torchrun each"),
         ({}, {"compiler": False}, "a host has no C++ compiler: install g++"),
     ],
     ids=str,

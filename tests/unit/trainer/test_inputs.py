@@ -231,9 +231,6 @@ def test_what_is_derived_from_a_dataset_is_private(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o077 == 0 and (folder / "config.json").stat().st_mode & 0o077 == 0
 
 
-# torchft --------------------------------------------------------------------------------------------------------------
-
-
 def test_the_former_dataset_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec of a run of before is read, and the run is shown; a resume needs the dataset."""
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,6 @@ def record(step: int, loss: float = 6.0, trained: int = 3) -> dict[str, Any]:
         "trained_tokens": trained,
         "weight": trained,
         "samples": 2,
-        "scheduled": 3,
     }
 
 
@@ -34,7 +33,7 @@ def test_totals_and_the_estimated_time() -> None:
     state = RunState(4, 2, "digest")
     first = record(1)
     assert state.add(first, 2.0) == pytest.approx(6.0)
-    assert (first["loss"], first["tokens_per_second"]) == (2.0, 5.0) and "scheduled" not in first
+    assert (first["loss"], first["tokens_per_second"]) == (2.0, 5.0)
     assert state.add(record(2, loss=3.0), 4.0) == pytest.approx(6.0)
     without_loss = record(3, loss=0.0, trained=0)
     state.add(without_loss, 1.0)
@@ -43,7 +42,6 @@ def test_totals_and_the_estimated_time() -> None:
         "tokens": 30,
         "trained_tokens": 6,
         "samples": 6,
-        "missed_samples": 3,
         "seconds": 7.0,
         "mfu_seconds": 0.0,
         "mfu_measured": 0.0,
@@ -78,7 +76,6 @@ def test_a_checkpoint_restores_the_progress(tmp_path: Path) -> None:
     resumed = RunState(10, 1, "digest")
     resumed.restore(tmp_path, SPEC)
     assert (resumed.step, resumed.synced_step, resumed.totals) == (2, 2, state.totals)
-    assert not resumed.started
     resumed.begin({"start": "b", "head": "node2:/runs/r"})
     assert [entry["start"] for entry in resumed.history.starts] == ["a", "b"]
     assert resumed.history.step == 2 and resumed.history.head_moved
@@ -106,8 +103,8 @@ class OtherRank:
         self.waited: float | None = 0.6
         self.staged = False
 
-    def sync(self, waiting: Callable[[], bool], flags: list[float]) -> None:
-        self.calls.append(("sync", flags))
+    def sync(self, waiting: Callable[[], bool]) -> None:
+        self.calls.append("sync")
 
     def sum(self, values: list[float]) -> list[float]:
         head, readings, times = values[:-20], values[-20:-10], values[-10:]
@@ -128,9 +125,7 @@ class OtherRank:
 
 def add(metrics: StepMetrics, step: int, loss: float, norm: float = 1.0) -> None:
     counts = {"tokens": 8, "trained_tokens": 4, "samples": 2, "weight": 4}
-    metrics.add(
-        step, 9, loss=loss, lr=0.1, grad_norm=norm, counts=counts, scheduled=4, rows=[1, 1], seconds=float(step)
-    )
+    metrics.add(step, 9, loss=loss, lr=0.1, grad_norm=norm, counts=counts, rows=[1, 1], seconds=float(step))
 
 
 def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
@@ -139,10 +134,7 @@ def test_metrics_are_summed_over_ranks_and_kept_per_step() -> None:
     add(metrics, 2, 4.0)
     assert metrics.local_loss() == {"loss": 1.0}
     reduced = metrics.reduce(strategy, lambda: (False, True), lambda: False, {"power_w": 5.0})  # type: ignore[arg-type]
-    assert strategy.calls == [
-        ("sync", [0.0, 1.0, 2.0, 4.0, 8.0, 4.0, 2.0, 4.0, 4.0, 8.0, 4.0, 2.0]),
-        ("shares", [0.5, 1.0]),
-    ]
+    assert strategy.calls == ["sync", ("shares", [0.5, 1.0])]
     assert [one["loss"] for one in reduced.records] == [4.0, 8.0]
     assert [one["grad_norm"] for one in reduced.records] == [None, 1.0]
     assert all((one["tokens"], one["trained_tokens"], one["samples"]) == (16, 8, 4) for one in reduced.records)

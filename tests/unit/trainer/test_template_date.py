@@ -8,9 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
-from trainer.common.errors import UserError
 from trainer.distributed.world import World
 from trainer.loop.template_date import prints_date, recorded_date, run_date
 from trainer.spec import make_spec
@@ -48,13 +45,6 @@ def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_pat
     )
     assert run_date(spec, DATED, tmp_path, world_of([20, "2026-02-01"])) == datetime.date(2026, 2, 1)
     assert run_date(spec, DATED, tmp_path / "new host", world_of([5, "2026-01-31"])) == datetime.date(2026, 1, 31)
-
-
-def test_replicas_that_start_on_their_own_have_no_common_date(tmp_path: Path) -> None:
-    apart = {"strategy": "diloco", "diloco_membership": "torchft"}
-    with pytest.raises(UserError, match=r"^model: .* set diloco_membership=fixed$"):
-        run_date(make_spec(apart, ""), DATED, tmp_path, world_of())
-    assert run_date(make_spec(apart, ""), PLAIN, tmp_path, world_of()) == datetime.date.today()
 
 
 def test_templates_that_print_a_date() -> None:

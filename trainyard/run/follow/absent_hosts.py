@@ -38,8 +38,7 @@ def watch_absent(
     """
     present = {entry.host for entry in plan}
     absent = [name for name in hosts if name not in present]
-    replicated = any(entry.replica is not None for entry in plan)
-    if options.elastic or replicated or not options.max_restarts:
+    if options.elastic or not options.max_restarts:
         return None
 
     def fits(names: list[str]) -> Callable[[], list[str]]:

@@ -121,7 +121,7 @@ def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnectio
     }
     asked = FanOut(requests).wait(READ_LIMIT)
     for entry in entries:
-        if entry.host in asked.errors and not _may_be_absent(entry):
+        if entry.host in asked.errors:
             raise RunError(f"{entry.host}: {asked.errors[entry.host]}")
     results = {}
     for host, answer in asked.answers.items():
@@ -144,19 +144,10 @@ def parse_result(host: str, text: str | None) -> FinalResult | None:
         raise RunError(f"{host}: {error}") from None
 
 
-def _may_be_absent(entry: PlanEntry) -> bool:
-    """Return whether the run may have ended without this host: it belongs to a replica group other than the head's."""
-    return entry.replica is not None and entry.node_rank > 0
-
-
 def _check_weights(entries: list[PlanEntry], results: dict[str, _HostResult]) -> None:
     """Check that all hosts ended with the same weights. Raises RunError."""
     head = entries[0]
-    ended = {
-        entry.host: results[entry.host].result
-        for entry in entries
-        if results[entry.host].result or not _may_be_absent(entry)
-    }
+    ended = {entry.host: results[entry.host].result for entry in entries}
     for kind in _DIGESTS:
         digests = {host: result.get(kind) if result else None for host, result in ended.items()}
         if len(set(digests.values())) > 1:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from trainer.common.formats import counted, printable
 from trainyard import front_end
 from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
-from trainyard.run.follow.monitor import ENDED, Cause, Progress, Watch, absent_replicas, causes, is_behind
+from trainyard.run.follow.monitor import ENDED, Cause, Progress, Watch, causes
 from trainyard.run.follow.rejoin import SIGN_OF_LIFE, Rejoin
 from trainyard.run.follow.run_status import read_status
 from trainyard.run.host_run import HostRun, last_step
@@ -29,7 +29,6 @@ LONG_POLL = 3.0  # s that a host delays its answer while nothing changes: fewer 
 SHORT_POLL = SHORTEST / 2
 PROBE = 1.0  # s between two probes of a host that is late
 REJOIN_GRACE = 600.0  # s for the ranks to write the checkpoint after which absent hosts rejoin
-LATE = 10.0  # s after the head's end for other replica groups to reach the last step
 SETTLE = 1.5  # s to wait for the cause when only its consequences have been seen
 EVIDENCE_LIMIT = 3.0  # s for a host to return the end of its logs
 TAIL = 20  # lines of a log shown with a failure
@@ -89,8 +88,6 @@ class Follower:
         self.requested_at: dict[str, float] = {}
         self.answered_at = dict.fromkeys(self.connections, self.clock.now())
         self.alive_at = dict(self.answered_at)  # when a host answered a request or a probe
-        self.absent: set[int] = set()  # replica groups without which the run continues
-        self.ended_at: float | None = None  # when the head ended
 
     @property
     def lost_limit(self) -> float:
@@ -106,7 +103,7 @@ class Follower:
             now = self.clock.now()
             for line in self.progress.lines(self.parts, now):
                 self.report(line)
-            found = self.untolerated(causes(self.parts, self.lost_limit))
+            found = causes(self.parts, self.lost_limit)
             if not found and (stall := self.progress.stalled(self.parts, now)):
                 return stall
             if found:
@@ -142,34 +139,8 @@ class Follower:
         return all(self.answered_at[part.host] > moment and part.silent <= SETTLE for part in running)
 
     def has_ended(self) -> bool:
-        """Return whether every part has ended, except those without which the run continued."""
-        left_out = self.left_out()
-        return all(part.status in ENDED or part in left_out for part in self.parts)
-
-    def untolerated(self, found: list[Cause]) -> list[Cause]:
-        """Return the causes, or none if the run continues without the affected replica groups, which is reported once."""
-        replicated = any(part.replica is not None for part in self.parts)
-        absent = absent_replicas(self.parts, found) if replicated else set()
-        for number in sorted(absent - self.absent):
-            why = next(c.text for c in found if any(p.host == c.host and p.replica == number for p in self.parts))
-            self.report(f"{why}: replica {number} is absent, the other replicas continue")
-        for number in sorted(self.absent - absent if absent or not found else ()):
-            self.report(f"replica {number} has rejoined")
-        self.absent = absent
-        return [] if absent else found
-
-    def left_out(self) -> list[HostRun]:
-        """Return the parts that do not finish with the run: absent ones, and those behind when the head has finished."""
-        if self.ended_at is None and self.parts[0].status == "finished":
-            self.ended_at = self.clock.now()
-        late = self.ended_at is not None and self.clock.now() - self.ended_at > LATE
-        return [
-            part
-            for part in self.parts
-            if part.replica is not None
-            and part.status != "finished"
-            and (part.replica in self.absent or (late and is_behind(part)))
-        ]
+        """Return whether every part has ended."""
+        return all(part.status in ENDED for part in self.parts)
 
     def poll(self, at_once: bool) -> None:
         """Read the answers, and send a new request to each host that answered. `at_once`: without a delayed answer."""
@@ -267,8 +238,6 @@ def follow_parts(
         follower.stopping.wait(STOP_LIMIT)
     if cause is not None:
         raise failed_run(parts, cause, connect, follower.lost_limit)
-    for host, error in stop_parts(follower.left_out(), connect, {"now": True}).items():
-        report(f"cannot stop {host}, which was absent at the end: {error}")
     ended: StepResult = {"hosts": part_ends(parts)}
     if all(part.status != "stopped" for part in parts):
         return ended | {"status": "finished"}

@@ -65,25 +65,6 @@ def causes(parts: Iterable[HostRun], lost_limit: float) -> list[Cause]:
     return sorted(found)
 
 
-def absent_replicas(parts: list[HostRun], found: list[Cause]) -> set[int]:
-    """Return the replica groups that these causes take out, if the run continues without them; else an empty set.
-
-    The run continues if the head, which runs the lighthouse, and one group are unaffected. A mistake in the run affects all.
-    """
-    absent = {p.replica for cause in found for p in parts if p.host == cause.host and p.replica is not None}
-    healthy = [part for part in parts if part.replica not in absent and part.status not in ("failed", "lost", "none")]
-    if not healthy or any(cause.host == parts[0].host or cause.blocked_by == "user" for cause in found):
-        return set()
-    return {replica for replica in absent if replica is not None}
-
-
-def is_behind(part: HostRun) -> bool:
-    """Return whether a running part has not reached the last step."""
-    return part.status == "running" and not any(
-        state.get("steps") and state.get("step") == state["steps"] for state in part.states.values()
-    )
-
-
 def part_causes(part: HostRun, lost_limit: float) -> list[Cause]:
     """Return the evidence of a failure in one host's status."""
     if part.status not in ENDED and part.silent > lost_limit:

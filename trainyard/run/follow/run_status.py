@@ -15,7 +15,7 @@ from trainyard.run.host_run import HostRun
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, StepResult
 from trainyard.wire.connection import FanOut, Host, HostConnection, InvalidReplyError
-from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
+from trainyard.wire.replies import ReplyError, checked_reply
 from trainyard.wire.reply_types.run_replies import RunStatus
 from trainyard.wire.run_errors import RunError
 
@@ -37,7 +37,6 @@ def planned_parts(entries: Iterable[PlanEntry]) -> list[HostRun]:
     return [
         HostRun(
             *(entry.host, entry.run_dir, entry.node_rank, list(entry.ranks)),
-            replica=entry.replica,
         )
         for entry in entries
     ]
@@ -117,7 +116,6 @@ def newest_start(parts: Iterable[HostRun], *, every_start: bool = False) -> list
         if not part.node:
             continue
         part.node_rank, part.ranks = part.node["node_rank"], part.node["ranks"]
-        part.replica = part.node.get("replica")
     return sorted(found, key=lambda part: part.node_rank)
 
 
@@ -126,42 +124,12 @@ def is_left(state: Mapping[str, Any]) -> bool:
     return bool(state.get("alive") or state.get("left"))
 
 
-def with_absent_replicas(
-    run: str, parts: list[HostRun], hosts: Iterable[Host], connect: Connect, limit: float
-) -> list[HostRun]:
-    """Return the parts and those of absent replica groups, from the plan on the head.
-
-    The folders come from the inventory: the head must not control the requests to other hosts.
-
-    Raises:
-        RunError: the head does not answer, or its plan is not valid.
-    """
-    head, request = parts[0].host, {"run_dir": parts[0].run_dir, "text": ["plan.json"]}
-    asked = FanOut({head: functools.partial(connect(head).call, "read_files", request)}).wait(limit)
-    if head in asked.errors:
-        raise RunError(f"{head}: {asked.errors[head]}")
-    try:
-        text = asked.answers[head]["text"].get("plan.json") or "[]"
-        entries = checked_reply("plan.json", {"entries": untrusted_json(text)})["entries"]
-    except ReplyError as error:
-        raise RunError(f"{head}: {error}") from None
-    by_host = {part.host: part for part in parts}
-    folders = {part.host: part.run_dir for part in run_parts(hosts, run)}
-    for entry in entries:
-        if run_dir := folders.get(entry["host"]):
-            part = HostRun(entry["host"], run_dir, entry["node_rank"], entry["ranks"], replica=entry.get("replica"))
-            by_host.setdefault(part.host, part)
-    return sorted(by_host.values(), key=lambda part: part.node_rank)
-
-
 def parts_to_monitor(run: str, hosts: Iterable[Host], connect: Connect, limit: float) -> list[HostRun]:
     """Find the parts of a run that was started before. Raises RunError if they cannot be monitored."""
     hosts = list(hosts)
     parts, missing = find_parts(run, hosts, connect, limit)
     if not parts and not missing:
         raise no_such_run(run)
-    if missing and parts and parts[0].node_rank == 0 and parts[0].replica is not None:
-        return with_absent_replicas(run, parts, hosts, connect, limit)
     if missing:
         host, error = next(iter(missing.items()))
         raise RunError(f"{host} does not answer ({error}), so the run cannot be monitored")

@@ -48,14 +48,6 @@ def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -
     return {"changed": bool(changed), "files": files, "lines": [*files, how]}
 
 
-def lighthouse(entry: PlanEntry) -> str:
-    """Return the line that starts the run's lighthouse in the background, on the host that runs it; else empty."""
-    if not entry.lighthouse:
-        return ""
-    command = shlex.join([entry.command[0], "-m", "trainer.distributed.lighthouse", entry.lighthouse])
-    return f"{command} >> {shlex.quote(entry.run_dir)}/lighthouse.log 2>&1 &\n"
-
-
 def script(entry: PlanEntry, run: str) -> str:
     """Return the bash script that starts one host's part of a run."""
     ranks = ",".join(map(str, entry.ranks))
@@ -65,7 +57,6 @@ def script(entry: PlanEntry, run: str) -> str:
         "# Start it on all hosts within a few minutes.\n"
         "set -euo pipefail\n"
         f"{_READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir))}"
-        f"{lighthouse(entry)}"
         f"exec {shlex.join(entry.command)}\n"
     )
 
@@ -89,7 +80,6 @@ def sbatch(entries: list[PlanEntry], run: str) -> str:
         cases.append(f"{shlex.quote(entry.host)})")
         # Not splitlines(): a folder's name may contain other characters at which it ends a line.
         cases += _READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir)).rstrip("\n").split("\n")
-        cases += lighthouse(entry).split("\n")[:-1]
         cases.append(f"exec {shlex.join(entry.command)} ;;")
     cases += ["*)", 'echo "error: no part of the run is planned for $SLURMD_NODENAME" >&2; exit 2 ;;', "esac"]
     return "\n".join([*lines, f"exec {slurm_script.step(chr(10).join(cases))}", ""])

@@ -81,7 +81,7 @@ def start_ranks(
 
 def start_request(entry: PlanEntry, hosts: list[str], properties: Iterable[str]) -> dict[str, Any]:
     """Return the request that makes one host ready (see trainer.supervise)."""
-    request = {
+    return {
         "run_dir": entry.run_dir,
         "node_rank": entry.node_rank,
         "ranks": entry.ranks,
@@ -99,9 +99,6 @@ def start_request(entry: PlanEntry, hosts: list[str], properties: Iterable[str])
         "lease": entry.lease,
         "command": entry.command,
     }
-    if entry.replica is not None:
-        request |= {"replica": entry.replica, "restarts": entry.restarts, "lighthouse": entry.lighthouse}
-    return request
 
 
 def paths_in(value: Any) -> set[str]:

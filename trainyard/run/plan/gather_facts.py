@@ -10,7 +10,7 @@ from typing import Any
 from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.data.dataset_files import needs_library
-from trainer.strategy import plan_of, possible_plans
+from trainer.strategy import plan_of
 from trainyard import front_end
 from trainyard.preflight import cluster_checks, host_checks
 from trainyard.preflight.gpu_choice import assign_gpus
@@ -39,11 +39,6 @@ def describe(host: Host) -> HostState:
     return HostState(host)
 
 
-def own_torchrun(spec: RunSpec) -> bool:
-    """Return whether every replica group of the run has, or may have, a torchrun of its own."""
-    return any(plan.separate_launchers(spec) for plan in possible_plans(spec))
-
-
 def gather_facts(
     hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, lost: Collection[str] = ()
 ) -> dict[str, str]:
@@ -57,14 +52,13 @@ def gather_facts(
         Why a host did not answer, by name; such a host has no facts.
     """
     requested = [options.master_port] if options.master_port else []
-    apart = own_torchrun(prepared.spec)
-    ports = [*requested, *(PORTS if apart or not requested else [])]
+    ports = requested or list(PORTS)
     requests: dict[str, Callable[[], dict[str, Any]]] = {}
     for place, host in enumerate(hosts):
         request = {
             "head": hosts[0].address,
             "address": host.address,
-            "ports": ports if place == 0 or apart else [],
+            "ports": ports if place == 0 else [],
             "python": host.host.python,
             "data_dir": host.host.data_dir,
             "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",

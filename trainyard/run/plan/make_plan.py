@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from trainer.common.errors import UserError
 from trainer.common.formats import quoted
@@ -24,7 +24,6 @@ from trainyard.run.plan.gather_facts import (
     Connect,
     check_consistency,
     check_requirements,
-    own_torchrun,
     usable_hosts,
 )
 from trainyard.run.plan.isolation import choose_isolation, exposed_hosts, isolation_lines, unit_lines
@@ -34,7 +33,7 @@ from trainyard.run.types import Phase, PlanEntry, PreparedRun, PreviousStart, Ru
 from trainyard.wire.connection import Host
 from trainyard.wire.run_errors import PartlyActiveError, PlanError, RunError
 
-TORCHRUN_RESTARTS = 3  # consecutive restarts by torchrun or a supervisor where max_restarts is 0
+TORCHRUN_RESTARTS = 3  # consecutive restarts by torchrun where max_restarts is 0
 
 
 def plan_run(
@@ -64,8 +63,6 @@ def plan_run(
     spec, chosen = _decide(hosts, connect, prepared)
     check_requirements(hosts, spec)
     check_own_gpus(hosts, spec)
-    if apart := own_torchrun(spec):
-        check_torchft([host.host for host in hosts], options)
     last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
     members = _running_members(hosts, run, last_attempt, options, previous)
     if not members and (extra := surplus([host.name for host in hosts], spec, options.min_nodes)):
@@ -85,7 +82,6 @@ def plan_run(
         attempt=last_attempt if members else last_attempt + 1,
         elastic=(options.min_nodes or len(hosts)) if options.elastic else 0,
         restarts=options.max_restarts or TORCHRUN_RESTARTS,
-        replica_hosts=spec.replica_hosts if apart else 0,
         # Scripts that start the run keep their id, so that rendering them again changes nothing.
         identity="" if options.render_only else f"{run}-{secrets.token_hex(16)}",
         isolation=isolation,
@@ -142,17 +138,6 @@ def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bo
         for host in hosts
         if (names := host.facts.get("unreadable"))
     ]
-
-
-def check_torchft(hosts: Collection[Host], options: LaunchOptions) -> None:
-    """Check that torchft can connect the replicas of these hosts. Raises PlanError."""
-    if options.elastic:
-        raise PlanError("elastic: diloco_membership=torchft restarts torchrun itself: omit elastic")
-    if other := next((host for host in hosts if ":" in host.address), None):
-        raise PlanError(
-            f"diloco_membership: torchft requires IPv4, but cluster_address of {other.name} is {other.address}: "
-            "set IPv4 addresses, or diloco_membership=fixed"
-        )
 
 
 def surplus(names: Sequence[str], spec: RunSpec, min_nodes: int) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,31 +62,6 @@ def head_first(hosts: list[HostState], head: str) -> list[HostState]:
     return sorted(hosts, key=lambda host: host.name != head)
 
 
-def replica_ports(hosts: list[HostState], port: int, size: int) -> list[int]:
-    """Return free ports: first the lighthouse's on the head, then each replica group's rendezvous port.
-
-    All ports differ, because two hosts of the inventory may be one machine.
-
-    Args:
-        port: rendezvous port of the first group, on the head; 0 for a run that is already running.
-        size: hosts per replica group.
-
-    Raises:
-        PlanError: a host has no free port.
-    """
-    if not port:
-        return [0] * (1 + len(hosts))
-    ports = [port]
-    for host in [hosts[0], *hosts[size::size]]:
-        left = [free for free in host.facts["free_ports"] if free not in ports]
-        if not left:
-            raise PlanError(
-                f"no port from {PORTS.start} to {PORTS.stop - 1} is free on {host.name}: stop the processes that use them"
-            )
-        ports.append(left[0])
-    return [ports[1], ports[0], *ports[2:]]
-
-
 def rank_counts(hosts: list[HostState]) -> list[int]:
     """Return the number of ranks on each host."""
     return [host.host.processes or len(host.gpus) or 1 for host in hosts]
@@ -118,16 +92,6 @@ def check_own_gpus(hosts: list[HostState], spec: RunSpec) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Rendezvous:
-    """How torchrun of one host finds its peers, and the replica group of the trainer."""
-
-    torchrun: list[str]
-    trainer: list[str] = field(default_factory=list)
-    replica: int | None = None
-    lighthouse: str = ""
-
-
 def plan_nodes(
     hosts: list[HostState],
     *,
@@ -136,7 +100,6 @@ def plan_nodes(
     attempt: int = 1,
     elastic: int = 0,
     restarts: int = 0,
-    replica_hosts: int = 0,
     identity: str = "",
     isolation: Isolation = NO_ISOLATION,
 ) -> list[PlanEntry]:
@@ -147,8 +110,6 @@ def plan_nodes(
         attempt: number of this start of the run.
         elastic: 0 for the static rendezvous; else the minimum number of hosts with which torchrun continues, restarting
             its ranks up to `restarts` times.
-        replica_hosts: 0 for one torchrun over all hosts; else the size of the groups of neighboring hosts that have a
-            torchrun each, restarted by the supervisor up to `restarts` times in a row.
         identity: id of this start at the rendezvous.
         isolation: which connections the units of the ranks permit.
 
@@ -160,18 +121,15 @@ def plan_nodes(
     threads = threads_per_rank(hosts, counts)
     addresses = meeting_addresses(hosts)
     peers = peer_addresses(hosts) if isolation.limited else []
-    ports = replica_ports(hosts, port, replica_hosts) if replica_hosts else []
     shared_gpus = hosts_share_gpus(hosts)  # all ranks need the same backend
     nodes: list[PlanEntry] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
         first = sum(counts[:place])
-        if replica_hosts:
-            meeting = _replica_rendezvous(addresses, counts, place, ports, replica_hosts)
-        elif elastic:
+        if elastic:
             meeting = _elastic_rendezvous(addresses, place, port, elastic, restarts)
         else:
             meeting = _static_rendezvous(addresses, place, port)
-        meeting.torchrun.append(f"--rdzv-id={identity or f'{run}-{attempt}'}")
+        meeting.append(f"--rdzv-id={identity or f'{run}-{attempt}'}")
         run_dir = f"{host.host.data_dir}/runs/{run}"
         nodes.append(
             PlanEntry(
@@ -182,9 +140,6 @@ def plan_nodes(
                 run_dir=run_dir,
                 command=_command(host.host, run_dir, meeting, count),
                 attempt=attempt,
-                replica=meeting.replica,
-                restarts=restarts if replica_hosts else 0,
-                lighthouse=meeting.lighthouse if place == 0 else "",
                 elastic=bool(elastic),
                 peers=peers,
                 isolated=isolation.limited,
@@ -240,11 +195,11 @@ def threads_per_rank(hosts: list[HostState], counts: list[int]) -> list[int]:
     return found
 
 
-def _command(host: Host, run_dir: str, meeting: _Rendezvous, ranks: int) -> list[str]:
+def _command(host: Host, run_dir: str, meeting: list[str], ranks: int) -> list[str]:
     """Return the command of the launcher, which is in trainer.zip, to which PYTHONPATH points."""
-    launcher = [host.python, "-m", "trainer.launch.torchrun", *meeting.torchrun, f"--nproc-per-node={ranks}"]
+    launcher = [host.python, "-m", "trainer.launch.torchrun", *meeting, f"--nproc-per-node={ranks}"]
     trainer = ["-m", "trainer", "train", f"{run_dir}/spec.yml", f"--run-dir={run_dir}", f"--data-dir={host.data_dir}"]
-    return [*launcher, *trainer, *meeting.trainer]
+    return [*launcher, *trainer]
 
 
 def meeting_addresses(hosts: list[HostState]) -> list[str]:
@@ -286,35 +241,18 @@ def _check_routes(hosts: list[HostState]) -> None:
             raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
 
 
-def _static_rendezvous(addresses: list[str], place: int, port: int) -> _Rendezvous:
+def _static_rendezvous(addresses: list[str], place: int, port: int) -> list[str]:
     words = [f"--nnodes={len(addresses)}", f"--node-rank={place}"]
-    return _Rendezvous([*words, f"--master-addr={addresses[0]}", f"--master-port={port}", "--max-restarts=0"])
+    return [*words, f"--master-addr={addresses[0]}", f"--master-port={port}", "--max-restarts=0"]
 
 
-def _elastic_rendezvous(addresses: list[str], place: int, port: int, minimum: int, restarts: int) -> _Rendezvous:
+def _elastic_rendezvous(addresses: list[str], place: int, port: int, minimum: int, restarts: int) -> list[str]:
     # Without is_host and --local-addr, no host would serve the store where /etc/hosts maps the host name to 127.0.1.1.
     conf = f"is_host={int(place == 0)},join_timeout={_JOIN_TIMEOUT},last_call_timeout=3"
     conf += ",keep_alive_interval=1,keep_alive_max_attempt=5"
     words = [f"--nnodes={minimum}:{len(addresses)}", "--rdzv-backend=c10d", f"--rdzv-conf={conf}"]
     words += [f"--rdzv-endpoint={addresses[0]}:{port}", f"--local-addr={addresses[place]}"]
-    return _Rendezvous([*words, f"--max-restarts={restarts}"])
-
-
-def _replica_rendezvous(
-    addresses: list[str], counts: list[int], place: int, ports: list[int], size: int
-) -> _Rendezvous:
-    number, among = divmod(place, size)
-    group = addresses[place - among : place - among + size]
-    words = [f"--nnodes={len(group)}", f"--node-rank={among}", f"--master-addr={group[0]}"]
-    lighthouse = f"{addresses[0]}:{ports[0]}"
-    groups = len(range(0, len(addresses), size))
-    flags = [f"--replica={number}/{groups}", f"--first-rank={sum(counts[: number * size])}"]
-    return _Rendezvous(
-        [*words, f"--master-port={ports[1 + number]}", "--max-restarts=0"],
-        [*flags, f"--lighthouse={lighthouse}"],
-        number,
-        lighthouse,
-    )
+    return [*words, f"--max-restarts={restarts}"]
 
 
 def environment(node: PlanEntry, extra: dict[str, str]) -> str:
@@ -373,10 +311,6 @@ def plan_lines(nodes: list[PlanEntry], spec: RunSpec, port: int, before: list[in
         [n.host, str(n.node_rank), ",".join(map(str, n.ranks)), n.address, n.interface, str(n.threads)] for n in nodes
     ]
     meeting = f"rendezvous {nodes[0].address}:{port}"
-    if nodes[0].lighthouse:
-        meeting = f"lighthouse {nodes[0].lighthouse}"
-        head.append("replica")
-        rows = [[*row, str(n.replica)] for row, n in zip(rows, nodes, strict=True)]
     if any(node.gpu_numbers or node.hide_gpus for node in nodes):
         head.append("GPUs")
         rows = [[*row, ",".join(map(str, n.gpu_numbers)) or "-"] for row, n in zip(rows, nodes, strict=True)]

@@ -48,8 +48,6 @@ class Node(OpenReply):
     oom: NotRequired[Flag]
     error: NotRequired[Line | None]
     restarts: NotRequired[Flag]
-    replica: NotRequired[Count | None]
-    restarted: NotRequired[Integer | None]
     unit: NotRequired[Line | None]
     backend: NotRequired[Line]
     job: NotRequired[Count]
@@ -237,19 +235,6 @@ class Evaluated(OpenReply):
     answers: Annotated[list[EvaluatedAnswer], Field(max_length=10_000)]
 
 
-class PlanEntry(OpenReply):
-    host: Line
-    node_rank: Count
-    ranks: RanksHere
-    replica: NotRequired[Count | None]
-
-
-class PlanFile(OpenReply):
-    """The contents of `plan.json`: the ranks of a run."""
-
-    entries: Annotated[list[PlanEntry], Field(max_length=RANKS_LIMIT)]
-
-
 class Step(OpenReply):
     step: Count
     loss: NotRequired[Optional]
@@ -280,7 +265,6 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "run_list": RunList,
     "run_start": Started,
     "begin": Begun,
-    "plan.json": PlanFile,
     "result.json": FinalResult,
     "trained result.json": TrainedResult,
     "merge": Merged,
