@@ -31,7 +31,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_every_run_of_a_check_exists() -> None:
-    others = {"trl", "collectives", "packing", "resume", "restarts"}
+    others = {"trl", "collectives", "packing", "resume"}
     assert {run for _, runs, _ in CHECKS.values() for run in runs} == set(CASES) | others
 
 

@@ -12,7 +12,7 @@ import pytest
 import trainyard
 from trainer.common.errors import UserError
 from trainyard import Cluster, TrainyardError
-from trainyard.api import Answers, Event, HostInfo, Job, Machine, Merged, Run, RunResult
+from trainyard.api import Event, HostInfo, Job, Machine, Merged, Run, RunResult
 from trainyard.api.run import EventLog
 from trainyard.commands.call import Call
 from trainyard.commands.table import COMMANDS
@@ -87,9 +87,6 @@ def test_students_learn_from_the_answers_of_a_teacher(cluster: Cluster, answer: 
     given = {"teacher": "llama3:8b", "prompts": "p.jsonl", "samples": 2}
     assert asked[0].values == given | {"students": 0}
     assert asked[1].values == given | {"model": ["a", "b"], "students": 3, "student_data": "shard", "lr": 0.1}
-    queued = answer("distill", dataset="/d.jsonl", answers=9, students={}, runs=[{"run": "s-1"}])
-    assert [run.name for run in cluster.students(Answers("t", "", 1), model="a", queue=True)] == ["s-1"]
-    assert queued[0].values == {"students": 1, "model": "a", "queue": True}
 
 
 def test_results_of_merge_and_deploy(cluster: Cluster, answer: Callable[..., list[Call]]) -> None:

@@ -69,7 +69,7 @@ class HostCheck:
 
 def check_spec(spec: RunSpec, run: str) -> RunSpec:
     """Return the spec of the check: the user's values, and a small run where the user gave none. Raises UserError."""
-    given = {name: getattr(spec, name) for name in spec.model_fields_set}
+    given = {name: getattr(spec, name) for name in spec.model_fields_set - {"automatic", *spec.automatic}}
     fake = {} if {"dataset", "fake_data"} & given.keys() else {"fake_data": True}
     return make_spec(DEFAULTS | fake | given | {"run": run}, "-e")
 

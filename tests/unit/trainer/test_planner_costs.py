@@ -20,7 +20,6 @@ from trainer.planner.recommend import Option, Setting, Speed, options, recommend
 from trainer.spec import make_spec
 from trainer.strategy import plan_named
 from trainer.strategy.pipeline import PipelinePlan
-from trainer.strategy.pipeline_costs import one_pipeline
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
 
@@ -124,9 +123,6 @@ def test_unlike_hosts_get_unlike_shares() -> None:
         return plan.step_seconds(changed, shape, setting.layout, setting.rows, 1.0, 0.0, 0.0)[0]
 
     assert 1.35 < seconds(pipeline_layers="16,16") / seconds() < 1.5
-    # One of two equal pipelines has the speeds of the slowest of each stage.
-    four = layout_of([*hosts, gpus(24)[0] | {"speed": 0.25}, hosts[0]], "cuda")
-    assert one_pipeline(spec.model_copy(update={"pipeline_hosts": 2}), four)[0].speeds == (0.25, 0.5)
     # ddp and diloco share the rows by speed, unless they are even.
     few = make_spec({"model": "x", "batch_size": 1, "total_batch_size": 12}, "here")
     shared = (("ddp", "auto", 8), ("ddp", "even", 12), ("diloco", "auto", 8), ("fsdp", "auto", 12))
@@ -134,26 +130,6 @@ def test_unlike_hosts_get_unlike_shares() -> None:
         each = few.model_copy(update={"strategy": strategy, "balance": balance})
         found = plan_named(strategy).step_seconds(each, shape, setting.layout, setting.rows, 1.0, 0.0, 0.0)
         assert found[0] == expected, strategy
-
-
-def test_7b_full_weights_on_eight_large_gpus() -> None:
-    """Two pipelines of four hosts wait less for the pipeline to fill than one of eight, and add up their gradients."""
-    spec = make_spec({"model": "x", "strategy": "pipeline", "batch_size": 1, "total_batch_size": 16} | HALF, "here")
-    shape, layout = MODELS["7B"], layout_of(gpus(*[48] * 8), "cuda")
-    plan, rows = PipelinePlan(), RowStats.full(spec)
-    found = {}
-    for hosts in (0, 4, 3):
-        each = spec.model_copy(update={"pipeline_hosts": hosts})
-        assert plan.runs_on(each, shape, layout) is (hosts != 3)
-        seconds = plan.step_seconds(each, shape, layout, rows, 1.0, 0.0, 0.0)[0]
-        found[hosts] = seconds, len(plan.layers(each, shape, layout, rows, cuda=True))
-    assert (found[0][1], found[4][1]) == (8, 4)
-    # 16 micro-batches on 8 ranks: (16 + 7) / 8; 8 on 4: (8 + 3) / 4. The head is on the last rank.
-    assert found[0][0] == pytest.approx(23 / 8, rel=0.1) and found[4][0] == pytest.approx(11 / 4, rel=0.1)
-    own = plan.comm_bytes(spec, shape, layout, gloo=False)
-    both = plan.comm_bytes(spec.model_copy(update={"pipeline_hosts": 4}), shape, layout, gloo=False)
-    # Half of the micro-batches cross a link, and two hosts exchange the gradients of a quarter of the adapters.
-    assert both == pytest.approx(own / 2 + shape.trained(spec) * 4 / 4, rel=1e-3)
 
 
 def test_1b_full_weights_on_laptops_over_wi_fi() -> None:

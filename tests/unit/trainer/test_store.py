@@ -23,7 +23,7 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyte
             RunStore("127.0.0.1", port, 1, True)
         flags = ["--nnodes=1", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
         with pytest.raises(SystemExit) as end:
-            torchrun.run_torchrun([*flags, "-m", "trainer"])
+            torchrun.main([*flags, "-m", "trainer"])
     assert end.value.code == 1
     written = capsys.readouterr().err
     assert written.endswith("which chooses a free port unless master_port is set\n") and "Traceback" not in written
