@@ -210,6 +210,7 @@ def be_rank(arguments: Sequence[str], env: dict[str, str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     sys.argv = [str(TOP / "trainer/__main__.py"), *arguments]
+    sys.modules.pop("bitsandbytes", None)  # a rank decides anew whether it imports it
     leave(main(arguments))
 
 
