@@ -18,7 +18,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     cuda = {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}
     for name, function in cuda.items():
         monkeypatch.setattr(world.torch.cuda, name, function)
-    monkeypatch.setattr(world, "_open_store", lambda *_: types.SimpleNamespace())
+    monkeypatch.setattr(world, "launcher_store", lambda *_: types.SimpleNamespace())
     monkeypatch.setattr(world.dist, "init_process_group", lambda backend, **other: found.update(other, backend=backend))
     return found
 

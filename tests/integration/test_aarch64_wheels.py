@@ -42,10 +42,3 @@ def compiled(folder: Path, machine: str, python: str, extras: list[str]) -> subp
 def test_the_pins_of_a_node_have_wheels_for_aarch64(tmp_path: Path, python: str) -> None:
     done = compiled(tmp_path, "aarch64", python, ["nvml", "gpu", "deepspeed", "wandb"])
     assert done.returncode == 0 and "bitsandbytes==" in done.stdout and "torch==" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("name", resolve.ONLY_X86_64)
-def test_what_is_refused_on_aarch64_has_no_wheel_there(tmp_path: Path, name: str) -> None:
-    assert compiled(tmp_path, "x86_64", "3.12", [name]).returncode == 0
-    done = compiled(tmp_path, "aarch64", "3.12", [name])
-    assert done.returncode != 0 and f"{name}==" in done.stderr and "no usable wheels" in done.stderr, done.stderr

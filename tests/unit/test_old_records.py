@@ -59,7 +59,7 @@ def test_the_files_of_a_run_folder_have_the_form_of_the_version_before() -> None
         {
             "host": "node1", "node_rank": 0, "ranks": [0, 1], "address": "10.0.0.1", "interface": "eth0", "threads": 2,
             "run_dir": "/d/runs/r", "data_dir": "/d", "command": ["python3", "-m", "x"], "backend": "auto", "attempt": 2,
-            "restarts": 0, "isolated": True, "versions": {"torch": "2"}, "memory_mib": 8,
+            "isolated": True, "versions": {"torch": "2"}, "memory_mib": 8,
         }
     ]  # fmt: skip
     assert environment(entry, {"A": "b"}).splitlines()[:4] == [

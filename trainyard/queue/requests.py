@@ -32,7 +32,7 @@ from trainyard.run.prepare.host_files import HostAccess
 from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import PlanEntry, PreparedRun, Report
-from trainyard.wire.connection import FanOut, Host, HostConnection
+from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 
 FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate
@@ -256,6 +256,8 @@ def _add(
     excluded = sorted(set(queue.nodes) - set(allowed)) if allowed else []
     arguments = slurm_options(request, excluded)
     if after:
+        if unknown := [name for name in after if name not in jobs]:
+            raise RemoteError(f"Slurm does not list the job of {', '.join(unknown)}: run the same command again")
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
     contents = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, table
-from trainer.config import TINY, RunSpec
+from trainer.config import TINY, TINY_RUN, RunSpec
 from trainer.spec import make_spec
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
@@ -70,6 +70,8 @@ class HostCheck:
 def check_spec(spec: RunSpec, run: str) -> RunSpec:
     """Return the spec of the check: the user's values, and a small run where the user gave none. Raises UserError."""
     given = {name: getattr(spec, name) for name in spec.model_fields_set - {"automatic", *spec.automatic}}
+    if all(given.get(name) == value for name, value in TINY_RUN.items()):
+        given = {name: value for name, value in given.items() if name not in TINY_RUN}
     fake = {} if {"dataset", "fake_data"} & given.keys() else {"fake_data": True}
     return make_spec(DEFAULTS | fake | given | {"run": run}, "-e")
 
