@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,45 +273,21 @@ def test_one_host_fetches_from_the_hub_and_passes_it_on(here: Here, stand_in: Fa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transfer", ["controller", "auto"])
-def test_a_lost_first_host_of_a_pipeline_is_replaced_by_one_that_fetches(
-    here: Here, stand_in: FakeHub, transfer: str
-) -> None:
-    """Only the first host has the weights of a pipeline. If it is lost, another one fetches the same weights."""
+def test_the_hosts_of_a_pipeline_go_on_without_the_first_one(here: Here, stand_in: FakeHub, transfer: str) -> None:
+    """Every host has the model, so that no host fetches it again."""
     cluster = Here(here.folder, remote=True)
     options = {"transfer": transfer, "min_nodes": 2, "max_restarts": 3}
     session = cluster.staged(HUB | {"strategy": "pipeline", "run": "r"}, **options)
     folders = [Path(session.spec_on(entry).model) for entry in session.state.plan]
-    assert [(folder / "model.safetensors").exists() for folder in folders] == [True, False, False]
-    assert len({sha256_file(folder / "config.json") for folder in folders}) == 1
+    assert len({sha256_file(folder / "model.safetensors") for folder in folders}) == 1
     names = sorted(stand_in.downloads)
     assert names == sorted({*names}) and not [line for line in cluster.lines if "warning" in line]
     cluster.failing.add(("node1", ""))
     lost = PreviousStart(True, 1, ["node1"])
     session._make_plan(lost)
     assert [entry.host for entry in session.state.plan] == ["node2", "node3"]
-    (stand_in.folder / "models/org/small/README.md").write_text("not part of the model")
     session._stage(lost)
-    assert [(folder / "model.safetensors").exists() for folder in folders[1:]] == [True, False]
-    assert stand_in.downloads.count("model.safetensors") == 2
-    release_claims(session.state.plan, session.connect, session.state.token)
-
-    again = cluster.staged(HUB | {"strategy": "pipeline", "run": "other"}, **options)
-    cluster.failing = {("node2", "")}
-    shutil.rmtree(folders[0])
-    (stand_in.folder / "models/org/small/config.json").write_text("{}")
-    lost = PreviousStart(True, 1, ["node2"])
-    again._make_plan(lost)
-    with pytest.raises(
-        StageError, match="model: org/small on the hub has changed since this run started, and only node2"
-    ):
-        again._stage(lost)
-    stand_in.close()
-    models = [file for file in again.prepared.files if file.kind != "dataset"]
-    again.state.prepared = replace(again.prepared, files=models)
-    shutil.rmtree(cluster.hosts[0].data_dir + "/store/hub")
-    shutil.rmtree(cluster.hosts[2].data_dir + "/store/hub", ignore_errors=True)
-    with pytest.raises(StageError, match="node2 has the files of org/small, and no other host can fetch them"):
-        again._stage(lost)
+    assert sorted(stand_in.downloads) == names
 
 
 @pytest.mark.slow

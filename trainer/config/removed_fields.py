@@ -16,15 +16,10 @@ _DILOCO = "set a larger local_steps, which sends less"
 _MEMBERS = "set min_nodes and max_restarts, with which a run continues without a lost host"
 _COMM_DTYPE = "set comm_dtype"
 _SLURM = "write the script of a job with `python -m trainer config slurm`"
-_ANSWERS = "distill.yml collects the answers: add the run with them as dataset"
-_QUEUE = (
-    "distill.yml trains the students itself; or collect the answers with students=0, and add runs with them as dataset"
-)
 
 REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
     "allow_dropped": (False, "set keep_going=dropped"),
     "automatic": ((), "set the fields to auto"),
-    "deploy_name": ("", "deploy the run when it has finished: deploy.yml"),
     "ddp_larger_batches": ("auto", "every rank passes batch_size rows at once: omit it"),
     "diloco_comm_dtype": ("bf16", _COMM_DTYPE),
     "diloco_delay": (1, _DILOCO),
@@ -37,12 +32,8 @@ REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
     "gradient_comm_dtype": ("32", _COMM_DTYPE),
     "gradient_wire": ("32", _COMM_DTYPE),
     "ignore_keys": ((), "set keep_going to these keys"),
-    "ollama_teacher": ("", _ANSWERS),
     "pipeline_comm_dtype": ("32", _COMM_DTYPE),
     "pipeline_hosts": (0, "one pipeline takes all hosts of the run: select them with limit"),
-    "prompts": ("", _ANSWERS),
-    "queue": (False, _QUEUE),
-    "retry_failed": (False, _QUEUE),
     "teacher_host": ("", _TEACHER),
     "teacher_top_k": (0, "the student learns the probabilities of all tokens: omit it"),
     "template_date": ("", "a run has the date of its first start: omit it"),
