@@ -112,7 +112,7 @@ def test_two_torchruns_are_the_run_of_one(workers: Workers, peers: str, cluster:
 
 
 def test_a_silent_worker_ends_all_and_both_start_again(workers: Workers, peers: str) -> None:
-    fields = {"run_name": "r", "max_steps": 400, "checkpoint_interval": 2}
+    fields = {"run_name": "r", "epochs": 400, "max_steps": 2000, "checkpoint_interval": 2}
     both = [workers.start(rank, 2, peers, **fields) for rank in (0, 1)]
     until(lambda: list(workers.run_dir(0, "r").glob("checkpoints/step-*")), 240)
     duplicate = workers.start(1, 2, peers, **fields)
@@ -135,7 +135,7 @@ def test_a_silent_worker_ends_all_and_both_start_again(workers: Workers, peers: 
 
 def test_without_a_store_the_worker_at_the_address_serves_it(workers: Workers) -> None:
     """Both in one folder: each has a run folder of its own. A worker that is killed ends the other one, which names it."""
-    workers.spec |= {"data_dir": workers.folder, "run_name": "r", "max_steps": 2000}
+    workers.spec |= {"data_dir": workers.folder, "run_name": "r", "epochs": 400, "max_steps": 2000}
     peers = f"--hv.initial-peers 127.0.0.1:{free_port()}"
     both = [workers.start(rank, 2, peers) for rank in (0, 1)]
     log = workers.folder / "runs/r-worker1/metrics.jsonl"
