@@ -111,6 +111,7 @@ def test_two_torchruns_are_the_run_of_one(workers: Workers, peers: str, cluster:
     ]
 
 
+@pytest.mark.long
 def test_a_silent_worker_ends_all_and_both_start_again(workers: Workers, peers: str) -> None:
     fields = {"run_name": "r", "epochs": 400, "max_steps": 2000, "checkpoint_interval": 2}
     both = [workers.start(rank, 2, peers, **fields) for rank in (0, 1)]
