@@ -7,14 +7,13 @@ import random
 from typing import Any
 
 from hostile import HOSTILE_BYTES, HOSTILE_STRINGS, UNENCODABLE_STRINGS
+from tables import table
 
-SPECS = [
-    "model: tiny\nlr: 1e-3\nmax_steps: 5\nloggers: [tensorboard]\n",
-    "model: org/name\ndataset: data.jsonl\nstrategy: diloco\nouter_lr: 0.7\nlocal_steps: 50\nrun: mine\n",
-    "hv.local_steps: 50\nhv.outer_lr: 0.5\nfake_data: true\ntotal_batch_size: 64\n",
-    "lora_targets: [q_proj, v_proj]\nprecision: bf16-mixed\ncollective_timeout: 60\nseed: 7\neval_split: 0.1\n",
-    "# comment\nbatch_size: &rows 4\ngradient_accumulation: *rows\nquantize: nf4\n---\n",
-]
+_EXAMPLES = table("fuzz_examples")
+SPECS: list[str] = _EXAMPLES["specs"]
+RECORDS: list[dict[str, Any]] = _EXAMPLES["records"]
+CONFIGS: list[dict[str, Any]] = _EXAMPLES["configs"]
+MODELS: dict[str, Any] = _EXAMPLES["models"]
 YAML_PARTS = [
     *("!!bool x", "!!int ''", "!!float x", "!!timestamp x", "!!binary x", "!!set {a, b}", "!!omap [a: 1]", "!!null x"),
     *(
@@ -43,48 +42,6 @@ YAML_PARTS = [
     "{" * 2000,
     "- " * 3000,
 ]
-RECORDS: list[dict[str, Any]] = [
-    {"instruction": "Q", "input": "", "output": "A"},
-    {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
-    {"prompt": "Q", "completion": "A"},
-    {"prompt": [{"role": "user", "content": "Q"}], "completion": [{"role": "assistant", "content": "A"}]},
-    {"text": "T"},
-    {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "system": "S"},
-    {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Q"}]},
-            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": [1]}}}]},
-            {"role": "tool", "name": "f", "content": "3"},
-        ],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-    },
-    {"question": "Q", "answer": "A"},
-]
-CONFIGS: list[dict[str, Any]] = [
-    {
-        "model_type": kind,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "vocab_size": 1000,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-    }
-    for kind in ("llama", "qwen3", "gemma2", "phi3")
-] + [{"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 1000, "n_positions": 128}]
-MODELS = {
-    "models": [
-        {
-            "name": "qwen2.5:0.5b",
-            "size": 5,
-            "digest": "a" * 64,
-            "modified_at": "2024-01-01T00:00:00Z",
-            "details": {"family": "qwen2", "parameter_size": "494M", "quantization_level": "Q4_K_M"},
-        }
-    ]
-}
 VALID: list[tuple[str, Any]] = [
     *(("lr", "1e-3"), ("max_steps", "5"), ("run", "mine"), ("strategy", "diloco"), ("dataset", "x.jsonl"), ("seed", 3)),
     *(("packing", "false"), ("loggers", "none"), ("lora_targets", "q_proj,v_proj"), ("outer_lr", 0.5)),
