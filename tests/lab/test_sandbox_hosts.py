@@ -19,6 +19,7 @@ from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with, run_playbook
 from queued_runs import tiny_spec
 from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
 from run_hosts import TOP, until
+from tables import table
 
 from trainer.common.files import sha256_file
 from trainyard.wire.remote_archive import remote_command, remote_input
@@ -94,46 +95,7 @@ print(json.dumps({
     "outside by IPv6": attempt(lambda: connect("fd79::ff")),
 }))
 """
-EXPECTED = {
-    "sudo": "CalledProcessError",
-    "keys": "EACCES",
-    "profile": "EROFS",
-    "new file outside of homes": "EROFS",
-    "home cache": "ENOENT",
-    "cache": "works",
-    "run folder": "works",
-    "swap run folder": "EROFS",
-    "swap venv": "EROFS",
-    "new name": "EROFS",
-    "dashboard": "EACCES",
-    "start of another run": "EACCES",
-    "queue": "EACCES",
-    "read lease": "works",
-    "lease": "EROFS",
-    "trainer": "EROFS",
-    "swap incoming": "EROFS",
-    "encoded datasets": "works",
-    "another run": "ENOENT",
-    "model of another run": "works",
-    "variables of a named run": "EACCES",
-    "write model of another run": "EROFS",
-    "folder of run_env": "works",
-    "link in a folder of run_env": "EROFS",
-    "memory of a process": "ENOENT",
-    "environment of a process": "ENOENT",
-    "files of a process": "ENOENT",
-    "socket in /tmp": "ENOENT",
-    "service manager": "ENOENT",
-    "bus": "ENOENT",
-    "container engine": "ENOENT",
-    "container engine of the user": "ENOENT",
-    "container engine in the home": "EACCES",
-    "shm": "works",
-    "tmp": "works",
-    "peer": "works",
-    "outside": "TimeoutError",
-    "outside by IPv6": "TimeoutError",
-}
+EXPECTED = table("sandbox_outcomes")
 # What lies beside a run, as roles, other runs and the login user have written it.
 FILES = (
     "dashboard/program/main.py",

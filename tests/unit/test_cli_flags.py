@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from trainyard.cli import __main__ as program
 from trainyard.cli.command_flags import Arguments, parse
@@ -65,37 +66,7 @@ def test_words_without_a_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train", "--lrr", "1"], "train: unknown flag --lrr; did you mean --lr?"),
-        (["stop", "--forse"], "stop: unknown flag --forse; did you mean --force?"),
-        (
-            ["train", "--cluster-gpus", "0"],
-            "train: unknown flag --cluster-gpus; set a variable of the inventory with -e 'cluster_gpus=VALUE'",
-        ),
-        (["train", "--lr"], "train: --lr has no value: expected a number > 0"),
-        (["train", "--lr", "--packing"], "train: --lr has no value"),
-        (["train", "--json", "-x"], "train: unknown flag '-x'"),
-        (["stop", "a", "b"], "stop: unexpected argument 'b': run is set already"),
-        (["distill", "a"], "distill: unexpected argument 'a'"),
-        (["train", "--json=perhaps"], "--json: expected true or false, got 'perhaps'"),
-        (["train", "--run-env", "sec ret"], "run_env: expected NAME=VALUE"),
-        (["train", "--run-env", "{a: [sec ret"], "run_env: expected NAME=VALUE"),
-        (["train", "\x1b[2J"], "spec: expected one line of text"),
-        (["tran"], "unknown command 'tran'; did you mean 'train'? trainyard --help describes all commands"),
-        ([], "name a command: train, plan, "),
-        (["queue", "ad"], "unknown command 'queue ad'; did you mean 'queue add'?"),
-        (["queue", "add", "--prioity", "low"], "queue add: unknown flag --prioity; did you mean --priority?"),
-        (["queue", "hold"], "queue: name the runs, as in trainyard queue hold NAME"),
-        (["completion", "tcsh"], "completion: shell: expected one of bash, zsh, got 'tcsh'"),
-        (["plan", "--lr", "fast"], "run spec: lr: expected a number > 0 and <= 1e+38, got 'fast' (the command line)"),
-        (["plan", "-e", "lerning_rate=1"], "-e lerning_rate: unknown name; did you mean 'lr'?"),
-        (["status", "-e", "lost_limt=1"], "-e lost_limt: unknown name; did you mean 'lost_limit'?"),
-        (["merge", "one", "one"], "merge: runs: name each run once, and give the result another name with run="),
-        (["deploy", "r"], "deploy: deploy_name is missing: set it with --deploy-name NAME"),
-        (["distill", "--teacher", "llama3"], "distill: set --prompts FILE"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ("words", "said"), table("wrong_words"), ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
 def test_a_wrong_word_is_one_line_and_exit_code_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

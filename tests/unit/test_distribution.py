@@ -6,113 +6,22 @@ import re
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from plugins.filter.distribution import distribution_error
 
 TOP = Path(__file__).resolve().parents[2]
-SUPPORTED = {
-    "Debian 12": """PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"
-NAME="Debian GNU/Linux"
-VERSION_ID="12"
-VERSION="12 (bookworm)"
-VERSION_CODENAME=bookworm
-ID=debian
-HOME_URL="https://www.debian.org/"
-""",
-    "Debian 13": """PRETTY_NAME="Debian GNU/Linux 13 (trixie)"
-NAME="Debian GNU/Linux"
-VERSION_ID="13"
-VERSION="13 (trixie)"
-VERSION_CODENAME=trixie
-DEBIAN_VERSION_FULL=13.1
-ID=debian
-HOME_URL="https://www.debian.org/"
-""",
-    "Ubuntu 22.04": """PRETTY_NAME="Ubuntu 22.04.2 LTS"
-NAME="Ubuntu"
-VERSION_ID="22.04"
-VERSION="22.04.2 LTS (Jammy Jellyfish)"
-VERSION_CODENAME=jammy
-ID=ubuntu
-ID_LIKE=debian
-UBUNTU_CODENAME=jammy
-""",
-    "Ubuntu 24.04": """PRETTY_NAME="Ubuntu 24.04.3 LTS"
-NAME="Ubuntu"
-VERSION_ID="24.04"
-VERSION="24.04.3 LTS (Noble Numbat)"
-VERSION_CODENAME=noble
-ID=ubuntu
-ID_LIKE=debian
-UBUNTU_CODENAME=noble
-LOGO=ubuntu-logo
-""",
-    "Linux Mint 21": """NAME="Linux Mint"
-VERSION="21 (Vanessa)"
-ID=linuxmint
-ID_LIKE="ubuntu debian"
-PRETTY_NAME="Linux Mint 21"
-VERSION_ID="21"
-VERSION_CODENAME=vanessa
-UBUNTU_CODENAME=jammy
-""",
-    "Linux Mint 20.1": 'NAME="Linux Mint"\nID=linuxmint\nID_LIKE=ubuntu\nPRETTY_NAME="Linux Mint 20.1"\n',
-    "Pop!_OS 22.04": """NAME="Pop!_OS"
-VERSION="22.04 LTS"
-ID=pop
-ID_LIKE="ubuntu debian"
-PRETTY_NAME="Pop!_OS 22.04 LTS"
-VERSION_ID="22.04"
-UBUNTU_CODENAME=jammy
-LOGO=distributor-logo-pop-os
-""",
-}
-OTHERS = {
-    "Fedora Linux 41 (Forty One)": """NAME="Fedora Linux"
-VERSION="41 (Forty One)"
-RELEASE_TYPE=stable
-ID=fedora
-VERSION_ID=41
-VERSION_CODENAME=""
-PLATFORM_ID="platform:f41"
-PRETTY_NAME="Fedora Linux 41 (Forty One)"
-ANSI_COLOR="0;38;2;60;110;180"
-CPE_NAME="cpe:/o:fedoraproject:fedora:41"
-SUPPORT_END=2025-12-15
-""",
-    "Arch Linux": """NAME="Arch Linux"
-PRETTY_NAME="Arch Linux"
-ID=arch
-BUILD_ID=rolling
-ANSI_COLOR="38;2;23;147;209"
-LOGO=archlinux-logo
-""",
-    "openSUSE Tumbleweed": """NAME="openSUSE Tumbleweed"
-# VERSION="20240115"
-ID="opensuse-tumbleweed"
-ID_LIKE="opensuse suse"
-VERSION_ID="20240115"
-PRETTY_NAME="openSUSE Tumbleweed"
-ANSI_COLOR="0;32"
-""",
-    "openSUSE Leap 15.2": """NAME="openSUSE Leap"
-VERSION="15.2"
-ID="opensuse-leap"
-ID_LIKE="suse opensuse"
-VERSION_ID="15.2"
-PRETTY_NAME="openSUSE Leap 15.2"
-""",
-}
+DISTRIBUTIONS = table("distributions")
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", DISTRIBUTIONS["supported"])
 def test_debian_ubuntu_and_their_derivatives_are_supported(name: str) -> None:
-    assert distribution_error(SUPPORTED[name]) == ""
+    assert distribution_error(DISTRIBUTIONS["supported"][name]) == ""
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS["others"])
 def test_another_distribution_is_refused_by_its_name(name: str) -> None:
-    error = distribution_error(OTHERS[name])
+    error = distribution_error(DISTRIBUTIONS["others"][name])
     assert error.startswith(f"site.yml does not support {name}: ") and "set cluster_managed: false" in error
 
 

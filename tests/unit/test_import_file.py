@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config import parse_mapping
@@ -54,65 +55,14 @@ def imported(folder: Path, *files: dict[str, Any], **how: Any) -> tuple[dict[str
 
 # Tables ------------------------------------------------------------------------------------------------------------------
 
-CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    # axolotl
-    (BASE, {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8}, {"lora_r": 8, "quantize": "nf4"}),
-    (BASE, {"adapter": "qlora", "load_in_4bit": True, "fsdp_config": {"offload_params": True}}, {"quantize": "nf4", "strategy": "fsdp", "fsdp_offload": True}),
-    (BASE, {"adapter": None, "lora_r": 8}, {"lora_r": 0}),
-    (BASE, {"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["q_proj"]}, {"lora_targets": ["all-linear"]}),
-    (BASE, {"adapter": "lora", "lora_target_modules": ["q_proj", "v_proj"]}, {"lora_targets": ["q_proj", "v_proj"]}),
-    (BASE, {"bf16": "auto", "fp16": None, "learning_rate": "2e-5"}, {"precision": "bf16-mixed", "lr": 2e-5}),
-    (BASE, {"bf16": False, "fp16": True}, {"precision": "fp16-mixed"}),
-    (BASE, {"bf16": False, "fp16": False}, {"precision": "32-true"}),
-    (BASE, {"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"batch_size": 2, "gradient_accumulation": 4}),
-    (BASE, {"micro_batch_size": 2, "batch_size": 8}, {"batch_size": 2, "gradient_accumulation": 4}),
-    (BASE, {"gradient_checkpointing": "offload", "optimizer": "adamw_bnb_8bit"}, {"gradient_checkpointing": True, "optimizer": "adamw8bit"}),
-    (BASE, {"saves_per_epoch": 1, "evals_per_epoch": 0}, {"checkpoint_interval": "epoch", "eval_interval": None}),
-    (MINIMAL["transformers"], {"evaluation_strategy": "epoch", "eval_steps": 50}, {"eval_interval": "epoch"}),
-    (BASE, {"train_on_inputs": True, "val_set_size": 0.1}, {"train_on": "all", "eval_split": 0.1}),
-    (BASE, {"fsdp": ["full_shard", "auto_wrap", "offload"]}, {"strategy": "fsdp", "fsdp_shard": "all", "fsdp_offload": True}),
-    (BASE, {"fsdp_version": 2, "fsdp_config": {"fsdp_offload_params": True, "reshard_after_forward": False}}, {"strategy": "fsdp", "fsdp_shard": "gradients", "fsdp_offload": True}),
-    (BASE, {"gradient_checkpointing": False, "fsdp_config": {"activation_checkpointing": True}}, {"gradient_checkpointing": True}),
-    (BASE, {"wandb_project": "p", "output_dir": "./out/x y/"}, {"loggers": ["wandb"], "run": "out-x-y"}),
-    (BASE, {"datasets": [{"path": "a", "type": "alpaca"}, {"path": "b", "name": "en", "split": "train[:5%]"}]}, {"dataset": [{"path": "a"}, {"path": "b", "config": "en", "split": "train[:5%]"}]}),
-    (BASE, {"datasets": [{"path": "b", "field_messages": "chat", "message_property_mappings": {"role": "who", "content": "value"}}]}, {"dataset": [{"path": "b", "columns": {"messages": "chat", "role": "who"}}]}),
-    (BASE, {"datasets": [{"path": "b", "field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}]}, {"dataset": "b"}),
-    (BASE, {"datasets": [{"path": "b", "type": {"field_instruction": "q", "field_output": "a"}}]}, {"dataset": [{"path": "b", "columns": {"instruction": "q", "output": "a"}}]}),
-    (BASE, {"datasets": None, "pretraining_dataset": {"path": "c", "text_column": "body"}}, {"dataset": [{"path": "c", "columns": {"text": "body"}}], "train_on": "all"}),
-    # LLaMA-Factory
-    (FACTORY, {"finetuning_type": "lora"}, {"lora_r": 8, "lora_alpha": 16.0, "lr": 5e-5, "seq_length": 1024, "epochs": 3}),
-    (FACTORY, {"finetuning_type": "full", "lora_rank": 8}, {"lora_r": 0}),
-    (FACTORY, {"lora_rank": 4, "lora_target": "q_proj, v_proj"}, {"lora_r": 4, "lora_alpha": 8.0, "lora_targets": ["q_proj", "v_proj"]}),
-    (FACTORY, {"quantization_bit": 4, "quantization_method": "bnb"}, {"quantize": "nf4"}),
-    (FACTORY, {"stage": "pt"}, {"train_on": "all", "packing": True}),
-    (FACTORY, {"stage": "dpo", "pref_beta": 0.2, "pref_loss": "ipo"}, {"method": "dpo", "preference_beta": 0.2, "preference_loss": "ipo"}),
-    (FACTORY, {"stage": "dpo", "pref_loss": "orpo"}, {"method": "orpo"}),
-    (FACTORY, {"stage": "kto", "kto_chosen_weight": 2, "kto_rejected_weight": 0.5}, {"method": "kto", "kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5}),
-    (BASE, {"rl": "ipo", "rl_beta": 0.3}, {"method": "dpo", "preference_loss": "ipo", "preference_beta": 0.3}),
-    (BASE, {"rl": "orpo", "orpo_alpha": 0.3}, {"method": "orpo", "preference_beta": 0.3}),
-    (BASE, {"rl": "dpo", "datasets": [{"path": "a", "type": "chatml.intel"}]}, {"dataset": [{"path": "a", "columns": {"prompt": "question"}}]}),
-    (BASE, {"rl": "dpo", "datasets": [{"path": "a", "type": {"field_prompt": "q", "field_chosen": "yes", "field_rejected": "no"}}]}, {"dataset": [{"path": "a", "columns": {"prompt": "q", "chosen": "yes", "rejected": "no"}}]}),
-    (BASE, {"rl": "kto", "kto_desirable_weight": 0.2, "datasets": [{"path": "a", "type": "llama3.argilla"}]}, {"kto_desirable_weight": 0.2, "dataset": [{"path": "a", "columns": {"prompt": "instruction"}}]}),
-    (FACTORY, {"ddp_timeout": 180000000, "val_size": 0.1}, {"collective_timeout": 2592000.0, "eval_split": 0.1}),
-    (FACTORY, {"disable_gradient_checkpointing": True, "pure_bf16": True}, {"gradient_checkpointing": False, "precision": "bf16-mixed"}),
-    # TRL and transformers
-    (TRL, {"lora_r": 4, "lora_target_modules": ["q_proj"]}, {"lora_r": 4, "lora_dropout": 0.05, "precision": "bf16-mixed", "lr": 2e-5, "train_on": "all"}),
-    (TRL, {"use_peft": False, "lora_r": 4, "assistant_only_loss": True}, {"lora_r": 0, "train_on": "answer"}),
-    (TRL, {"warmup_ratio": 0.1, "warmup_steps": 0, "lr_scheduler_type": "constant_with_warmup"}, {"warmup": 0.1, "schedule": "constant"}),
-    (TRL, {"datasets": [{"path": "a", "fraction": 0.5}], "dataset_name": None}, {"dataset": [{"path": "a", "weight": 0.5}]}),
-    (MINIMAL["transformers"], {"num_train_epochs": 2, "optim": "adamw_torch"}, {"batch_size": 2, "epochs": 2, "lr": 5e-5, "schedule": "linear", "optimizer": "adamw"}),
-    (MINIMAL["transformers"], {"deepspeed": {"zero_optimization": {"stage": 3}}}, {"strategy": "deepspeed", "deepspeed_stage": 3}),
-    # accelerate and DeepSpeed
-    (MINIMAL["accelerate"], {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, {"strategy": "fsdp", "fsdp_shard": "host"}),
-    (MINIMAL["accelerate"], {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_param_device": "cpu"}}, {"strategy": "deepspeed", "deepspeed_stage": 3, "deepspeed_offload": "all"}),
-    (MINIMAL["accelerate"], {"mixed_precision": "bf16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {"precision": "bf16-mixed", "torch_compile": True}),
-    (MINIMAL["deepspeed"], {"train_batch_size": 16, "bf16": {"enabled": True}}, {"strategy": "deepspeed", "deepspeed_stage": 2, "total_batch_size": 16, "precision": "bf16-mixed"}),
-    (MINIMAL["deepspeed"], {"zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}}, {"deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 200000000}}}),
-]  # fmt: skip
+
+def cases(kind: str) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
+    """Return the smallest file of a tool, the names to add, and what they become."""
+    return [(MINIMAL.get(tool, {}), names, found) for tool, names, found in table("imported_names")[kind]]
 
 
 @pytest.mark.parametrize(
-    ("base", "names", "fields"), CASES, ids=lambda value: ",".join(value) if isinstance(value, dict) else ""
+    ("base", "names", "fields"), cases("fields"), ids=lambda value: ",".join(value) if isinstance(value, dict) else ""
 )
 def test_names_become_fields(
     base: dict[str, Any], names: dict[str, Any], fields: dict[str, Any], tmp_path: Path
@@ -121,30 +71,7 @@ def test_names_become_fields(
     assert {name: values.get(name) for name in fields} == fields
 
 
-@pytest.mark.parametrize(
-    ("base", "names", "comment"),
-    [
-        (BASE, {"tf32": True}, "#   tf32: true: kernels=auto"),
-        (BASE, {"saves_per_epoch": 2}, "Cannot be done:\n#   saves_per_epoch: 2: checkpoint_interval is a number of steps, or epoch"),
-        (BASE, {"lora_modules_to_save": ["lm_head"]}, "Cannot be done:\n#   lora_modules_to_save: [lm_head]: adapters are"),
-        (BASE, {"optimizer": "muon"}, "optimizer: muon: expected one of adamw"),
-        (BASE, {"lora_target_modules": "layers.[0-9]+.q", "adapter": "lora"}, "no regular expressions"),
-        (BASE, {"wandb_entity": None, "val_set_size": ""}, "Not set in the file:\n#   wandb_entity, val_set_size"),
-        (BASE, {"test_value": 7}, "Unknown names:\n#   test_value: 7"),
-        (BASE, {"datasets": [{"path": "b", "typ": "x"}]}, "Unknown names:\n#   datasets[0].typ: x"),
-        (BASE, {"num_epochs": 0.5}, "num_epochs: 0.5: epochs: expected an integer"),
-        (TRL, {"load_in_4bit": True, "lora_r": 8, "deepspeed": {"zero_optimization": {"stage": 3}}}, "every rank holds them (strategy=ddp)"),
-        (BASE, {"adapter": "qlora", "load_in_4bit": True, "fsdp": "full_shard", "torch_compile": True}, "does not compile layers in 4 bits"),
-        (BASE, {"optimizer": "adamw_8bit", "fsdp": "full_shard"}, "optimizer: adamw_8bit: strategy=fsdp does not have it"),
-        (BASE, {"special_tokens": {"pad_token": "<p>", "eos_token": "<e>"}}, "<e>}: the tokenizer of the model is used"),
-        (BASE, {"deepspeed": "nowhere.json"}, "deepspeed: nowhere.json: the file is not here"),
-        (FACTORY, {}, "dataset: mine: no file describes it here"),
-        (FACTORY, {"max_samples": 5}, "max_samples: 5: all samples of a dataset are trained"),
-        (TRL, {"use_dora": True, "trust_remote_code": False}, "use_dora: true: adapters are plain LoRA"),
-        (MINIMAL["deepspeed"], {"zero_optimization": {"offload_param": {"device": "nvme"}}}, "zero_optimization.offload_param.device: nvme: strategy=deepspeed does"),
-        (MINIMAL["deepspeed"], {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": "auto"}}, "optimizer.type: AdamW: a run has this value"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("base", "names", "comment"), cases("comments"))
 def test_what_sets_no_field_is_a_comment(
     base: dict[str, Any], names: dict[str, Any], comment: str, tmp_path: Path
 ) -> None:
@@ -152,20 +79,7 @@ def test_what_sets_no_field_is_a_comment(
     assert comment in text or comment in text.replace("\n#     ", " "), text
 
 
-@pytest.mark.parametrize(
-    ("base", "names", "said"),
-    [
-        (BASE, {"rl": "simpo"}, "asks for what trainyard lacks: reinforcement learning, or this training on preferences (rl: simpo)"),
-        (BASE, {"processor_type": "AutoProcessor"}, "images, video or sound (processor_type: AutoProcessor)"),
-        (BASE, {"adapter": "llama-adapter"}, "of other adapters (adapter: llama-adapter)"),
-        (BASE, {"datasets": [{"path": "a", "type": "bradley_terry.x"}]}, "rewards of answers or of steps (datasets[0].type: bradley_terry.x)"),
-        (FACTORY, {"stage": "ppo"}, "training on preferences or rewards (stage: ppo)"),
-        (FACTORY, {"stage": "dpo", "pref_loss": "simpo"}, "training on preferences or rewards (pref_loss: simpo)"),
-        (FACTORY, {"finetuning_type": "oft"}, "finetuning_type: oft"),
-        (FACTORY, {"packing": True, "neat_packing": False}, "packing: true and neat_packing: false set packing to different values: rem"),
-        ({"x": 1}, {}, "has no name of DeepSpeed, accelerate, transformers, TRL, axolotl"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("base", "names", "said"), cases("refused"))
 def test_what_cannot_be_imported_is_one_line(
     base: dict[str, Any], names: dict[str, Any], said: str, tmp_path: Path
 ) -> None:

@@ -23,84 +23,17 @@ from ansible.parsing.dataloader import DataLoader
 from ansible.plugins.loader import filter_loader, init_plugin_loader, lookup_loader
 from ansible.template import Templar, trust_as_template
 from hostile import HOSTILE_STRINGS
+from tables import table
 
 from trainyard.provision.config_syntax import config_line, config_string, config_word, exports_path, systemd_quote
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = sorted(ROOT.glob("roles/*/templates/*"))
-INJECTIONS = [
-    "a\nExecStartPre=/bin/evil",
-    "a\r\n[Service]\rUser=root",
-    'a" "LD_PRELOAD=/tmp/evil.so',
-    'a"\nExecStart=',
-    "a\\",
-    "a\\\n",
-    'a\\"',
-    "$HOME ${HOME} %h %n %%",
-    "a\n/ *(rw,no_root_squash)",
-    "10.0.0.1(rw) *",
-    "a\nallow all",
-    "a iburst\nserver evil",
-    "a\nProxyCommand evil",
-    "a *",
-    "a {\n}\n/etc/shadow {",
-    "a\nprerotate\nevil\nendscript",
-    "a # b",
-    "a; b",
-    "a\x85b\u2028c",
-    "tab\there",
-    "",
-    " ",
-]
+INJECTIONS = table("template_injections")
 ODD = [text for text in HOSTILE_STRINGS if len(text) < 600]
 
-# The result of the module queue_info.
-QUEUE_INFO: dict[str, Any] = {
-    "hostname": "node1",
-    "cpus": 8,
-    "memory_mib": 32000,
-    "gpus": [{"name": "NVIDIA GeForce RTX 3090", "memory_mib": 24576, "uuid": "GPU-1", "device": "/dev/nvidia0"}],
-    "version": "22.05.8-4+deb12u3",
-    "missing": [],
-    "recorded": [],
-    "foreign": False,
-}
-# Variables that an inventory and earlier tasks add to the defaults of the roles. No host uses port 22, which some
-# templates omit.
-INVENTORY: dict[str, Any] = {
-    "inventory_hostname": "node1",
-    "groups": {"cluster": ["node1", "node2"], "head": ["node1"], "workers": ["node2"]},
-    "hostvars": {
-        "node1": {
-            "ansible_host": "10.0.0.1",
-            "ansible_port": 2221,
-            "ansible_user": "ubuntu",
-            "cluster_data_dir": "/srv/trainyard",
-            "__queue_info": QUEUE_INFO,
-        },
-        "node2": {
-            "ansible_host": "10.0.0.2",
-            "ansible_port": 2222,
-            "ansible_user": "ubuntu",
-            "_ssh_copies": ["/srv/data sets"],
-            "__queue_info": QUEUE_INFO | {"hostname": "node2", "gpus": []},
-        },
-    },
-    "ansible_host": "10.0.0.1",
-    "ansible_user": "ubuntu",
-    "ollama_version": "0.12.11",
-    "ollama_sha256": "0" * 64,
-    "ollama_environment": {"OLLAMA_KEEP_ALIVE": "5m"},
-    "ssh_peer_keys": True,
-    "system_ntp_servers": ["ntp.example.org"],
-    "nfs_checkpoints": True,
-    "nfs_share": {"export": "/srv/data sets", "mount": "/mnt/data", "write": True},
-    "__cluster_login": {"stdout_lines": ["ubuntu", "users", "/home/ubuntu", "1000"]},
-    "__nfs_ids": {"results": [{"stdout": "1000"}, {"stdout": "1000"}]},
-    "__queue_digest": "0" * 64,
-    "__ollama_machine": {"stdout": "x86_64"},
-    "__python_wheels": {"files": [{"path": "/wheels/torch-2.13.0-cp311-none-any.whl", "checksum": "0" * 64}]},
-}
+# What an inventory and earlier tasks add to the defaults of the roles.
+INVENTORY: dict[str, Any] = table("template_variables")
 # Templates that another host of the inventory renders, in addition to the first.
 OTHER_HOSTS = {"chrony.conf.j2": "node2"}
 

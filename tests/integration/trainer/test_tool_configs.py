@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from trainer_runs import ACCELERATED_LOOP, TOP, free_port
 
 from trainer.__main__ import main
@@ -229,38 +230,7 @@ def test_the_launcher_trains(capsys: Any, tmp_path: Path, model_folder: Path, da
     assert json.loads((tmp_path / "runs/r/result.json").read_text())["step"] == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["slurm", "--env=1=2"], "--env: expected NAME=VALUE in one line"),
-        (["slurm", "--env=A=b\nexit"], "--env: expected NAME=VALUE in one line"),
-        (["slurm", "--partition=a b"], "--partition: expected names"),
-        (["slurm", "--time=now"], "--time: expected minutes"),
-        (["slurm", "--slurm-account=a b"], "--account: expected the name of an account"),
-        (["slurm", "--gres=gpu:1 --uid=0"], "--gres: expected NAME:NUMBER"),
-        (["slurm", "--cpus=0"], "--cpus: expected a number of cores"),
-        (["slurm", "--mem=all"], "--mem: expected megabytes"),
-        (["horovod"], "config: expected one of deepspeed, fsdp, accelerate, slurm, launcher, got horovod"),
-        (["deepspeed", "--hosts=3", "--total-batch-size=16"], "are not a multiple of batch_size 4 x 3 processes"),
-        (
-            ["accelerate", "--strategy=pipeline"],
-            "accelerate has no strategy pipeline: set strategy=ddp, fsdp or deepspeed",
-        ),
-        (
-            ["accelerate", "--strategy=fsdp", "--fsdp-shard=host", "--hosts=2"],
-            "fsdp_shard=host requires the same number of processes on every host, at least 2",
-        ),
-        (["fsdp", "--fsdp-shard=host"], "use config accelerate with strategy=fsdp, or set fsdp_shard=all"),
-        (["fsdp", "--sharding-strategy=NO_SHARD"], "the run has strategy=ddp: set strategy=fsdp, or omit strategy"),
-        (["accelerate", "--env=NCCL_DEBUG=INFO"], "--env: a file of accelerate has no environment variables"),
-        (["fsdp", "--node_rank=1"], "--node_rank: it is an option of config launcher, got config fsdp: remove it"),
-        (["launcher", "--master-port=x"], "--master_port: expected an integer from 0 to 65535"),
-        (["slurm", "--prologue=a\nb"], "--prologue: expected one line of commands"),
-        (["deepspeed", "--output=/none/o.json"], "--output: cannot write '/none/o.json': No such file"),
-        (["deepspeed", "--mem=3G"], "--mem: it is an option of config slurm, got config deepspeed: remove it"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize(("words", "why"), table("wrong_tool_configs"), ids=" ".join)
 def test_what_a_file_cannot_say_is_refused_in_one_line(words: list[str], why: str, capsys: Any) -> None:
     assert main(["config", *words]) == 2
     captured = capsys.readouterr()

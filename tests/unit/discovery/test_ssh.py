@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fake_ollama import Server, serve
 from netlab import daemon
+from tables import table
 
 from trainyard.discovery.ollama_replies import Server as Seen
 from trainyard.discovery.scan_result import Machine
@@ -81,34 +82,7 @@ def machine(*host_keys: str, port: int = 22) -> Machine:
     return Machine(local=False, ssh_port=port, host_keys=host_keys, servers=(seen,))
 
 
-@pytest.mark.parametrize(
-    ("line", "port", "ready", "reason"),
-    [
-        ("", 22, False, "has not been accepted"),
-        ("10.0.0.5 {0}", 22, True, "is known"),
-        ("10.0.0.5 {1}", 22, False, "is not the one in known_hosts"),
-        ("10.0.0.5 {1}\n10.0.0.5 {0}", 22, True, "is known"),
-        ("[10.0.0.5]:2222 {0}", 2222, True, "is known"),
-        ("[10.0.0.5]:2222 {0}", 22, False, "has not been accepted"),
-        ("10.0.0.5 {0}", 2222, True, "is known"),
-        ("10.0.0.5 {1}", 2222, False, "has not been accepted"),
-        ("node1 {0}", 22, True, "is known"),
-        ("@revoked * {0}\n10.0.0.5 {0}", 22, False, "is revoked"),
-        ("10.0.0.* {0}", 22, True, "is known"),
-        (
-            "|1|MDEyMzQ1Njc4OWFiY2RlZmdoaWo=|tqOTpNs0t5h9UUelNIhycuqnx9A= {0}",
-            22,
-            True,
-            "is known",
-        ),  # as ssh writes it with HashKnownHosts
-        (
-            "|1|MDEyMzQ1Njc4OWFiY2RlZmdoaWo=|g8PrFxbGo//yuJx5qOSSpuM+9uk= {0}",
-            22,
-            False,
-            "has not been accepted",
-        ),  # of 10.0.0.6
-    ],
-)
+@pytest.mark.parametrize(("line", "port", "ready", "reason"), table("known_hosts_trust"))
 def test_check_trust(tmp_path, keys, line, port, ready, reason):
     file = tmp_path / "known_hosts"
     file.write_text(line.format(*keys) + "\n")

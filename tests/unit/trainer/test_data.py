@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 from trainer_runs import TOP, write_jsonl
 
 from trainer.common.errors import UserError
@@ -41,44 +42,9 @@ def test_every_form(row: dict[str, Any], sample: Sample, tmp_path: Path) -> None
     assert read_samples(write_jsonl(tmp_path / "d.jsonl", [row])) == [sample]
 
 
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-
-
-@pytest.mark.parametrize(
-    ("row", "messages"),
-    [
-        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, (USER, ASSISTANT)),
-        ({"conversations": [USER, {"role": "model", "value": "A"}]}, (USER, ASSISTANT)),
-        ({"conversations": [USER, ASSISTANT], "system": "S"}, ({"role": "system", "content": "S"}, USER, ASSISTANT)),
-        ({"instruction": "Q", "output": "A", "system": ""}, (USER, ASSISTANT)),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, "!"]}]},
-            ({**USER, "content": "Q!"},),
-        ),
-        ({"messages": json.dumps([USER, ASSISTANT])}, (USER, ASSISTANT)),
-        ({"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, (USER, ASSISTANT)),
-        ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, (USER, CALLING)),
-        (
-            {
-                "messages": [
-                    {**CALLING, "tool_calls": [{"id": "7", "function": {"name": "f", "arguments": '{"a": 1}'}}]}
-                ]
-            },
-            ({**CALLING, "tool_calls": [{"id": "7", **CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}]},),
-        ),
-        (
-            {"conversations": [{"from": "function_call", "value": json.dumps(CALL["function"])}]},
-            (CALLING,),
-        ),
-        (
-            {"conversations": [{"from": "observation", "value": "3"}, {"role": "tool", "name": "f", "content": "3"}]},
-            ({"role": "tool", "content": "3"}, {"role": "tool", "content": "3", "name": "f"}),
-        ),
-    ],
-)
-def test_every_form_of_a_chat(row: dict[str, Any], messages: tuple[Any, ...]) -> None:
-    assert to_sample(row).messages == messages
+@pytest.mark.parametrize(("row", "messages"), table("chat_forms"))
+def test_every_form_of_a_chat(row: dict[str, Any], messages: list[Any]) -> None:
+    assert to_sample(row).messages == tuple(messages)
 
 
 def test_columns_map_the_names_of_a_shape() -> None:
@@ -98,46 +64,10 @@ def test_columns_map_the_names_of_a_shape() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"{", "not JSON"),
-        (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
+        *((line.encode(), why) for line, why in table("invalid_lines")),
         (b'{"text": "\xff"}', "not JSON: not UTF-8 text"),
-        (b'{"text": "\\ud83d"}', "'text' has a lone surrogate at character 0"),
-        (b'{"messages": [{"role": "user", "content": "a\\udc00"}]}', "message 0 of 'messages' has a lone surrogate"),
         (b"[" * 200_000, "not JSON: nested too deeply"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
-        (b"[]", "is a list, expected an object with messages; conversations"),
-        (b"{}", "has the keys (none); expected messages"),
-        (b'{"instruction": "a", "output": null}', "'output' is NoneType, expected a string"),
-        (b'{"instruction": "a", "input": 7, "output": "b"}', "'input' is int, expected a string"),
-        (b'{"messages": []}', "'messages' must be a non-empty list of messages"),
-        (b'{"messages": ["hi"]}', "message 0 of 'messages' must have role and content"),
-        (b'{"messages": [{"role": "user", "content": 7}]}', "its content is int, expected a string"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "has a part without text"),
-        (
-            b'{"messages": [{"role": "user", "content": "Q", "tool_calls": "no"}]}',
-            "message 0 of 'messages' must be a list",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": "Q", "tool_calls": [7]}]}',
-            "a list of objects with function: name and",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": "Q", "tool_calls": [{"name": "\\udc00"}]}]}',
-            "has a lone surrogate",
-        ),
-        (b'{"messages": [{"role": "user", "content": "Q"}], "tools": 7}', "'tools' must be a list of objects"),
-        (
-            b'{"messages": [{"role": "user", "content": "Q"}], "tools": [{"x": "\\udc00"}]}',
-            "'tools' has a lone surrogate",
-        ),
-        (b'{"messages": [{"role": "user", "content": null}]}', "message 0 of 'messages' must have role and content"),
-        (
-            b'{"messages": [{"role": "bot", "content": "a"}]}',
-            "has role 'bot', expected one of system, user, assistant, tool",
-        ),
-        (b'{"messages": [{"role": [], "content": "a"}]}', "has role [], expected one of system"),
-        (b'{"prompt": [], "completion": []}', "'prompt' must be a non-empty list of messages"),
-        (b'{"prompt": "a", "completion": ["b"]}', "'completion' is list, expected a string"),
     ],
 )
 def test_an_invalid_line_is_reported_by_number(line: bytes, why: str, tmp_path: Path) -> None:

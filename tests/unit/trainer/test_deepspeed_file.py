@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.spec import make_spec, read_spec
@@ -49,18 +50,7 @@ def test_options_of_the_file_reach_deepspeed(own: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, but the run has 3: set deepspeed_stage"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb', but the run has 'AdamW': set optimizer"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled is True, but the run has False: set precision"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}, "set deepspeed_offload"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected an integer >= 1, got 0"),
-        ({"scheduler": {"params": {"warmup_num_steps": 5}}}, "warmup_num_steps is 5, but the run has 0.0: set warmup"),
-        ({"tensorboard": {"enabled": True, "output_path": "/etc"}}, "tensorboard.enabled is not supported: remove it"),
-        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "expected an integer >= 0, got 0.5"),
-        ({"zero_optimization": {"overlap_comm": 1}}, "expected true or false, got 1"),
-        ({"a": {"b": {"c": {"d": {"e": {"f": 1}}}}}}, "the mappings are too deep"),
-    ],
+    table("deepspeed_options")["differ"],
     ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:40],
 )
 def test_options_that_differ_from_the_spec_are_refused_by_name(options: dict[str, Any], why: str) -> None:
@@ -72,61 +62,9 @@ def test_options_that_differ_from_the_spec_are_refused_by_name(options: dict[str
     assert why in str(caught.value) and "\n" not in str(caught.value)
 
 
-# https://huggingface.co/docs/transformers/deepspeed, ZeRO-3
-TRANSFORMERS: dict[str, Any] = {
-    "fp16": {
-        "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("options", "fields"),
-    [
-        (TRANSFORMERS, {"deepspeed_stage": 3, "deepspeed_offload": "all", "schedule": "constant", "precision": "32-true"}),
-        ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 64}, {"batch_size": 2, "rows_per_step": 64}),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, {"rows_per_step": 2 * 4 * 3}),
-        ({"gradient_clipping": 0.5, "bf16": {"enabled": True}}, {"max_grad_norm": 0.5, "precision": "bf16-mixed"}),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-5, "weight_decay": 0.1}}}, {"lr": 1e-5, "weight_decay": 0.1}),
-        ({"communication_data_type": "bfp16"}, {"comm_dtype": "bf16"}),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, {"precision": "fp16-mixed"}),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"deepspeed_offload": "optimizer"}),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {
-                "warmup_num_steps": 10, "total_num_steps": 90, "warmup_max_lr": 0.001, "warmup_min_lr": 0,
-            }}},
-            {"schedule": "linear", "warmup": 10, "max_steps": 90, "lr": 0.001},
-        ),
-    ],
-    ids=lambda value: json.dumps(value)[:40],
-)  # fmt: skip
+    ("options", "fields"), table("deepspeed_options")["fields"], ids=lambda value: json.dumps(value)[:40]
+)
 def test_the_file_sets_the_fields_that_the_spec_does_not(
     options: dict[str, Any], fields: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config.json_schema import matches, schema_error
@@ -207,34 +208,7 @@ def test_a_file_and_built_in_rewards(make: Callable[..., RewardProcess]) -> None
     np.testing.assert_array_equal(process(ROLLOUTS), parts)
 
 
-NETWORK = "it opens a network connection, and rewards have no network"
-REFUSED = {
-    "loop": ("while True: pass", "mine.py: reward_bad: it takes more than 1 s"),
-    "sleep": ("import time; time.sleep(60)", "mine.py: reward_bad: it takes more than 1 s"),
-    "child": (
-        "import os, time; os.fork() and os._exit(0); time.sleep(60)",
-        "mine.py: reward_bad: it takes more than 1 s",
-    ),
-    "network": ("import socket; socket.socket()", f"mine.py: reward_bad: {NETWORK}"),
-    "hidden network": (
-        "import urllib.request\n try: urllib.request.urlopen('http://127.0.0.1:9')\n except Exception: pass\n return [0, 0]",
-        NETWORK,
-    ),
-    "child with network": (
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import socket; socket.socket()'], check=True)",
-        "CalledProcessError",
-    ),
-    "local socket": ("import socket; socket.socket(socket.AF_UNIX)", "line 3: PermissionError"),
-    "failure": ("return [1 / 0]", "mine.py: reward_bad line 3: ZeroDivisionError: division by zero"),
-    "exit": ("raise SystemExit(3)", "reward_bad line 3: SystemExit: 3"),
-    "end": ("import os; os._exit(5)", "mine.py: reward_bad: its process ended with exit code 5"),
-    "memory": ("x = bytearray(8 << 30); return [1, 2]", "mine.py: reward_bad: it takes more than 4096 MiB of memory"),
-    "few": ("return [1]", "mine.py: reward_bad returned 1 rewards for 2 completions: return one per completion"),
-    "nan": ("return [1, float('nan')]", "mine.py: reward_bad returned nan: return finite numbers"),
-    "text": ("return [1, '2']", "mine.py: reward_bad returned '2': return finite numbers"),
-    "none": ("return None", "mine.py: reward_bad returned a NoneType: return a list"),
-    "dict": ("return {0: 1, 1: 2}", "mine.py: reward_bad returned a dict: return a list"),
-}
+REFUSED = table("bad_rewards")
 
 
 @pytest.mark.parametrize("name", REFUSED)
