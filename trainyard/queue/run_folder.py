@@ -50,7 +50,9 @@ class QueuedStart:
 
     def as_json(self) -> bytes:
         """Return the contents of `session.json`."""
-        hosts = [asdict(host) | {"env": dict(host.env)} for host in self.hosts]
+        # The service logs in with its own key: a password of the controller stays there.
+        bare = [replace(host, login=replace(host.login, password="")) for host in self.hosts]
+        hosts = [asdict(host) | {"env": dict(host.env)} for host in bare]
         state = {"prepared": plain(self.prepared)}
         options = self.options.model_dump(mode="json")
         content = {"hosts": hosts, "options": options, "state": state, "continues": self.continues}
