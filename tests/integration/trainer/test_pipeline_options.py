@@ -78,7 +78,7 @@ def test_the_adapter_is_merged_into_the_files_of_the_model(
 
     (model / "model.safetensors").rename(model / "model-1.safetensors")
     weights = ", ".join(f'"{name}": "lost.safetensors"' for name in found)
-    (model / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{weights}}}}}')
-    with pytest.raises(UserError, match=r"^merge: this host lacks weight files of .*: copy them to the first host"):
+    (model / "model.safetensors.index.json").write_text(f'{{"metadata": {{}}, "weight_map": {{{weights}}}}}')
+    with pytest.raises(UserError, match=r"^model: cannot load .*lost.safetensors"):
         export.merge_adapter(spec, cluster.run_dir())
     assert len(list((cluster.run_dir() / "merged").glob("*.safetensors"))) == len(parts), "the earlier result remains"
