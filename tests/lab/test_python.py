@@ -127,7 +127,7 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
     assert len(digests) == 1
     # The wheel server has stopped, and the second host keeps no wheels.
     assert "inactive" in cluster.lab.inside(one, "systemctl is-active trainyard-wheels || :")
-    assert cluster.lab.inside(two, f"find {DATA}/python -name '*.whl' ! -name 'trainyard-*'") == ""
+    assert cluster.lab.inside(two, f"find {DATA}/python -name '*.whl' ! -name 'trainyard_cluster-*'") == ""
 
     again = cluster.play()
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
