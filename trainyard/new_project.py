@@ -32,11 +32,8 @@ _FIRST = (
 def make_project(folder: Path, check: bool) -> dict[str, Any]:
     """Write what is missing in the folder of a project. Files that exist stay as they are.
 
-    Returns:
-        The names of the files `written` and those `kept` although they differ.
-
-    Raises:
-        UserError: the folder is a checkout, or cannot be written.
+    Returns the names of the files `written` and those `kept` although they differ. Raises UserError: the folder is a
+    checkout, or cannot be written.
     """
     folder, package = folder.absolute(), shared_folder()
     if is_checkout(folder):

@@ -26,11 +26,7 @@ class PlaybookOptions(BaseModel):
     def from_variables(cls, values: Mapping[str, Any], playbook: str) -> Self:
         """Build the options from the values of ``-e`` that are named like one.
 
-        Args:
-            playbook: its name, for the message.
-
-        Raises:
-            UserError: a value is invalid.
+        `playbook`: its name, for the message. Raises UserError: a value is invalid.
         """
         given = {name: value for name, value in values.items() if name in cls.model_fields}
         try:

@@ -62,10 +62,8 @@ def peer_keys(
 ) -> dict[str, list[str]]:
     """Return the authorized_keys lines of the hosts that reported their keys in this play, and of the controller.
 
-    The key of a peer is valid from cluster addresses only, and permits no forwarding: man sshd, AUTHORIZED_KEYS FILE FORMAT.
-
-    Args:
-        command: the only command that the key of a peer runs. "" permits a shell; with None no host has a line.
+    The key of a peer is valid from cluster addresses only, and permits no forwarding: man sshd, AUTHORIZED_KEYS FILE
+    FORMAT. `command`: the only command that the key of a peer runs. "" permits a shell; with None no host has a line.
     """
     addresses = ",".join(dict.fromkeys(cluster_addresses(hostvars, hosts).values()))
     limits = f'from="{addresses}",no-agent-forwarding,no-port-forwarding,no-X11-forwarding'
@@ -93,10 +91,8 @@ _CREATED = "# trainyard made this file"
 def host_block(text: str, lines: dict[str, list[str]], members: list[str], keep_prefix: str = "") -> str:
     """Return the block of a file with lines for hosts, in the order of `members`; empty without a line.
 
-    Hosts without new lines, such as those that the play leaves out, keep those of their current ones that start with `keep_prefix`.
-
-    Args:
-        text: the file; empty if it does not exist, or is to be created.
+    Hosts without new lines, such as those that the play leaves out, keep those of their current ones that start with
+    `keep_prefix`. `text`: the file; empty if it does not exist, or is to be created.
     """
     current: dict[str, list[str]] = {}
     for line in text.splitlines():

@@ -71,11 +71,9 @@ class _Lines(Output):
 class Cluster:
     """The hosts of an inventory.
 
-    Every method that names options takes those of its command as keywords: fields of the run spec, launch options, and the
-    command's own, see docs/api.md. A mistake, and a failure, is a TrainyardError.
-
-    Attributes:
-        queue: the queue of the cluster.
+    Every method that names options takes those of its command as keywords: fields of the run spec, launch options, and
+    the command's own, see docs/api.md. A mistake, and a failure, is a TrainyardError. `queue`: the queue of the
+    cluster.
     """
 
     def __init__(
@@ -86,16 +84,13 @@ class Cluster:
         variables: Mapping[str, Any] | None = None,
         report: Report = _LOGGER.info,
     ) -> None:
-        """Read an inventory. No host is contacted.
+        """Read an inventory. No host is contacted. Raises InventoryError: the inventory cannot be read.
 
         Args:
             inventory: file, folder or host list, or several; empty for that of ansible.cfg.
             limit: the hosts that are used, as `--limit` takes it; empty for all of the group `cluster`.
             variables: further variables of all hosts, as `-e` sets them.
             report: receives the lines that the program prints while it works.
-
-        Raises:
-            InventoryError: the inventory cannot be read.
         """
         require_utf8()
         set_locale()
@@ -209,9 +204,7 @@ class Cluster:
     def train(self, **options: Any) -> Run:
         """Start a run and return when its ranks have started; options of the command `train`.
 
-        Raises:
-            UserError, InventoryError: a mistake, before a rank starts.
-            RunError, RemoteError: the run cannot start.
+        Raises UserError, InventoryError: a mistake, before a rank starts; RunError, RemoteError: the run cannot start.
         """
         log = EventLog()
         call = self.call("train", options, log.line)
@@ -244,10 +237,7 @@ class Cluster:
     def students(self, answers: Answers, *, model: str | Sequence[str], count: int = 1, **options: Any) -> list[Run]:
         """Train `count` students of each model on the answers, and return when they have finished.
 
-        Options of the command `distill`, such as `student_data`.
-
-        Raises:
-            RunError: a student failed.
+        Options of the command `distill`, such as `student_data`. Raises RunError: a student failed.
         """
         given = {**answers.asked, "students": count, **options, "model": model}
         found = self.command("distill", **given)

@@ -40,11 +40,8 @@ class EventLog:
 class Run:
     """A run on the hosts. It continues when the program ends.
 
-    A thread of this process follows a run that `Cluster.train` has started, and restarts it as the launch options say. Another
-    one is followed by `follow` or `wait`.
-
-    Attributes:
-        name: of the run.
+    A thread of this process follows a run that `Cluster.train` has started, and restarts it as the launch options say.
+    Another one is followed by `follow` or `wait`. `name`: of the run.
     """
 
     def __init__(

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 def run_command(
     command: Command, arguments: Arguments, top: Path, output: Output, inventory: Inventory | None = None
 ) -> dict[str, Any] | None:
-    """Run a command, and return its result.
-
-    Args:
-        top: the project's folder.
+    """Run a command, and return its result. `top`: the project's folder.
 
     Raises:
         UserError: a mistake of the user.

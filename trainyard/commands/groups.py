@@ -16,12 +16,7 @@ from trainyard.run.launch_options import REMOVED as REMOVED_OPTIONS
 
 
 class Group:
-    """The flags of one class of options.
-
-    Attributes:
-        title: heading of the group in `--help`.
-        fields: the options by name.
-    """
+    """The flags of one class of options. `title`: heading of the group in `--help`. `fields`: the options by name."""
 
     def __init__(self, title: str, fields: Mapping[str, FieldInfo], removed: Collection[str] = ()) -> None:
         """Take the options of a class that declares them with `declare`, and names that it declared once."""

@@ -13,11 +13,7 @@ INTERVAL = 1.0  # s between two checks
 
 
 class EvaluationWatch(PageWatch):
-    """Reads the results while a page shows them.
-
-    Attributes:
-        found: results of `trainyard evaluate` by name, the newest first.
-    """
+    """Reads the results while a page shows them. `found`: results of `trainyard evaluate` by name, the newest first."""
 
     def __init__(self, cluster: ClusterView, project: Project) -> None:
         super().__init__(INTERVAL)

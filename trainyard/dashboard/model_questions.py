@@ -61,12 +61,8 @@ class ModelQuestions:
         """Ask a model on the host that has it loaded and has the fewest questions; return the lines of the reply, each a JSON object.
 
         They have `host`, then `text`, then `end` or `error`. When the reader goes away, the request to the server ends.
-
-        Args:
-            permitted: returns whether the session has not ended.
-
-        Raises:
-            RefusedError: no host has the model, or a limit is exceeded.
+        `permitted`: returns whether the session has not ended. Raises RefusedError: no host has the model, or a limit
+        is exceeded.
         """
         hosts = self.models().get(model)
         if not hosts:

@@ -38,12 +38,8 @@ class Project:
     ) -> RunSession:
         """Return a session that starts a run again as it was started, or resumes it.
 
-        Args:
-            hosts: those of the dashboard.
-            options: the launch options of the inventory.
-
-        Raises:
-            UserError: it is not known how the run was started, or a host of it is not among the hosts.
+        `hosts`: those of the dashboard. `options`: the launch options of the inventory. Raises UserError: it is not
+        known how the run was started, or a host of it is not among the hosts.
         """
         record = read_start(self.home, run)
         known = {host.name: host for host in hosts}

@@ -70,11 +70,7 @@ class QueueWatch(PageWatch):
     """
 
     def __init__(self, cluster: ClusterView, streams: Mapping[str, Asks], find_queue: Callable[[], str]) -> None:
-        """Find the queue host.
-
-        Args:
-            find_queue: returns its name; raises UserError where there is no queue.
-        """
+        """Find the queue host. `find_queue`: returns its name; raises UserError where there is no queue."""
         super().__init__(PAUSE)
         self._cluster, self._streams = cluster, streams
         self.host = self.missing = self.error = ""

@@ -69,12 +69,7 @@ def read_token(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the server listens.
-
-    Attributes:
-        address: IP address.
-        tls: whether it uses TLS.
-    """
+    """Where the server listens. `address`: IP address. `tls`: whether it uses TLS."""
 
     address: str
     port: int
@@ -101,11 +96,7 @@ class SessionAuth:
     """The sessions of one start of the server. A browser begins one with a URL that has the token."""
 
     def __init__(self, site: Site, token: str, token_file: str = "") -> None:
-        """Begin without sessions.
-
-        Args:
-            token_file: where the token is, for messages.
-        """
+        """Begin without sessions. `token_file`: where the token is, for messages."""
         self.site, self.token, self._file = site, token, token_file
         # Cookies do not distinguish ports. With the prefix __Host-, a browser takes the cookie only over TLS.
         self.cookie = f"{'__Host-' if site.tls else ''}trainyard_{site.port}"

@@ -34,9 +34,7 @@ class HostStream:
     def __init__(self, host: Host, transport: Transport, receive: Receive, lost: Callable[[str, str], None]) -> None:
         """Prepare for a host.
 
-        Args:
-            receive: gets every valid line.
-            lost: gets the host's name and why it does not answer.
+        `receive`: gets every valid line. `lost`: gets the host's name and why it does not answer.
         """
         self.host, self.transport = host, transport
         self._receive, self._lost = receive, lost
@@ -153,10 +151,8 @@ class HostStream:
 def _parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
     """Return the kind of a line and its checked content; None for what login scripts print.
 
-    A line of a known kind that is not valid becomes a line of the kind `invalid` with its `error`.
-
-    Raises:
-        RemoteError, ReplyError: it is not a line of a sampler.
+    A line of a known kind that is not valid becomes a line of the kind `invalid` with its `error`. Raises RemoteError,
+    ReplyError: it is not a line of a sampler.
     """
     if not line.startswith(b"{"):
         return None

@@ -72,9 +72,7 @@ class Pages:
     ) -> None:
         """Take the data of the pages.
 
-        Args:
-            csrf: the token of every form.
-            can_start: returns whether it is known how a run was started.
+        `csrf`: the token of every form. `can_start`: returns whether it is known how a run was started.
         """
         self.cluster, self.queue, self.evaluations, self._can_start = cluster, queue, evaluations, can_start
         self.new_runs: NewRuns | None = None  # None where no run can be started

@@ -11,14 +11,11 @@ from trainyard.discovery.settings import Settings
 
 
 def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> Report:
-    """Find the machines that run Ollama.
+    """Find the machines that run Ollama. Raises SettingsError: the settings are invalid; the message is one line.
 
     Args:
         settings: addresses, ports and timeouts.
         ssh_ports: address -> SSH port of machines that do not use `settings.ssh_port`.
-
-    Raises:
-        SettingsError: the settings are invalid; the message is one line.
     """
     start = time.perf_counter()
     here = networks.attached()

@@ -42,15 +42,12 @@ class Findings:
 
 
 async def scan(targets: Sequence[Target], settings: Settings, ssh_ports: dict[str, int]) -> Findings:
-    """Scan every target, and with `passes` 2 the silent targets again.
+    """Scan every target, and with `passes` 2 the silent targets again. Returns the findings, sorted by address.
 
     Args:
         targets: the addresses and ports.
         settings: timeouts, passes, concurrency, verify.
         ssh_ports: address -> SSH port, if it is not `settings.ssh_port`.
-
-    Returns:
-        The findings, sorted by address.
     """
     scanner = _Scanner(settings, ssh_ports)
     silent = await scanner.sweep(targets, settings.connect_timeout, scanner.at_once)
@@ -134,16 +131,14 @@ async def ask(
 ) -> Answer:
     """Return version, models and loaded models of an Ollama server, which are requested at the same time.
 
-    A server without /api/ps (before 0.1.33) has no loaded models.
+    A server without /api/ps (before 0.1.33) has no loaded models. Raises OllamaError: the reply of /api/version or
+    /api/tags is not from Ollama. The message contains no text from the network.
 
     Args:
         target: the server.
         timeout: seconds for each reply, to its last byte.
         threads: run the requests.
         identify: called as soon as the reply of /api/version is from Ollama, while the other replies are read.
-
-    Raises:
-        OllamaError: the reply of /api/version or /api/tags is not from Ollama. The message contains no text from the network.
     """
     client = OllamaClient(target.url, connect_timeout=timeout, idle_timeout=timeout, deadline=timeout)
 

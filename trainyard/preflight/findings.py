@@ -77,12 +77,8 @@ class Report:
     def output(self, json_to: str) -> list[str]:
         """Return the lines to print.
 
-        Args:
-            json_to: empty for the table; "true" for the report as one line of JSON; else a file to which the report is
-                written as JSON, beside the table.
-
-        Raises:
-            OSError: the file cannot be written.
+        `json_to`: empty for the table; "true" for the report as one line of JSON; else a file to which the report is
+        written as JSON, beside the table. Raises OSError: the file cannot be written.
         """
         if json_to.lower() in ("true", "yes"):
             return [json.dumps(self.as_dict())]

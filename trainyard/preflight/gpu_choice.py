@@ -21,11 +21,9 @@ class _UnusableError(Exception):
 def assign_gpus(states: Sequence[HostState]) -> list[Finding]:
     """Set `gpus` of every host, and return a finding for each host that lacks GPUs for the run.
 
-    A host with `cluster_processes` takes that number of free GPUs of its pool, otherwise all of the pool. Hosts of the inventory
-    that are one machine divide its GPUs, and share one where it has fewer GPUs than hosts. A run that is running keeps its GPUs.
-
-    Args:
-        states: the hosts of one run, with `facts`.
+    A host with `cluster_processes` takes that number of free GPUs of its pool, otherwise all of the pool. Hosts of the
+    inventory that are one machine divide its GPUs, and share one where it has fewer GPUs than hosts. A run that is
+    running keeps its GPUs. `states`: the hosts of one run, with `facts`.
     """
     found: list[Finding] = []
     taken: dict[str, str] = {}

@@ -17,12 +17,8 @@ _UNSAFE_IN_WORD = re.compile(r"[^\w.:/@%+=,~!\\\[\]-]")
 def systemd_quote(value: Any, command: bool = False) -> str:
     """Return text as one quoted word of a systemd setting, such as an assignment in `Environment=` (systemd.syntax(7)).
 
-    Args:
-        value: the text.
-        command: the setting is a command line, where `$` starts a variable.
-
-    Raises:
-        ValueError: the text contains NUL, or is not Unicode.
+    `value`: the text. `command`: the setting is a command line, where `$` starts a variable. Raises ValueError: the
+    text contains NUL, or is not Unicode.
     """
     text = _unicode(value)
     if "\0" in text:
@@ -34,10 +30,8 @@ def systemd_quote(value: Any, command: bool = False) -> str:
 def config_line(value: Any) -> str:
     """Return text as the entire value of a setting without quoting, such as `Where=` of systemd or `path` of rsyncd.conf(5).
 
-    Both formats expand the character %, which is doubled.
-
-    Raises:
-        ValueError: the text has a control character, white space at an end, or ends with a backslash.
+    Both formats expand the character %, which is doubled. Raises ValueError: the text has a control character, white
+    space at an end, or ends with a backslash.
     """
     text = _unicode(value)
     if any(_is_control(c) for c in text) or text != text.strip() or text.endswith("\\"):

@@ -161,15 +161,12 @@ def _read(option: str, path: Path) -> str:
 def choose_flavour(requested: str, infos: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the build of torch for all hosts.
 
-    Ranks with different builds cannot train together, so there is one build for all. A host without a GPU also
-    runs a CUDA build.
+    Ranks with different builds cannot train together, so there is one build for all. A host without a GPU also runs a
+    CUDA build. Raises EnvironmentBuildError: no build supports all of them.
 
     Args:
         requested: a build, or "auto" for the preferred one that all drivers and GPUs support (cpu without any driver).
         infos: for each host `driver` and `capabilities` as `python_env_info` returns them.
-
-    Raises:
-        EnvironmentBuildError: no build supports all of them.
     """
     drivers = {host: info["driver"] for host, info in infos.items() if info["driver"]}
     if requested != "auto" or not drivers:
@@ -195,11 +192,8 @@ def major(version: str) -> int:
 def conda_packages(text: str) -> list[dict[str, str]]:
     """Return `url`, `file`, `digest` and `subdir` of every package in an explicit conda lock.
 
-    Args:
-        text: the output of `conda list --explicit --sha256`.
-
-    Raises:
-        EnvironmentBuildError: a line is neither a package with its digest nor a comment.
+    `text`: the output of `conda list --explicit --sha256`. Raises EnvironmentBuildError: a line is neither a package
+    with its digest nor a comment.
     """
     found = []
     for number, line in enumerate(text.splitlines(), 1):

@@ -104,15 +104,8 @@ class CheckpointCopy:
     def carry(self, hosts: list[Host], every: list[Host]) -> str:
         """Give the newest checkpoint to the hosts of an allocation, unless they have it.
 
-        Args:
-            hosts: the hosts of the allocation.
-            every: the hosts on which the run may have been.
-
-        Returns:
-            The name of the checkpoint that was carried, or an empty string.
-
-        Raises:
-            RemoteError: a copy failed.
+        `hosts`: the hosts of the allocation. `every`: the hosts on which the run may have been. Returns the name of the
+        checkpoint that was carried, or an empty string. Raises RemoteError: a copy failed.
         """
         for _ in range(LOOKS):
             found = on_hosts(every, self.run, self.connect)

@@ -75,12 +75,8 @@ def change_options(verb: Verb, values: Mapping[str, Any]) -> ChangeOptions:
 def change_runs(client: QueueClient, verb: Verb, options: ChangeOptions, *, check: bool = False) -> dict[str, Any]:
     """Cancel, hold or release runs, give them another priority, or add runs that have ended again.
 
-    Returns:
-        `changed`; `runs`, the state of each before; `lines`, readable text.
-
-    Raises:
-        UserError: a run is not in the queue, or is not in a state in which that is possible.
-        RunError: Slurm refuses.
+    Returns `changed`; `runs`, the state of each before; `lines`, readable text. Raises UserError: a run is not in the
+    queue, or is not in a state in which that is possible; RunError: Slurm refuses.
     """
     queue = client.state()
     if verb == "again":
@@ -173,11 +169,7 @@ def _is_done(verb: Verb, job: Job, state: str, priority: str) -> bool:
 def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dict[str, Any]:
     """Return the runs that wait or run (`list`), or all (`history`): `runs` as data, `lines` as a table.
 
-    Args:
-        names: names of the runs that are shown; empty for all.
-
-    Raises:
-        UserError: there is no such run.
+    `names`: names of the runs that are shown; empty for all. Raises UserError: there is no such run.
     """
     queue = client.state()
     for name in names:

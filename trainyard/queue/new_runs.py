@@ -56,12 +56,8 @@ class NewRun:
     def waiting_for(self, grids: Mapping[str, Sequence[str]], runs: Sequence[str]) -> NewRun:
         """Return the run with the runs of a grid in place of its name in `after`.
 
-        Args:
-            grids: names of the runs of each grid.
-            runs: known names of runs: such a name is not a grid.
-
-        Raises:
-            UserError: it would wait for itself, or for more than MAX_RUNS runs.
+        `grids`: names of the runs of each grid. `runs`: known names of runs: such a name is not a grid. Raises
+        UserError: it would wait for itself, or for more than MAX_RUNS runs.
         """
         after = without_grids(self.options.after, grids, runs)
         if self.spec.run and self.spec.run in after:

@@ -66,12 +66,9 @@ class Site:
 def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
     """Add runs to the queue. Nothing is added if one of them is refused.
 
-    Returns:
-        `changed`; `runs`, for each its name, job and time limit; `lines`, readable text.
-
-    Raises:
-        UserError: a mistake in a run, or no host can satisfy its request.
-        RunError: the queue host or Slurm refuses the request, or fails.
+    Returns `changed`; `runs`, for each its name, job and time limit; `lines`, readable text. Raises UserError: a
+    mistake in a run, or no host can satisfy its request; RunError: the queue host or Slurm refuses the request, or
+    fails.
     """
     before = site.queue.state()
     waiting = _checked(runs, site, before)
@@ -153,11 +150,8 @@ def _is_known(
 ) -> bool:
     """Return whether the queue has the run already, and it waits, runs or has finished.
 
-    Args:
-        there: the text of the spec in the run's folder, by run and host.
-
-    Raises:
-        UserError: a run of this name has another spec, or a job that is no run has this name.
+    `there`: the text of the spec in the run's folder, by run and host. Raises UserError: a run of this name has another
+    spec, or a job that is no run has this name.
     """
     name = prepared.run
     remedy = "choose another name with run=NAME, or repeat the options with which it was added"

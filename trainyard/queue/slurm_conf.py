@@ -68,15 +68,12 @@ class QueueNode:
 def queue_nodes(
     facts: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], gpus: Mapping[str, Any] | None = None
 ) -> list[QueueNode]:
-    """Return the nodes of the queue.
+    """Return the nodes of the queue. Raises ValueError: a host reports something that Slurm's files cannot express.
 
     Args:
         facts: by host, see the module queue_info.
         addresses: addresses of the hosts, in inventory order.
         gpus: `cluster_gpus` of the hosts that have it: numbers or UUIDs of the GPUs that runs may use.
-
-    Raises:
-        ValueError: a host reports something that Slurm's files cannot express.
     """
     return [_node(name, facts[name], address, (gpus or {}).get(name)) for name, address in addresses.items()]
 

@@ -108,11 +108,8 @@ def parse_job(text: str, expand: Any) -> Job:
 def _limit_end(start: str, limit: str) -> float:
     """Return when a time limit ends, in seconds since the epoch; infinity without a limit or a start.
 
-    Not Slurm's EndTime, which a preemption sets to the end of its grace time.
-
-    Args:
-        start: time in this host's zone.
-        limit: `[DAYS-]HOURS:MINUTES:SECONDS`, or `UNLIMITED`.
+    Not Slurm's EndTime, which a preemption sets to the end of its grace time. `start`: time in this host's zone.
+    `limit`: `[DAYS-]HOURS:MINUTES:SECONDS`, or `UNLIMITED`.
     """
     found = _LIMIT.fullmatch(limit)
     try:
@@ -145,10 +142,8 @@ def number_list(text: str) -> tuple[int, ...]:
 def leased_hosts(hosts: Iterable[Host], job: Job, grants: dict[str, list[str]]) -> list[Host]:
     """Return the hosts of a job in inventory order, limited to what Slurm has granted.
 
-    A job with whole hosts that requests no GPUs gets all GPUs that the inventory permits.
-
-    Args:
-        grants: the numbers of the granted GPUs by host.
+    A job with whole hosts that requests no GPUs gets all GPUs that the inventory permits. `grants`: the numbers of the
+    granted GPUs by host.
     """
     found = []
     for host in hosts:

@@ -44,12 +44,9 @@ class SweepRun(NamedTuple):
 def read_sweep(path: Path, given: Mapping[str, Any]) -> list[SweepRun]:
     """Return the values of every run of the file, each with a unique name as `run`.
 
-    Args:
-        given: values for all runs, which take precedence over those of the file.
-
-    Raises:
-        UserError: the file cannot be read, a run is not a mapping, two runs have the same name or the same values, a value
-            is given twice, or there are more than MAX_RUNS runs.
+    `given`: values for all runs, which take precedence over those of the file. Raises UserError: the file cannot be
+    read, a run is not a mapping, two runs have the same name or the same values, a value is given twice, or there are
+    more than MAX_RUNS runs.
     """
     return expand(read_yaml(path, "file"), given, path.name, path.stem)
 
@@ -170,11 +167,8 @@ def _digest(value: Any) -> str:
 def in_order(after: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the runs so that each one comes after the runs that it waits for; otherwise their order stays.
 
-    Args:
-        after: for each run of a batch the runs that it waits for; others than those of the batch do not count.
-
-    Raises:
-        UserError: runs wait for each other.
+    `after`: for each run of a batch the runs that it waits for; others than those of the batch do not count. Raises
+    UserError: runs wait for each other.
     """
     found: list[str] = []
     left = list(after)
@@ -188,11 +182,7 @@ def in_order(after: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def grids_of(runs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the names of the runs of each grid.
-
-    Args:
-        runs: for each run its name and its grid, empty for none.
-    """
+    """Return the names of the runs of each grid. `runs`: for each run its name and its grid, empty for none."""
     grids: dict[str, list[str]] = {}
     for run, grid in runs:
         if grid:

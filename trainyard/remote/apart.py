@@ -45,12 +45,9 @@ def gguf_export(request: dict[str, Any]) -> NoReturn:
 def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
     """Become a program of the trainer, whose last line of output is the answer.
 
-    Args:
-        request: `trainer`, its archive in the store, and `digest`, its SHA-256; `run_dir`, the only folder that it writes; `reads`, further
-            folders; `backend`, that of the host; `limit`, in seconds; `input` of the program.
-
-    Raises:
-        ValueError: the archive is not the one that the controller has sent.
+    `request`: `trainer`, its archive in the store, and `digest`, its SHA-256; `run_dir`, the only folder that it
+    writes; `reads`, further folders; `backend`, that of the host; `limit`, in seconds; `input` of the program. Raises
+    ValueError: the archive is not the one that the controller has sent.
     """
     Path(request["run_dir"]).parent.mkdir(exist_ok=True)  # no run has been here yet
     trainer, run_dir = Path(request["trainer"]), run_folder(request["run_dir"]).resolved()

@@ -17,10 +17,7 @@ FILE = re.compile(r"\.?[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")  # a checkpoint has n
 
 
 def checkpoints(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoints of a run of which this host has every file that it should have.
-
-    Args:
-        request: `run_dir`.
+    """Return the checkpoints of a run of which this host has every file that it should have. `request`: `run_dir`.
 
     Returns:
         `steps`: the size of every file here of each checkpoint, by name; `shards`: for each checkpoint that is divided among

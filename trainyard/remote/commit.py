@@ -23,13 +23,11 @@ LOCK_LIMIT = 20.0  # s to wait for another start on this host; longer than a sup
 def commit(request: dict[str, Any]) -> dict[str, Any]:
     """Claim a run folder and write its small files, or change nothing.
 
-    Args:
-        request: `run_dir`; `token` of the controller; `trainer`, the staged archive of the trainer; `contents`, {name:
-            [mode, compressed content in base64]}; `previous`, attempt and time of the start that the plan records, or
-            None; `stop_wanted`, whether a user had stopped that start when it was planned; `stale`, whether it may still run here; `release`, remove the claim of this token and do nothing else.
-
-    Returns:
-        `changed`, the paths that were written; or `claimed`, why another controller has precedence.
+    `request`: `run_dir`; `token` of the controller; `trainer`, the staged archive of the trainer; `contents`, {name:
+    [mode, compressed content in base64]}; `previous`, attempt and time of the start that the plan records, or None;
+    `stop_wanted`, whether a user had stopped that start when it was planned; `stale`, whether it may still run here;
+    `release`, remove the claim of this token and do nothing else. Returns `changed`, the paths that were written; or
+    `claimed`, why another controller has precedence.
     """
     run_dir = run_folder(request["run_dir"])
     if request.get("release") and not run_dir.is_folder():

@@ -24,14 +24,11 @@ FOLDER = ".exchange"  # in the folder of all runs, or in the store: a move stays
 def exchange(request: dict[str, Any]) -> dict[str, Any]:
     """Prepare copies from or to this host, or complete them. What is left of copies that were killed is removed after a day.
 
-    Args:
-        request: `root`, the folder of all runs, or the store; `token` of these copies, which names their folder; `lend`, paths
-            below `root` that get the names 0, 1, ... in that folder; `size`, the bytes of which larger ones have only the last;
-            `remove`, paths below `root`; `aside`, [pattern, folder]: move what matches to that folder; `take`, {path below `root`:
-            name in the folder of these copies}, in this order; `end`, remove the folder.
-
-    Returns:
-        Nothing. OSError for a path that is no regular file, or has a link in it.
+    `request`: `root`, the folder of all runs, or the store; `token` of these copies, which names their folder; `lend`,
+    paths below `root` that get the names 0, 1, ... in that folder; `size`, the bytes of which larger ones have only the
+    last; `remove`, paths below `root`; `aside`, [pattern, folder]: move what matches to that folder; `take`, {path
+    below `root`: name in the folder of these copies}, in this order; `end`, remove the folder. Raises OSError:
+    a path is no regular file, or has a link in it.
     """
     root = Path(request["root"])
     folder = LinkFreePath(root, FOLDER, request["token"])

@@ -18,10 +18,7 @@ MODELS = 100  # names in the answer
 
 
 def gather(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the hardware of this host.
-
-    Args:
-        request: `data_dir`; `ollama_urls`, where this host may reach its Ollama.
+    """Return the hardware of this host. `request`: `data_dir`; `ollama_urls`, where this host may reach its Ollama.
 
     Returns:
         `gpus` with `name`, `memory_mib` and `links`, such as "PCIe 4 x16, 12 NVLinks"; `cpu`, the model; `cores`; `memory_mib`; `free_bytes` below `data_dir`;

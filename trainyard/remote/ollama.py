@@ -35,15 +35,9 @@ _SHAPE = ("block_count", "embedding_length", "feed_forward_length", "attention.h
 def ollama(request: dict[str, Any]) -> dict[str, Any]:
     """Carry out one step of a deployment.
 
-    Args:
-        request: `step`: `state`, `prepare`, `create` or `remove`; `urls` of the server, the first that answers is
-            taken; `name` of the model; `records`, the folder of the records; and what the step takes.
-
-    Returns:
-        What the step returns, see below.
-
-    Raises:
-        ValueError: the server refuses the step, or does not answer.
+    `request`: `step`: `state`, `prepare`, `create` or `remove`; `urls` of the server, the first that answers is taken;
+    `name` of the model; `records`, the folder of the records; and what the step takes. Returns what the step returns,
+    see below. Raises ValueError: the server refuses the step, or does not answer.
     """
     try:
         client = _connect(request["urls"])
@@ -119,11 +113,9 @@ def _machine_server(client: OllamaClient) -> str:
 def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str]) -> tuple[list[dict[str, Any]], int]:
     """Return descriptions of the first models that may be the base of the adapter, and the number of models read.
 
-    Models that trainyard deployed come last, and models whose names resemble that of the base model come first. The tokens
-    of a model, some MB, are read only if its shape fits.
-
-    Args:
-        request: `like`: `architecture`, `shape` and `tokens` as in a description; `name` of the run's base model.
+    Models that trainyard deployed come last, and models whose names resemble that of the base model come first. The
+    tokens of a model, some MB, are read only if its shape fits. `request`: `like`: `architecture`, `shape` and `tokens`
+    as in a description; `name` of the run's base model.
     """
     like, wanted = request["like"], _words(request["like"]["name"])
 
@@ -214,12 +206,10 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     trained model.
 
     The server checks the digest of the file, which is removed afterwards. Otherwise the model that has the name stays.
-
-    Args:
-        request: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an adapter, or
-            empty for a whole model; `quantize`, the type to which the server converts the weights, or empty; `template`,
-            `parameters` and `system` of the model; `prompts`, `options`; `expected`, one answer for each prompt, of which
-            `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
+    `request`: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an
+    adapter, or empty for a whole model; `quantize`, the type to which the server converts the weights, or empty;
+    `template`, `parameters` and `system` of the model; `prompts`, `options`; `expected`, one answer for each prompt, of
+    which `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
 
     Returns:
         `answers`, one text for each prompt; `accepted`; `error` and no answers if the server refuses the model.

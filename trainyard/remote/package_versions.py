@@ -38,9 +38,7 @@ print(json.dumps(versions))
 def package_versions(python: str, more: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the versions of Python, of the packages that a run imports, and of the packages `more`.
 
-    Args:
-        python: path of the interpreter to ask.
-        more: names of further packages.
+    `python`: path of the interpreter to ask. `more`: names of further packages.
 
     Returns:
         {package: version}, without packages that are not installed; `cuda` is the version for which torch is built, and

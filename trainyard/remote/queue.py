@@ -72,12 +72,9 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
 def add(request: dict[str, Any]) -> dict[str, Any]:
     """Write the folder of a run, and submit its job. Nothing is left if Slurm refuses the job.
 
-    Args:
-        request: `folder` of the run; `contents`, {name: [mode, content in base64]}; `links`, {name: path of a file that the
-            run needs in its folder}; `arguments` of sbatch.
-
-    Returns:
-        `job`, its id; or `exists`, the id of a job of this name that waits or runs.
+    `request`: `folder` of the run; `contents`, {name: [mode, content in base64]}; `links`, {name: path of a file that
+    the run needs in its folder}; `arguments` of sbatch. Returns `job`, its id; or `exists`, the id of a job of this
+    name that waits or runs.
     """
     folder = Path(request["folder"])
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -102,11 +99,7 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
 def again(request: dict[str, Any]) -> dict[str, Any]:
     """Submit a new job for a run that has ended, with the request of its last one. It resumes.
 
-    Args:
-        request: `folder` of the run; `after`, the ids of jobs that must finish first.
-
-    Returns:
-        As `add`.
+    `request`: `folder` of the run; `after`, the ids of jobs that must finish first. Returns what `add` does.
     """
     folder = Path(request["folder"])
     with hold_lock(folder.parent / LOCK, wait=LOCK_LIMIT) as locked:
@@ -146,11 +139,8 @@ def _refusal(folder: Path, locked: bool) -> dict[str, Any]:
 def change(request: dict[str, Any]) -> dict[str, Any]:
     """Cancel, hold or release jobs, or give them another priority.
 
-    Args:
-        request: `do`; `jobs`, their ids; `priority` for `do=priority`.
-
-    Returns:
-        `changed`: the ids; `refused`: why a job was not changed, by its id.
+    `request`: `do`; `jobs`, their ids; `priority` for `do=priority`. Returns `changed`: the ids; `refused`: why a job
+    was not changed, by its id.
     """
     changed, refused = [], {}
     for job in request["jobs"]:

@@ -22,9 +22,7 @@ def watch(limit: float | None, *, finishes: bool) -> None:
     """End this program and its children after `limit` seconds (None: no limit), and when its standard output is closed.
 
     sshd closes standard output when the connection ends. Standard input says nothing: it ends with the request.
-
-    Args:
-        finishes: the program completes what it has begun without its connection, within the limit.
+    `finishes`: the program completes what it has begun without its connection, within the limit.
     """
     with contextlib.suppress(OSError):  # the leader of a session, as under sshd, has a group
         os.setpgid(0, 0)

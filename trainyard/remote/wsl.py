@@ -18,9 +18,7 @@ DRIVER = re.compile(r"(?:nvidia-driver|libnvidia-compute)(?:-\d[a-z0-9.+-]*)?|li
 def gather(ssh_port: int, root: Path = Path("/")) -> dict[str, Any] | None:
     """Return what Windows sets for this host; None outside of WSL2, whose kernel is named like 5.15.153.1-microsoft-standard-WSL2.
 
-    Args:
-        ssh_port: the port of this host's SSH server.
-        root: the root folder.
+    `ssh_port`: the port of this host's SSH server. `root`: the root folder.
 
     Returns:
         `networking`, the mode (nat, mirrored, bridged, consomme, none); `sshd`, whether a server listens on `ssh_port`;

@@ -180,11 +180,8 @@ def names() -> frozenset[str]:
 def make_options(values: Mapping[str, Any], where: str = "the launch options") -> LaunchOptions:
     """Build the options from `values` by name or alias; None takes the default.
 
-    Args:
-        where: source of the values, for error messages.
-
-    Raises:
-        UserError: an unknown name, two names of one option with different values, or a bad value.
+    `where`: source of the values, for error messages. Raises UserError: an unknown name, two names of one option with
+    different values, or a bad value.
     """
     given: dict[str, Any] = {}
     source: dict[str, str] = {}

@@ -177,9 +177,7 @@ class RunSession:
     def prepare(self) -> StepResult:
         """Check the spec, the dataset and the model. No host is contacted unless the spec names files of the hosts.
 
-        Raises:
-            UserError: a mistake in the spec, or a file is missing or damaged.
-            HostUnreachableError: no host answers.
+        Raises UserError: a mistake in the spec, or a file is missing or damaged; HostUnreachableError: no host answers.
         """
         if self.spec is None:
             raise RunError("the run has no spec")

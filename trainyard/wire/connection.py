@@ -153,11 +153,8 @@ class HostConnection:
     def run(self, command: str, stdin: bytes | None = None, verb: str = "") -> dict[str, Any]:
         """Run a shell command on the host and return the last JSON object on its standard output.
 
-        Args:
-            verb: what the answer replies to, see trainyard/reply_types; empty accepts any object.
-
-        Raises:
-            RemoteError: there is no such object, it has an `error`, or it is not a reply to the verb.
+        `verb`: what the answer replies to, see trainyard/reply_types; empty accepts any object. Raises RemoteError:
+        there is no such object, it has an `error`, or it is not a reply to the verb.
         """
         code, out, err = self.transport.execute(command, stdin)
         try:

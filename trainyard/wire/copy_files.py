@@ -94,11 +94,8 @@ def split_run(run_dir: str) -> tuple[str, str]:
 def fetch_file(connection: HostConnection, source: str, target: Path, size: int) -> None:
     """Copy a file of the host to the controller.
 
-    Args:
-        size: bytes that the host says the file has.
-
-    Raises:
-        RemoteError: the copy fails, is larger than `size`, or takes too long.
+    `size`: bytes that the host says the file has. Raises RemoteError: the copy fails, is larger than `size`, or takes
+    too long.
     """
     name = connection.host.name
 

@@ -90,12 +90,8 @@ def push_run(
 ) -> dict[str, Any]:
     """Copy the result of a run from its host, write a model card, and upload both.
 
-    Returns:
-        `changed`; `url` of the repository; `lines`, readable text.
-
-    Raises:
-        UserError: an option is not valid, no host has the run, or there is no token.
-        RunError: a file cannot be copied, or the hub refuses it.
+    Returns `changed`; `url` of the repository; `lines`, readable text. Raises UserError: an option is not valid, no
+    host has the run, or there is no token; RunError: a file cannot be copied, or the hub refuses it.
     """
     token = check_push(options)
     by_name = {host.name: host for host in hosts}

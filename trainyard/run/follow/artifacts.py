@@ -60,17 +60,14 @@ def collect_artifacts(
 ) -> StepResult:
     """Collect the results of a run that has ended.
 
+    Returns `result`, the head's result.json; `lines`, the summary; `changed`, whether a file was copied. Raises
+    RunError: a host does not answer, there is no result, the weights differ, or a file cannot be copied.
+
     Args:
         entries: the plan, the head first.
         copy_to: folder on the controller that receives the artifacts below the run's name; empty: none.
         base_model: path or hub id of the base model on the controller, for the copy of an adapter; empty: unknown.
         spec: of the run; None: unknown.
-
-    Returns:
-        `result`, the head's result.json; `lines`, the summary; `changed`, whether a file was copied.
-
-    Raises:
-        RunError: a host does not answer, there is no result, the weights differ, or a file cannot be copied.
     """
     connections = {entry.host: connect(entry.host) for entry in entries}
     head = entries[0]

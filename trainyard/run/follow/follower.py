@@ -213,15 +213,9 @@ def follow_parts(
 ) -> StepResult:
     """Monitor a run's parts to their end. On the first failure, stop all of them.
 
-    Args:
-        rejoin: says when the run stops for hosts that return.
-        watch: see Progress.
-
-    Returns:
-        `status` (finished or stopped), `hosts` (how each part ended), and `lines` for a stopped run.
-
-    Raises:
-        RunFailedError: the run failed; its details hold `lines` (evidence), `cause`, `lost`, `stop_wanted`, `hosts`.
+    `rejoin`: says when the run stops for hosts that return. `watch`: see Progress. Returns `status` (finished or
+    stopped), `hosts` (how each part ended), and `lines` for a stopped run. Raises RunFailedError: the run failed; its
+    details hold `lines` (evidence), `cause`, `lost`, `stop_wanted`, `hosts`.
     """
     world_size = sum(len(part.ranks) for part in parts)
     where = ", ".join(part.host for part in parts)

@@ -29,14 +29,11 @@ def copy_logs(
 ) -> StepResult:
     """Copy the logs of a run to `folder`/HOST; only the last `limit` bytes of a larger file.
 
-    Args:
-        check: copy nothing.
+    `check`: copy nothing. Raises RunError: no host has the run, or a host does not answer or sends something else; the
+    logs of the others are copied.
 
     Returns:
         `run`; `folder`; `files`, the paths below it; `lines`, the folder and the files that are not complete.
-
-    Raises:
-        RunError: no host has the run, or a host does not answer or sends something else; the logs of the others are copied.
     """
     requests = {
         host.name: functools.partial(

@@ -44,16 +44,13 @@ def stop_run(
 ) -> StepResult:
     """Stop a run on all its hosts; return when none of its processes is left.
 
+    Returns `changed`; `hosts`, the status of each host's part; `lines`, readable text. Raises RunError: no host has the
+    run, or a host did not stop it.
+
     Args:
         grace: seconds that the ranks have to save a checkpoint and exit, before they are killed.
         now: kill the ranks at once, without a checkpoint.
         check: stop nothing; list the runs that would stop.
-
-    Returns:
-        `changed`; `hosts`, the status of each host's part; `lines`, readable text.
-
-    Raises:
-        RunError: no host has the run, or a host did not stop it.
     """
     parts, missing = find_parts(run, hosts, connect, options.answer_limit, every_start=True)
     if not parts and not missing:
@@ -83,14 +80,9 @@ def stop_all_runs(
 ) -> StepResult:
     """Stop every run of every host, one after another; arguments as for `stop_run`.
 
-    Args:
-        report: receives the lines of each run when it has stopped.
-
-    Returns:
-        `changed`; `runs`, for each run the status of each host's part; `lines`, readable text.
-
-    Raises:
-        RunError: a host does not answer, or did not stop a run; the other runs are stopped.
+    `report`: receives the lines of each run when it has stopped. Returns `changed`; `runs`, for each run the status of
+    each host's part; `lines`, readable text. Raises RunError: a host does not answer, or did not stop a run; the other
+    runs are stopped.
     """
     found = list_runs(hosts, connect, options.answer_limit)
     names = sorted({run_name(state) for state in found["runs"] if is_left(state)} - {""})

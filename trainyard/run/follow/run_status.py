@@ -74,15 +74,12 @@ def find_parts(
 ) -> tuple[list[HostRun], dict[str, str]]:
     """Find a run's parts on the hosts.
 
+    Returns the parts by node rank, and why a host of the run did not answer, by name. Raises RunError: without
+    `every_start`, a host has a part whose record cannot be read.
+
     Args:
         limit: seconds for a host to answer.
         every_start: include parts that still run of earlier starts, on hosts without which the run continued.
-
-    Returns:
-        The parts by node rank, and why a host of the run did not answer, by name.
-
-    Raises:
-        RunError: without `every_start`, a host has a part whose record cannot be read.
     """
     parts = run_parts(hosts, run)
     errors = request_statuses(parts, connect, limit)
@@ -149,9 +146,7 @@ class RunList:
     ) -> None:
         """Prepare to list every run, or only `run`.
 
-        Args:
-            limit: seconds for a host to answer.
-            latest: the number of ended runs in the table; None: all.
+        `limit`: seconds for a host to answer. `latest`: the number of ended runs in the table; None: all.
         """
         self.hosts, self.limit, self.run, self.latest = list(hosts), limit, run, latest
         self._calls = {

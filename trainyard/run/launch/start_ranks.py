@@ -37,15 +37,11 @@ def start_ranks(
     """Start all ranks of a plan, or none of them.
 
     Every host gets ready first, which takes some hosts longer. Then a command of a few milliseconds starts all ranks.
-
-    Args:
-        properties: properties of the systemd units.
+    `properties`: properties of the systemd units. Raises LaunchError: a host refused or did not answer; no rank is left
+    running.
 
     Returns:
         `hosts`, the answer of each host, and `skew_seconds` between the first and the last start by the hosts' clocks.
-
-    Raises:
-        LaunchError: a host refused or did not answer; no rank is left running.
     """
     stale = [HostRun(entry.host, entry.run_dir) for entry in entries if entry.stale]
     for host, error in stop_parts(stale, connect, {"now": True}).items():
@@ -118,15 +114,12 @@ def begin(connection: HostConnection, run_dir: str) -> dict[str, Any]:
 def stop_parts(
     parts: list[HostRun], connect: Connect, request: dict[str, Any], limit: float = STOP_LIMIT
 ) -> dict[str, str]:
-    """Stop a run's parts on all hosts at once.
+    """Stop a run's parts on all hosts at once. Returns why it failed, by host.
 
     Args:
         request: how to stop: `grace` (seconds to save a checkpoint and exit), `now` (kill at once), `wanted` (a user
             stops the run, so that no session restarts it).
         limit: seconds for a host to answer.
-
-    Returns:
-        Why it failed, by host.
     """
     # New connections: a request to a host may still be pending on the ones that monitor the run.
     requests = {

@@ -24,11 +24,7 @@ MEASURABLE = 2000.0  # Mbit/s: above, a single measured stream understates the l
 def choose_fields(hosts: list[HostState], spec: RunSpec, files: Files) -> tuple[RunSpec, list[str]]:
     """Return the spec with a strategy and automatic fields for these hosts, and a line for each decision. A run that started before keeps its own.
 
-    Args:
-        files: the files of the prepared run, among them the model.
-
-    Raises:
-        PlanError: no strategy fits in memory.
+    `files`: the files of the prepared run, among them the model. Raises PlanError: no strategy fits in memory.
     """
     for host in hosts:
         if host.facts["spec"]:

@@ -98,11 +98,8 @@ def usable_hosts(
 ) -> tuple[list[HostState], dict[str, str]]:
     """Return the hosts that can take part, with their `facts`, and why each other host cannot.
 
-    Args:
-        preview: nothing will be started, so hosts where another run is in progress can take part.
-
-    Raises:
-        PlanError: a host cannot take part and `min_nodes` is 0, or too few hosts can.
+    `preview`: nothing will be started, so hosts where another run is in progress can take part. Raises PlanError: a
+    host cannot take part and `min_nodes` is 0, or too few hosts can.
     """
     minimum = options.min_nodes
     left_out: dict[str, str] = {}

@@ -46,14 +46,12 @@ def plan_run(
 ) -> RunPlan:
     """Plan a start of the run. This changes nothing on the hosts.
 
+    Raises PlanError: the hosts cannot run the spec together; HostUnreachableError: a host does not answer.
+
     Args:
         hosts: all hosts of the run in inventory order, reachable or not.
         previous: the session's previous start, if this is a restart.
         preview: nothing will be started, so another run in progress is only a line of the plan.
-
-    Raises:
-        PlanError: the hosts cannot run the spec together.
-        HostUnreachableError: a host does not answer.
     """
     previous = previous or PreviousStart()
     run, spec = prepared.run, prepared.spec
@@ -278,13 +276,9 @@ def check_plan_mesh(
 ) -> list[str]:
     """Check that every host of a plan reaches every other one and has its own data directory; return warnings.
 
-    A host that does not answer is left for the launch to report.
-
-    Args:
-        write: whether to create a temporary file in each data directory, to find hosts that share it.
-
-    Raises:
-        RunError: a connection fails, or hosts share a data directory; `lines` hold all findings.
+    A host that does not answer is left for the launch to report. `write`: whether to create a temporary file in each
+    data directory, to find hosts that share it. Raises RunError: a connection fails, or hosts share a data directory;
+    `lines` hold all findings.
     """
     states = [HostState(hosts[entry.host], facts={"interface": entry.interface}) for entry in entries]
     findings = check_plan(states, lambda host: connect(host.name), port, write=write)

@@ -31,10 +31,8 @@ def choose_port(requested: int | None, free: list[int], head: str, run_dir: str,
     """Return the rendezvous port on the head: the requested one, or a free one that the path of the run folder selects.
 
     Runs that start on one machine at the same time see the same free ports, so the first one would be used twice. The
-    jobs of the queue have consecutive numbers: with a `lease`, its job selects the port.
-
-    Raises:
-        PlanError: it is in use, or none is free.
+    jobs of the queue have consecutive numbers: with a `lease`, its job selects the port. Raises PlanError: it is in
+    use, or none is free.
     """
     if requested is not None:
         if requested not in free:
@@ -103,7 +101,7 @@ def plan_nodes(
     identity: str = "",
     isolation: Isolation = NO_ISOLATION,
 ) -> list[PlanEntry]:
-    """Plan a run over `hosts`, in order: the rank is the place in the list.
+    """Plan a run over `hosts`, in order: the rank is the place in the list. Raises PlanError: a host cannot take part.
 
     Args:
         port: rendezvous port on the first host, the head.
@@ -112,9 +110,6 @@ def plan_nodes(
             its ranks up to `restarts` times.
         identity: id of this start at the rendezvous.
         isolation: which connections the units of the ranks permit.
-
-    Raises:
-        PlanError: a host cannot take part.
     """
     _check_routes(hosts)
     counts = rank_counts(hosts)

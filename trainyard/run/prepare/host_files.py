@@ -78,14 +78,8 @@ class HostAccess:
 def describe_files(access: HostAccess, paths: Mapping[str, str]) -> dict[str, HostFiles]:
     """Return the files of the hosts at these paths. Every host computes digests at the same time.
 
-    A host that does not answer is left for the plan to report.
-
-    Args:
-        paths: {setting: absolute path on the hosts}.
-
-    Raises:
-        UserError: a host lacks a path or cannot read it, or two hosts differ.
-        HostUnreachableError: no host answers.
+    A host that does not answer is left for the plan to report. `paths`: {setting: absolute path on the hosts}. Raises
+    UserError: a host lacks a path or cannot read it, or two hosts differ; HostUnreachableError: no host answers.
     """
     hosts = access.hosts
     requests = {
@@ -115,11 +109,8 @@ def describe_files(access: HostAccess, paths: Mapping[str, str]) -> dict[str, Ho
 def compare(setting: str, path: str, found: Mapping[str, Any]) -> HostFiles:
     """Return the description that all hosts agree on.
 
-    Args:
-        found: {host: its description of the path}, see trainyard/remote/local_files.py.
-
-    Raises:
-        UserError: a host has no such path or cannot read it, or two hosts differ; it names the hosts and the difference.
+    `found`: {host: its description of the path}, see trainyard/remote/local_files.py. Raises UserError: a host has no
+    such path or cannot read it, or two hosts differ; it names the hosts and the difference.
     """
     for host, answer in found.items():
         if answer and answer["error"]:

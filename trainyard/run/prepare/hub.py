@@ -75,12 +75,8 @@ def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Report) -> 
 def fetch_again(file: StagedFile, name: str, access: HostAccess, report: Report) -> StagedFile:
     """Let another host fetch a model that only a host without a part in the run has; return what it fetched.
 
-    Args:
-        file: the model.
-        name: its name on the hub.
-
-    Raises:
-        StageError: no host can fetch it, or the hub has other contents now.
+    `file`: the model. `name`: its name on the hub. Raises StageError: no host can fetch it, or the hub has other
+    contents now.
     """
     lost = file.fetched_by
     found = None if is_offline() else fetch_on_host("model", name, access, report)

@@ -96,11 +96,7 @@ def _check_targets(spec: RunSpec, model: StagedFile) -> None:
 def check_vocabularies(spec: RunSpec, folders: Sequence[Path]) -> None:
     """Compare the vocabularies of student and teacher as far as the controller can read them. The ranks compare them fully.
 
-    Args:
-        folders: folders of both models; with fewer there is nothing to compare.
-
-    Raises:
-        UserError: they differ.
+    `folders`: folders of both models; with fewer there is nothing to compare. Raises UserError: they differ.
     """
     found = [read_vocabulary(folder) for folder in folders]
     if len(found) == 2 and None not in found and found[0] != found[1]:
@@ -141,11 +137,8 @@ def hub_model(name: str, setting: str, access: HostAccess | None, report: Report
 def fetch_models_again(files: Files, spec: RunSpec, access: HostAccess, report: Report) -> Files:
     """Return the files of a run, of which models of the hub that only another host has are fetched by one of these hosts.
 
-    Args:
-        access: the hosts that take part, in rank order.
-
-    Raises:
-        StageError: no host can fetch a model, or the hub has other contents now.
+    `access`: the hosts that take part, in rank order. Raises StageError: no host can fetch a model, or the hub has
+    other contents now.
     """
     present = {host.name for host in access.hosts}
     return [

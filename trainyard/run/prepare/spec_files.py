@@ -130,11 +130,8 @@ def dataset_entries(
 ) -> Files:
     """Return the datasets that the hosts find in their store.
 
-    Args:
-        read: receives the samples of datasets that are read for the first time, by their place.
-
-    Raises:
-        UserError: a dataset is missing or damaged.
+    `read`: receives the samples of datasets that are read for the first time, by their place. Raises UserError: a
+    dataset is missing or damaged.
     """
     files = []
     for place, source in enumerate(spec.sources if _needs_dataset(spec) else ()):

@@ -103,12 +103,8 @@ def _fetch_from_hosts(
 ) -> dict[str, Copy]:
     """Copy to the controller what only hosts have: what one of them fetched from the hub, or had at an earlier start.
 
-    Args:
-        present: all hosts that take part, also those of other groups.
-
-    Raises:
-        StageError: no host has a file.
-        LostSourceError: one that does not take part may have it.
+    `present`: all hosts that take part, also those of other groups. Raises StageError: no host has a file;
+    LostSourceError: one that does not take part may have it.
     """
     found = {}
     for file in files:
