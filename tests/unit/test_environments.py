@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from tables import table
 
 from trainyard.python_env import resolve, uv_resolve
 from trainyard.python_env.bundle import pip_archive, trainer_version, trainer_wheel
@@ -109,17 +110,7 @@ def test_a_package_without_a_wheel_for_the_architecture_is_named() -> None:
     assert unsloth_plan(infos, packages="standard", extras=["gpu", "deepspeed", "wandb"])["todo"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "hosts", "build"),
-    [
-        ("auto", [("", []), ("", [])], "cpu"),
-        ("cu126", [("", [])], "cu126"),
-        ("auto", [("580.65.06", ["8.9"]), ("", [])], "cu130"),
-        ("auto", [("580.65.06", ["8.9"]), ("535.183.01", ["8.6"])], "cu126"),
-        ("auto", [("580.65.06", ["6.1"])], "cu126"),  # Pascal: CUDA 13 does not support it
-        ("auto", [("570.86", ["12.0"])], "cu128"),  # Blackwell: CUDA 12.6 does not support it
-    ],
-)
+@pytest.mark.parametrize(("wanted", "hosts", "build"), table("environments")["one_build_of_torch_for_all_hosts"])
 def test_one_build_of_torch_for_all_hosts(wanted: str, hosts: list[tuple[str, list[str]]], build: str) -> None:
     infos = {f"h{place}": {"driver": driver, "capabilities": cards} for place, (driver, cards) in enumerate(hosts)}
     assert choose_flavour(wanted, infos) == build

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainer.common.errors import UserError
 from trainyard.evaluate.questions import judge, read_questions
@@ -20,25 +21,7 @@ def questions(tmp_path: Path, *rows: Any) -> Any:
     return read_questions([str(file)])
 
 
-@pytest.mark.parametrize(
-    ("row", "text", "right", "exact"),
-    [
-        ({"answer": "Paris"}, "The capital is PARIS!", True, False),
-        ({"answer": "Paris"}, " paris.", True, True),
-        ({"answer": "Paris"}, "Parish", False, False),
-        ({"answer": "76"}, "It is 176.", False, False),
-        ({"answer": "four crowns"}, "four, crowns", True, True),
-        ({"answer": "C++"}, "I use C++", True, False),
-        ({"answer": "東京"}, "首都は東京です", True, False),
-        ({"answer": "Paris"}, "", False, False),
-        ({"regex": r"\b(7|seven)\b"}, "It has seven.", True, None),
-        ({"regex": r"\b(7|seven)\b"}, "It has 17.", False, None),
-        ({"regex": "^yes", "answer": "yes"}, "no, yes", False, False),
-        ({"choices": ["red", "dark red", "blue"], "answer": "dark red"}, "Dark red, not blue", True, False),
-        ({"choices": ["red", "dark red", "blue"], "answer": "blue"}, "Red, not blue", False, False),
-        ({"choices": ["red", "blue"], "answer": "red"}, "green", False, False),
-    ],
-)
+@pytest.mark.parametrize(("row", "text", "right", "exact"), table("evaluate_scores")["verdicts"])
 def test_verdicts(tmp_path: Path, row: dict[str, Any], text: str, right: bool, exact: bool | None) -> None:
     [question] = questions(tmp_path, {"prompt": "?"} | row)
     found = judge(question, text)
@@ -55,22 +38,7 @@ def test_the_last_message_of_the_assistant_is_the_reference(tmp_path: Path) -> N
     assert question.answer == "a b" and [message["role"] for message in question.messages] == ["system", "user"]
 
 
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ({"prompt": "?"}, "has no right answer"),
-        ({"answer": "x"}, "has neither prompt and messages"),
-        ({"prompt": "?", "messages": [], "answer": "x"}, "has both prompt and messages"),
-        ({"prompt": "?", "answr": "x"}, "has the unknown key 'answr'"),
-        ({"prompt": "?", "answer": "x", "choices": ["y"]}, "which is none of its choices"),
-        ({"prompt": "?", "answer": 7}, "needs text as answer"),
-        ({"prompt": "?", "regex": "("}, "has a regex that is not valid"),
-        ({"prompt": " ", "answer": "x"}, "needs messages with role"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "has no question of a user"),
-        ({"messages": [{"role": "user", "content": "x", "weight": 0}], "answer": "y"}, "needs messages with role"),
-        (["x"], "has neither prompt and messages"),
-    ],
-)
+@pytest.mark.parametrize(("row", "why"), table("evaluate_scores")["what_is_no_question"])
 def test_what_is_no_question(tmp_path: Path, row: Any, why: str) -> None:
     with pytest.raises(UserError) as error:
         questions(tmp_path, {"prompt": "?", "answer": "x"}, row)

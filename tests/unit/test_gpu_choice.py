@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainer.spec import make_spec
 from trainer.supervise.link_free import link_free
@@ -33,45 +34,12 @@ def chosen(*states: HostState) -> list[list[str]]:
     return [[gpu["uuid"].rpartition("-")[2] for gpu in one.gpus] for one in states]
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({}, ["0", "1", "2"]),
-        ({"gpus": ("0", "2")}, ["0", "2"]),
-        ({"gpus": ("2", "0")}, ["2", "0"]),
-        ({"gpus": ("GPU-a-1",)}, ["1"]),
-        ({"gpus": ()}, []),
-        ({"processes": 1}, ["0"]),
-        ({"processes": 1, "held_gpus": {"GPU-a-0": "other"}}, ["1"]),
-        ({"processes": 1, "gpus": ("0", "2"), "held_gpus": {"GPU-a-0": "other"}}, ["2"]),
-        ({"held_gpus": {"GPU-b-0": "other"}}, ["0", "1", "2"]),
-        ({"held_gpus": {"GPU-a-0": "x"}, "running": True, "part": {"devices": ["GPU-a-1"]}}, ["1"]),
-    ],
-)
+@pytest.mark.parametrize(("more", "expected"), table("gpu_choice")["the_gpus_of_a_run"])
 def test_the_gpus_of_a_run(more: dict[str, Any], expected: list[str]) -> None:
     assert chosen(state("a", 3, **more)) == [expected]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            {"gpus": ("3",)},
-            "cluster_gpus names GPU '3', and the driver shows GPUs 0 to 2: correct cluster_gpus",
-        ),
-        ({"gpus": ("0", "GPU-a-0")}, "cluster_gpus names GPU 'GPU-a-0' twice: correct cluster_gpus"),
-        (
-            {"held_gpus": {"GPU-a-1": "other"}},
-            "run other uses 1 GPU of this host, 2 of 3 are free and the run needs 3: "
-            "wait until run other ends, or stop it, or set cluster_processes to 2",
-        ),
-        (
-            {"gpus": ("1",), "held_gpus": {"GPU-a-1": "other"}},
-            "run other uses 1 GPU of this host, 0 of 1 are free and the run needs 1: "
-            "wait until run other ends, or stop it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("more", "message"), table("gpu_choice")["a_host_without_the_gpus_is_refused_by_one_line"])
 def test_a_host_without_the_gpus_is_refused_by_one_line(more: dict[str, Any], message: str) -> None:
     assert [finding.message for finding in assign_gpus([state("a", 3, **more)])] == [message]
     (found,) = assign_gpus([state("a", 0, gpus=("0",))])
@@ -144,21 +112,9 @@ def test_a_host_starts_several_runs_on_different_gpus_only(tmp_path: Any) -> Non
             check_idle(link_free(run), ["GPU-0"])
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None),
-        ("all", None),
-        ([0, 2], ("0", "2")),
-        ("0,2", ("0", "2")),
-        ("[0, 2]", ("0", "2")),
-        (1, ("1",)),
-        ([], ()),
-        ("GPU-12ab-3", ("GPU-12ab-3",)),
-    ],
-)
+@pytest.mark.parametrize(("value", "expected"), table("gpu_choice")["values_of_cluster_gpus"])
 def test_values_of_cluster_gpus(value: Any, expected: Any) -> None:
-    assert make_host("a", {"cluster_gpus": value}).gpus == expected
+    assert make_host("a", {"cluster_gpus": value}).gpus == (None if expected is None else tuple(expected))
 
 
 @pytest.mark.parametrize("value", [True, "first", [-1], {"a": 1}, ["GPU-1\n"], [[0]], 1.5])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tables import table
 
 from plugins.modules.nvidia_info import find_cards, select_driver
 from trainyard.remote.host_facts import gpus
@@ -45,22 +46,7 @@ def test_only_gpus_are_found_also_without_a_driver(tmp_path: Path) -> None:
     assert find_cards(tmp_path / "nothing") == []
 
 
-@pytest.mark.parametrize(
-    ("device", "branch", "modules"),
-    [
-        ("0x1401", 580, "closed"),  # Maxwell: GTX 960
-        ("0x1b06", 580, "closed"),  # Pascal: GTX 1080 Ti
-        ("0x1db6", 580, "closed"),  # Volta: V100
-        ("0x1e04", 590, "open"),  # Turing: RTX 2080 Ti
-        ("0x2191", 590, "open"),  # Turing: GTX 1660 Ti
-        ("0x20b2", 590, "open"),  # Ampere: A100
-        ("0x2204", 590, "open"),  # Ampere: RTX 3090
-        ("0x2684", 590, "open"),  # Ada: RTX 4090
-        ("0x2330", 590, "open"),  # Hopper: H100
-        ("0x2b85", 590, "open"),  # Blackwell: RTX 5090
-        ("0x3fff", 590, "open"),  # newer
-    ],
-)
+@pytest.mark.parametrize(("device", "branch", "modules"), table("gpus")["driver_of_each_generation"])
 def test_driver_of_each_generation(device: str, branch: int, modules: str, tmp_path: Path) -> None:
     card(tmp_path, "0000:01:00.0", device)
     driver = select_driver(find_cards(tmp_path), 590)

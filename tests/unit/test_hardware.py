@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fake_nvidia_smi import write_nvidia_smi
 from fake_target import Target, serve_target
+from tables import table
 
 from trainyard.extra_vars import check_names
 from trainyard.host_variables import make_host
@@ -78,19 +79,7 @@ def test_another_server_on_ollamas_port_has_no_models(body: bytes) -> None:
         assert ollama_models(["http://127.0.13.9:1", url, server.url]) == []
 
 
-@pytest.mark.parametrize(
-    ("variables", "port"),
-    [
-        ({}, 0),
-        ({"ollama_state": "unmanaged"}, 0),
-        ({"ollama_state": "present"}, 11434),
-        ({"ollama_state": "present", "ollama_port": 8080}, 8080),
-        ({"ollama_state": "present", "ollama_port": "x"}, 11434),
-        ({"discovered_url": "http://10.0.0.5:11435"}, 11435),
-        ({"discovered_url": "http://[fe80::1]:11434"}, 11434),
-        ({"discovered_url": "file:///etc/passwd"}, 0),
-    ],
-)
+@pytest.mark.parametrize(("variables", "port"), table("hardware")["hosts_whose_ollama_is_part_of_the_cluster"])
 def test_hosts_whose_ollama_is_part_of_the_cluster(variables: dict[str, Any], port: int) -> None:
     assert make_host("a", variables).ollama_port == port
 

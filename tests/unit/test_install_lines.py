@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from tools.lock import read_pins
 from trainer.common import packages
@@ -132,14 +133,7 @@ def test_the_versions_in_messages_are_those_of_the_lock() -> None:
     assert packages.how_to_install("datasets").startswith("run site.yml, or ")
 
 
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        (["trainyard/__init__.py", "trainyard/track.py"], "0.0.3"),
-        (["trainyard/__init__.py", "trainer/__init__.py"], ""),  # ours of before
-        (["__editable__.trainyard-0.2.0.pth"], ""),
-    ],
-)
+@pytest.mark.parametrize(("files", "found"), table("install_lines")["a_package_of_the_same_name_is_told"])
 def test_a_package_of_the_same_name_is_told(
     files: list[str], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ansible.vars.reserved import get_reserved_names
 from hostile import HOSTILE_STRINGS, UNENCODABLE_STRINGS
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config import FIELDS
@@ -54,18 +55,7 @@ def test_values_may_be_text() -> None:
     assert make_options({"master_port": ""}) == make_options({"run_env": ""}) == LaunchOptions()
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"min_nodes": "two"}, "min_nodes: expected an integer >= 0 and <= 10000, got 'two' (-e)"),
-        ({"retries": -1}, "retries: expected an integer >= 0 and <= 1000000, got -1 (-e)"),
-        ({"max_restarts": True}, "max_restarts: expected an integer >= 0 and <= 1000000, got True (-e)"),
-        ({"master_port": 70000}, "master_port: expected an integer >= 1 and <= 65535, got 70000 (-e)"),
-        ({"stall_limit": "inf"}, "stall_limit: expected a number of seconds > 0 and <= 2592000, got 'inf' (-e)"),
-        ({"elastic": "maybe"}, "elastic: expected true or false, got 'maybe' (-e)"),
-        ({"max_restart": 1}, "unknown launch option 'max_restart' in -e; did you mean 'max_restarts'?"),
-    ],
-)
+@pytest.mark.parametrize(("given", "error"), table("launch_options")["a_bad_option_is_one_line"])
 def test_a_bad_option_is_one_line(given: dict[str, Any], error: str) -> None:
     with pytest.raises(UserError) as raised:
         make_options(given, "-e")

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from packaging.requirements import Requirement
+from tables import table
 
 from tools import lock
 from trainyard.python_env.resolve import normal_name
@@ -52,19 +53,7 @@ def test_a_package_may_have_two_versions_and_one_machine() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "listed"),
-    [
-        ("a-1-py3-none-any.whl", True),
-        ("a-1-py39-none-manylinux_2_28_x86_64.whl", True),
-        ("a-1-cp39-abi3-manylinux_2_17_aarch64.manylinux2014_aarch64.whl", True),
-        ("a-1-cp314-cp314-manylinux_2_28_x86_64.whl", True),
-        ("a-1-cp314-cp314t-manylinux_2_28_x86_64.whl", False),
-        ("a-1-cp310-cp310-manylinux_2_28_x86_64.whl", False),
-        ("a-1-cp313-cp313-musllinux_1_2_x86_64.whl", False),
-        ("a-1-cp313-cp313-win_amd64.whl", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "listed"), table("lock")["the_digests_are_those_of_the_files_that_hosts_install"])
 def test_the_digests_are_those_of_the_files_that_hosts_install(name: str, listed: bool) -> None:
     assert bool(lock.WHEEL.search(name)) is listed
 

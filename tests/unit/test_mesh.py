@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from run_hosts import free_port
+from tables import table
 
 from trainyard.preflight.runner import NOT_WRITTEN
 from trainyard.remote import health
@@ -119,21 +120,7 @@ def test_a_host_that_does_not_listen() -> None:
     assert answer["reached"]["node2"] == {str(about["ports"][0]): "connection refused"}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "exist", "runs", "shared"),
-    [
-        ("one", "two", "one two", "", ""),
-        ("one", "one", "one", "", "data_dir"),
-        ("one", "one", "one/runs", "", "data_dir"),
-        ("one", "link", "one", "", "data_dir"),
-        ("one", "one", "", "", "data_dir"),  # the folder above is shared
-        ("one", "two", "", "", ""),  # neither exists, and both have the same folder above
-        ("one", "one/two", "", "", ""),
-        ("one", "two", "one two mount/runs", "mount/runs", "runs"),  # a folder for the runs of both is mounted
-        ("one", "two", "one two mount", "mount/new", "runs"),  # which has no folder yet
-        ("one", "one", "one mount", "mount", "data_dir"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "exist", "runs", "shared"), table("mesh")["a_shared_data_dir_is_seen"])
 def test_a_shared_data_dir_is_seen(tmp_path: Path, first: str, second: str, exist: str, runs: str, shared: str) -> None:
     for name in exist.split():
         (tmp_path / name).mkdir(parents=True)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 
 from plugins.module_utils.netplan_files import MANAGED_FILE, AddressSettings, Nic, definitions, edit, is_nic, load
 from trainyard.provision.addresses import address_errors
@@ -191,25 +192,7 @@ def test_any_text_is_an_edit_or_a_one_line_error(one: str, other: str) -> None:
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"netplan_address": "192.168.1.300/24"}, "expected an address with its prefix"),
-        ({"netplan_address": "192.168.1.11"}, "expected an address with its prefix"),
-        ({"netplan_address": "192.168.1.11/33"}, "expected an address with its prefix"),
-        ({"netplan_address": "192.168.1.0/24"}, "which is reserved in its network"),
-        ({"netplan_address": "192.168.1.255/24"}, "which is reserved in its network"),
-        ({"netplan_address": "127.0.0.2/8"}, "which is not a valid address of a NIC"),
-        ({"netplan_gateway": "192.168.2.1"}, "is not in the network 192.168.1.0/24"),
-        ({"netplan_gateway": "192.168.1.11"}, "is the host's own address"),
-        ({"netplan_gateway": "router"}, "expected an IP address or none"),
-        ({"netplan_dns": ["9.9.9"]}, "netplan_dns has '9.9.9'"),
-        ({"netplan_mtu": 100}, "expected 576 to 9216 bytes"),
-        ({"netplan_mtu": 90000}, "expected 576 to 9216 bytes"),
-        ({"netplan_mtu": "big"}, "expected 576 to 9216 bytes"),
-        ({"netplan_nic": "eth0; reboot"}, "expected the name of a NIC or its MAC"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), table("netplan_files")["errors_of_one_host"])
 def test_errors_of_one_host(variables: dict[str, Any], message: str) -> None:
     (line,) = address_errors({"node1": {"netplan_address": "192.168.1.11/24", **variables}})
     assert line.startswith("node1: netplan_") and message in line

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from trainer.supervise import interface as network
 from trainer.tools import slurm_script
@@ -30,19 +31,7 @@ TOOLS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("head", "peer", "nic"),
-    [
-        ("own", "n1", "ib0"),  # the head, by its own name: the route to the second node
-        ("own", "10.0.0.2", "ib0"),
-        ("own", "", "eth0"),
-        ("both", "n1", "ib0"),
-        ("head", "n1", "ib0"),
-        ("10.0.0.2", "10.0.0.2", "ib0"),
-        ("127.0.0.1", "", "lo"),
-        ("localhost", "", "lo"),
-    ],
-)
+@pytest.mark.parametrize(("head", "peer", "nic"), table("network_interface")["scripts_never_choose_loopback"])
 def test_scripts_never_choose_loopback_for_the_name_of_a_host(tmp_path: Path, head: str, peer: str, nic: str) -> None:
     for name, text in TOOLS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -53,15 +42,7 @@ def test_scripts_never_choose_loopback_for_the_name_of_a_host(tmp_path: Path, he
     assert (done.stdout, done.stderr) == (f"{nic} {nic}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("nodes", "addresses", "expected"),
-    [
-        ("n0 n1", {"n0": "10.0.0.1", "n1": "10.0.0.2"}, "10.0.0.1 10.0.0.2"),
-        ("n0 n1", {"n0": "n0", "n1": "n1"}, "n0 n1"),
-        ("n0 n1", {}, "n0 n1"),
-        ("n0", {"n0": "10.0.0.1"}, "10.0.0.1 "),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "addresses", "expected"), table("network_interface")["a_job_knows_the_addresses"])
 def test_a_job_knows_the_addresses_of_two_nodes(
     tmp_path: Path, nodes: str, addresses: dict[str, str], expected: str
 ) -> None:

@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tables import table
 
 RULES = yaml.safe_load((Path(__file__).parents[2] / "roles/ollama/vars/main.yml").read_text())["_ollama_rules"]
 
 
-@pytest.mark.parametrize(
-    ("name", "valid", "wrong"),
-    [
-        ("version", ["0.12.11", "0.5.8-rc7"], ["", "0.12.11\n", "v0.12.11", "0.12.11/../../evil"]),
-        ("sha256", ["0" * 64], ["0" * 64 + "\n", "x"]),
-        ("archive", ["https://a.b/x.tgz", "/my archives/x.tgz"], ["https://a/a b", "a.tgz", "/a/../b", "/a\nb"]),
-        ("models", ["/home/me/100% models"], ["/a\nUser=root", "/a:/etc", "/srv/../etc", "/..", "relative"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "valid", "wrong"), table("ollama_parameters")["a_value_is_one_path_or_one_word"])
 def test_a_value_is_one_path_or_one_word(name: str, valid: list[str], wrong: list[str]) -> None:
     pattern = RULES[f"ollama_{name}"]["pattern"]
     assert all(re.search(rf"^({pattern})\Z", text) for text in valid)

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainyard.preflight.findings import Finding, Report, host_table
 from trainyard.preflight.host_state import HostState
@@ -237,14 +238,7 @@ def test_a_slow_answer_is_not_a_clock_error() -> None:
     assert findings(states) == []
 
 
-@pytest.mark.parametrize(
-    ("ports", "word"),
-    [
-        ({"29500": "no answer"}, "TCP port 29500"),
-        ({"40000": "no answer", "50000": "no answer"}, "high TCP ports"),
-        ({"29500": "no answer", "40000": "no answer", "50000": "no answer"}, "any TCP port"),
-    ],
-)
+@pytest.mark.parametrize(("ports", "word"), table("preflight_checks")["firewalls"])
 def test_firewalls(ports: dict[str, str], word: str) -> None:
     states = healthy_hosts()
     for source in states[:2]:
@@ -284,17 +278,7 @@ def test_the_head_is_slow_if_all_links_are() -> None:
     assert [finding.host for finding in findings(slow)] == ["node1"]
 
 
-@pytest.mark.parametrize(
-    ("word", "remedy"),
-    [
-        ("yard@10.0.0.2: Permission denied (publickey).", "ssh-copy-id"),
-        ("Host key verification failed.", "known_hosts"),
-        ("ssh: connect to host 10.0.0.2 port 22: No route to host", "cable"),
-        ("ssh: connect to host 10.0.0.2 port 22: Connection refused", "sshd"),
-        ("no answer within 20 s", "hangs"),
-        ("something new", "by hand"),
-    ],
-)
+@pytest.mark.parametrize(("word", "remedy"), table("preflight_checks")["hosts_that_do_not_answer"])
 def test_hosts_that_do_not_answer(word: str, remedy: str) -> None:
     states = healthy_hosts()
     states[1] = HostState(Host("node2", "10.0.0.2", "/x", "/y"), error=word)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import interpreter
+from tables import table
 
 from trainyard.wire.connection import Host, HostConnection
 from trainyard.wire.openssh import LocalTransport
@@ -78,18 +79,7 @@ def test_nothing_newer_than_python_310_is_used() -> None:
     assert {path.name: names for path in sources if (names := too_new(path.read_text()))} == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import tomllib",
-        "from datetime import UTC",
-        "import datetime\nnow = datetime.UTC",
-        "from enum import StrEnum",
-        "raise ExceptionGroup('x', [])",
-        "import shutil\nshutil.rmtree('x', onexc=print)",
-        "import hashlib\nhashlib.file_digest",
-    ],
-)
+@pytest.mark.parametrize("text", table("python_310")["newer_names_are_found"])
 def test_newer_names_are_found(text: str) -> None:
     assert too_new(text)
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from fake_queue import HOSTS, FakeQueue
 from fake_slurm import FakeSlurm
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.planner.recommend import estimate_seconds
@@ -59,44 +60,14 @@ def test_a_sweep_is_read_in_the_order_in_which_its_runs_wait(tmp_path: Path) -> 
     assert {run.spec.lora_r for run in found} == {16} and found[0].launch.max_restarts == 2
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"priority": "urgent"}, "queue: priority: expected one of low, normal, high, critical, got 'urgent'"),
-        ({"gpus": True}, "queue: gpus: expected an integer >= 0"),
-        ({"after": "../x"}, "../x is not the name of a run"),
-        ({"run": "r", "after": "r"}, "after: run r cannot wait for itself"),
-        ({"collect_to": "x"}, "collect_to: cannot be set for the queue: the queue host follows the run"),
-        ({"prioritty": "low"}, "-e prioritty: unknown name; did you mean 'priority'?"),
-        ({"lr": "x"}, "lr: expected a number"),
-        ({"file": "no/such.yml"}, "file: cannot read"),
-        ({"_raw_params": "x y"}, "takes NAME=VALUE"),
-    ],
-)
+@pytest.mark.parametrize(("values", "said"), table("queue_requests")["mistakes_are_one_line"])
 def test_mistakes_are_one_line(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         read(**({"model": "tiny"} | values))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"gpuss": 1}, "unknown name gpuss; did you mean 'gpus'?"),
-        ({"run": "r", "gpus": -1}, "run r of"),
-        ({"limit": "node1"}, "limit selects hosts for all runs of a call: give --limit"),
-        ({"runs": [{"run": "a", "after": "b"}, {"run": "b", "after": "a"}]}, "a, b wait for each other"),
-        ({"lr": [1, 2]}, "lr: expected a number"),
-        (
-            {"runs": [{"run": "g", "grid": {"seed": [1]}, "after": "g"}]},
-            "after: run g-seed1 cannot wait for itself: it belongs to the grid g",
-        ),
-        (
-            {"runs": [{"run": "g", "grid": {"seed": [1, 2]}, "after": "h"}, {"run": "h", "after": "g"}]},
-            "g-seed1, g-seed2, h wait for each other",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), table("queue_requests")["mistakes_in_a_file_are_one_line"])
 def test_mistakes_in_a_file_are_one_line(tmp_path: Path, content: dict[str, Any], said: str) -> None:
     (tmp_path / "s.yml").write_text(yaml.safe_dump({"model": "tiny"} | content))
     with pytest.raises(UserError) as caught:
@@ -146,17 +117,7 @@ def test_a_finished_run_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "said"),
-    [
-        ({}, {"precision": "32-true"}, "precision: was left to the hosts, now '32-true'"),
-        ({}, {"strategy": "ddp", "batch_size": 4}, "batch_size: was left to the hosts, now 4; strategy: was left"),
-        ({}, {"merge": True}, "merge: was False, now True"),
-        ({"precision": "bf16-mixed"}, {"precision": "32-true"}, "precision: was 'bf16-mixed', now '32-true'"),
-        ({"precision": "bf16-mixed"}, {}, ""),
-        ({"merge": True, "batch_size": 2}, {"merge": True, "batch_size": 2, "resume": "never"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "said"), table("queue_requests")["a_changed_option_of_a_waiting_run"])
 def test_a_changed_option_of_a_waiting_run_is_refused(
     before: dict[str, Any], now: dict[str, Any], said: str, tmp_path: Path
 ) -> None:

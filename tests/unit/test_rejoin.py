@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainyard.run.follow.rejoin import ASK, GAIN, RESTART, SPAN, STEADY, UNFIT, Rejoin, Speeds
 from trainyard.run.host_run import HostRun
@@ -81,17 +82,7 @@ def test_a_host_that_comes_and_goes_does_not_rejoin() -> None:
         assert watch.advance(2 * ASK) is None
 
 
-@pytest.mark.parametrize(
-    ("rate", "steps", "pays"),
-    [
-        (1.5, 1000, True),
-        (1.02, 1000, False),  # hardly faster
-        (0.8, 100_000, False),  # slower: a host with a slow link
-        (1.5, 100, False),  # the rest of the run is short
-        (None, 1000, True),  # never measured: an estimate
-        (None, 120, False),
-    ],
-)
+@pytest.mark.parametrize(("rate", "steps", "pays"), table("rejoin")["a_restart_has_to_pay"])
 def test_a_restart_has_to_pay(rate: float | None, steps: int, pays: bool) -> None:
     watch = Watch(Speeds({ALL: rate} if rate else {}), steps=steps)
     assert (watch.advance(min(300, steps - 2)) is not None) == pays

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 
 from trainer.records.run_state import RunHistory
 from trainer.spec import make_spec
@@ -78,17 +79,7 @@ def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
         head_first(hosts, "d")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "fields", "refused"),
-    [
-        ("fsdp", {}, True),
-        ("deepspeed", {}, True),
-        ("diloco", {"replica_strategy": "fsdp", "replica_hosts": 2}, True),
-        ("diloco", {}, False),
-        ("ddp", {}, False),
-        ("pipeline", {}, False),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "fields", "refused"), table("run_plan")["strategies_that_gather_on_gpus_need"])
 def test_strategies_that_gather_on_gpus_need_one_for_each_rank(
     strategy: str, fields: dict[str, Any], refused: bool
 ) -> None:
@@ -399,19 +390,7 @@ def test_runs_that_start_together_have_different_ports() -> None:
         choose_port(None, [], "node1", "r")
 
 
-@pytest.mark.parametrize(
-    ("fields", "processes", "why"),
-    [
-        ({"pipeline_layers": "2,1,1"}, [1, 1], "pipeline_layers: 2,1,1 has 3 ranks and 4 layers, but the run has 2 ranks"),
-        ({"pipeline_layers": "2,1"}, [1, 1], "the model has 4 layers: give one number per rank with the sum 4"),
-        ({}, [1, 4], "strategy: pipeline has 5 ranks, but the model has 4 layers: use at most 4 ranks"),
-        ({"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2, "pipeline_layers": "2,1,1"},
-         [1] * 4, "but the run has 2 ranks"),
-        ({"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": 2, "pipeline_layers": "2,2"}, [1] * 4, ""),
-        ({"strategy": "ddp", "pipeline_layers": "2,1,1"}, [1, 1], ""),
-        ({}, [1, 1], ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "processes", "why"), table("run_plan")["layers_that_do_not_suit_the_ranks"])
 def test_layers_that_do_not_suit_the_ranks_are_found_in_the_plan(
     fields: dict[str, Any], processes: list[int], why: str, tmp_path: Path
 ) -> None:

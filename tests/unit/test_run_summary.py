@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainer.config.reward_source import NOTHING_LEARNED
 from trainer.spec import make_spec
@@ -21,19 +22,7 @@ RESULT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("spec", "more"),
-    [
-        (
-            {"epochs": 1, "max_steps": 3},
-            ["  steps        epochs=1 ends before max_steps=3: more epochs give more steps"],
-        ),
-        ({"epochs": 1, "max_steps": 1}, []),
-        ({"epochs": 1}, []),
-        (None, []),  # a plan that was read from a host
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("spec", "more"), table("run_summary")["the_summary_says_why_there_are_fewer_steps"], ids=str)
 def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, Any] | None, more: list[str]) -> None:
     known = make_spec(spec, "the test") if spec else None
     lines = summary("r", RESULT, HEAD, 2, None, known)  # type: ignore[arg-type]  # it is asked for TensorBoard only
@@ -42,22 +31,7 @@ def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, 
     assert "  speed        47 tokens/s, 11 tokens of 1 sample (without the eval split)" in lines
 
 
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [
-        ({"mfu": 0.127, "mfu_ranks": [0.13, 0.124]}, ["  MFU          13 % of the devices' peak"]),
-        ({"mfu": 0.38, "mfu_ranks": [0.381], "world_size": 1}, ["  MFU          38 % of the device's peak"]),
-        (
-            {"mfu": 0.2, "mfu_ranks": [0.2, 0.1, 0.3]},
-            ["  MFU          20 % of the devices' peak: rank 1 10 %, rank 2 30 %"],
-        ),
-        ({"mfu": 0.2}, ["  MFU          20 % of the devices' peak"]),  # of an earlier version
-        ({"mfu": None}, []),
-        ({"mfu": 1e300, "mfu_ranks": ["x"]}, []),
-        ({}, []),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("found", "line"), table("run_summary")["the_summary_says_which_share_of_its"], ids=str)
 def test_the_summary_says_which_share_of_its_devices_the_run_used(found: dict[str, Any], line: list[str]) -> None:
     result = checked_reply("result.json", RESULT | {"adapter": "/a"} | found)
     lines = summary("r", result, HEAD, 2, None, None)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 import trainer
 from trainer.common.errors import ScriptError, UserError
@@ -33,16 +34,7 @@ def prepared(folder: Path, **fields: Any) -> PreparedRun:
     return prepare(make_spec(fields, "the test"), folder / "work", lambda line: None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"strategy": "fsdp"}, "script: the script decides how ranks share the work: omit strategy (fsdp)"),
-        ({"fake_data": True}, "script: fake_data is for the trainer, which does not run: omit fake_data, or script"),
-        ({"merge": True}, "script: merge is for the trainer"),
-        ({"quantize": "nf4"}, "script: quantize nf4 is for the trainer"),
-        ({"teacher": "org/name", "distill_alpha": 0.5}, "script: teacher is for the trainer"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "why"), table("script")["fields_that_only_the_trainer_knows_are_refused"])
 def test_fields_that_only_the_trainer_knows_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError) as raised:
         make_spec({"script": "worker.py", **fields}, "-e")
@@ -133,13 +125,7 @@ def test_the_script_cannot_change_what_the_run_is_in_its_result(tmp_path: Path) 
             result(spec, tmp_path, progress)
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "status"),
-    [
-        ("raise SystemExit(3)\n", 1, "failed"),
-        ("import time\nopen('stop', 'w').close()\ntime.sleep(60)\n", 0, "stopped"),  # SIGTERM ends it
-    ],
-)
+@pytest.mark.parametrize(("text", "code", "status"), table("script")["how_a_script_ends"])
 def test_how_a_script_ends(text: str, code: int, status: str, tmp_path: Path) -> None:
     path = script(tmp_path, text, "worker.py")
     words = [sys.executable, "-m", "trainer", f"--script={path}", "--run-name=r"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainer.spec import make_spec
 from trainyard.preflight.host_state import HostState
@@ -122,16 +123,7 @@ def test_failures_without_progress_still_end_the_run(monkeypatch: pytest.MonkeyP
     assert raised.value.details["lines"] == ["not restarted: 1 consecutive restarts made no progress"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "fits"),
-    [
-        ({}, ["b", "c"]),
-        ({"versions": {"torch": "2.7"}}, ["b"]),
-        ({"boot_id": "a", "machine_id": "a", "addresses": ["10.0.0.1"]}, ["b"]),  # another name of the head
-        ({"free_bytes": 0}, ["b"]),
-        (None, ["b"]),
-    ],
-)
+@pytest.mark.parametrize(("changed", "fits"), table("session_rejoin")["only_hosts_that_the_next_plan_accepts_are_fit"])
 def test_only_hosts_that_the_next_plan_accepts_are_fit(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any] | None, fits: list[str]
 ) -> None:

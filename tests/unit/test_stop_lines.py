@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tables import table
 
 from trainyard.run.host_run import HostRun
 from trainyard.run.launch.start_ranks import stop_lines
 
 
-@pytest.mark.parametrize(
-    ("status", "lease", "alive", "hints"),
-    [
-        ("stopped", "/srv/t/leases/4", False, 1),  # its job may wait
-        ("finished", "/srv/t/leases/4", False, 0),
-        ("stopped", "/srv/t/leases/4", True, 0),  # the driver ends its job
-        ("stopped", None, False, 0),
-    ],
-)
+@pytest.mark.parametrize(("status", "lease", "alive", "hints"), table("stop_lines")["a_run_that_may_wait_in_the_queue"])
 def test_a_run_that_may_wait_in_the_queue_is_not_said_to_be_over(
     status: str, lease: str | None, alive: bool, hints: int
 ) -> None:

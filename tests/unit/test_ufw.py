@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 
 from plugins.module_utils.ufw import ANYWHERE, Rule, allow_rules, command_words, describe, parse_rules, plan_changes
 
@@ -34,19 +35,7 @@ def test_rules_that_ufw_wrote() -> None:
     assert routed.action == "route:allow"
 
 
-@pytest.mark.parametrize(
-    ("port", "protocol", "source", "message"),
-    [
-        ("0", "tcp", "any", "expected a number from 1 to 65535"),
-        ("65536", "tcp", "any", "expected a number from 1 to 65535"),
-        ("6010:6000", "tcp", "any", "expected a number from 1 to 65535"),
-        ("ssh; reboot", "tcp", "any", "expected a number from 1 to 65535"),
-        ("6000:6010", "any", "any", "a range requires proto"),
-        ("22", "icmp", "any", "expected tcp, udp or any"),
-        ("22", "tcp", "node2", "expected an IP address"),
-        ("22", "tcp", "10.0.0.256", "expected an IP address"),
-    ],
-)
+@pytest.mark.parametrize(("port", "protocol", "source", "message"), table("ufw")["values_that_ufw_rejects"])
 def test_values_that_ufw_rejects(port: str, protocol: str, source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         allow_rules(port, protocol, source, "")

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.gguf.gguf_adapter import ARCHITECTURES, AdapterError, write_adapter
@@ -102,18 +103,7 @@ def test_rank_stabilized_scale_and_16_bit_types(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.gguf", "b.gguf"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"bias": "all"}, "biases"),
-        ({"peft_type": "IA3"}, "no configuration of a LoRA adapter"),
-        ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
-        ({"use_rslora": True, "rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "reason"), table("adapter_gguf")["adapter_that_gguf_cannot_express_is_refused"])
 def test_adapter_that_gguf_cannot_express_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
     config = make_adapter(tmp_path / "a", **settings)
     with pytest.raises(AdapterError, match=reason):
@@ -121,15 +111,7 @@ def test_adapter_that_gguf_cannot_express_is_refused(settings: dict[str, Any], r
     assert not (tmp_path / "a.gguf").exists()
 
 
-@pytest.mark.parametrize(
-    ("arch", "tied", "refused"),
-    [
-        ("LlamaForCausalLM", None, False),
-        ("LlamaForCausalLM", True, True),
-        ("GemmaForCausalLM", None, True),
-        ("Starcoder2ForCausalLM", False, False),
-    ],
-)
+@pytest.mark.parametrize(("arch", "tied", "refused"), table("adapter_gguf")["the_head_has_an_adapter_unless_it"])
 def test_the_head_has_an_adapter_unless_it_is_tied(arch: str, tied: bool | None, refused: bool, tmp_path: Path) -> None:
     config = make_adapter(tmp_path / "a", arch) | ({} if tied is None else {"tie_word_embeddings": tied})
     factors = {

@@ -6,6 +6,7 @@ import json
 import pytest
 import transformers.utils.chat_template_utils as reference
 from go_template import render
+from tables import table
 
 from trainer.data.hf_template import ChatTemplate, TemplateError, read_template
 from trainyard.deploy import chat_template
@@ -86,20 +87,7 @@ def test_bos_token_that_the_server_adds_is_left_out() -> None:
         derive(ChatTemplate(PHI, TOKENS, TODAY), added_bos="<s>")
 
 
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", "2 times"),
-        ("{% for m in messages %}{{ m['content'][1]['text'] }}{% endfor %}", "0 times|rejects"),
-        ("{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}", "out of order"),
-        ("{% for m in messages %}{{ loop.index ~ m['content'] }}{% endfor %}", "depends on more than roles"),
-        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "0 times"),
-        ("{{ raise_exception('no') }}", "rejects a conversation: no"),
-        ("{% for %}", "chat template: "),
-        ("{{ messages.__class__.__mro__ }}", "rejects|0 times"),
-        ("{% set n = namespace(x=1) %}{% set n._y = 2 %}", "underscore"),
-    ],
-)
+@pytest.mark.parametrize(("source", "reason"), table("chat_template")["template_that_cannot_be_derived_is_refused"])
 def test_template_that_cannot_be_derived_is_refused(source: str, reason: str) -> None:
     with pytest.raises(TemplateError, match=reason) as error:
         derive(ChatTemplate(source, TOKENS, TODAY))

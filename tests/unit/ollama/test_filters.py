@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainyard.ollama.filters import filter_answers, repeats_itself
 from trainyard.ollama.near_duplicates import NearDuplicates
@@ -54,12 +55,7 @@ def test_thinking() -> None:
     assert filter_answers([record("<think>\nnever ends")]).counts == {"cut": 1}
 
 
-@pytest.mark.parametrize(
-    ("begin", "end"),
-    [
-        ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("◁think▷", "◁/think▷"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("begin", "end"), table("filters")["every_spelling_of_thinking"])
 def test_every_spelling_of_thinking(begin: str, end: str) -> None:
     for opening in (begin, ""):  # a template may write the opening at the end of the prompt
         answer = record(f"{opening}let me see {end}\n\n4")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_teacher import Teacher, serve
 from run_hosts import TOP, free_port
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
@@ -94,20 +95,7 @@ def test_prompts_of_every_shape(tmp_path: Path) -> None:
     assert all(chat[0] == {"role": "system", "content": "s"} for chat in read_prompts(path, "s"))
 
 
-@pytest.mark.parametrize(
-    ("cut", "unanswered", "outcome"),
-    [
-        (0, 0, ""),
-        (1, 0, ""),
-        (
-            2,
-            0,
-            "WARNING: 2 of 10 answers are not trained (2 cut off at max_tokens): increase max_tokens, or set keep_cut",
-        ),
-        (6, 0, "6 of 10 answers are not trained (6 cut off at max_tokens), more than half: increase max_tokens"),
-        (1, 5, "6 of 10 answers are not trained (5 without an answer, 1 cut off at max_tokens), more than half"),
-    ],
-)
+@pytest.mark.parametrize(("cut", "unanswered", "outcome"), table("teachers")["answers_that_are_lost_are_loud_and_more"])
 def test_answers_that_are_lost_are_loud_and_more_than_half_stop(
     tmp_path: Path, cut: int, unanswered: int, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,16 +149,7 @@ def test_columns_of_prompts(tmp_path: Path) -> None:
         read_prompts(Path("nowhere"))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prompt": "a"}\n{"text": "b"}\n', ":2: is plain text without a prompt"),
-        ('{"prompt": 7}\n', ":1: 'prompt' is int"),
-        ("", "is empty"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}\n', "has no message of a user"),
-        ("{oops\n", ":1: not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), table("teachers")["prompts_that_are_none"])
 def test_prompts_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
@@ -204,22 +183,10 @@ def test_students() -> None:
         specs_of(temprature=1)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"model": "a,b"}, [("a", 1, None, ""), ("b", 1, None, "")]),
-        ({"model": "a,a,b"}, [("a", 1, None, ""), ("a", 2, 1, ""), ("b", 1, None, "")]),
-        ({"model": "a", "seed": 2**32 - 1, "students": 2}, [("a", 2**32 - 1, None, ""), ("a", 0, 2**32 - 1, "")]),
-        (
-            {"model": "a,b", "students": 2, "student_data": "shard", "shared_seed": 7},
-            [("a", 1, 7, "shard:1/4"), ("b", 1, 7, "shard:2/4"), ("a", 2, 7, "shard:3/4"), ("b", 2, 7, "shard:4/4")],
-        ),
-        ({"students": 2, "student_data": "bootstrap"}, [("tiny", 1, None, "bootstrap"), ("tiny", 2, 1, "bootstrap")]),
-    ],
-)
-def test_students_of_one_model_differ(given: dict[str, Any], expected: list[tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize(("given", "expected"), table("teachers")["students_of_one_model_differ"])
+def test_students_of_one_model_differ(given: dict[str, Any], expected: list[list[Any]]) -> None:
     specs = specs_of(**given)
-    assert [(spec.model, spec.seed, spec.shared_seed, spec.data_part) for spec in specs] == expected
+    assert [[spec.model, spec.seed, spec.shared_seed, spec.data_part] for spec in specs] == expected
     assert len({spec.named().run for spec in specs}) == len(specs)
 
 
@@ -236,19 +203,7 @@ def test_groups_of_hosts() -> None:
     assert names(1, True) == ["n0 n1 n2 n3 n4"]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"runs": "a"}, "runs: expected"),
-        ({"runs": "a,../b"}, "'../b' is not the name of a run"),
-        ({"runs": "a,a"}, "name each run once"),
-        ({"runs": "a,b", "run": "a"}, "give the result another name"),
-        ({"runs": "a,b", "weights": "1"}, "weights: expected 2 numbers"),
-        ({"runs": "a,b", "weights": "1,x"}, "weights: expected"),
-        ({"runs": "a,b", "method": "vote"}, "method=vote needs prompts=FILE"),
-        ({"runs": "a,b", "method": "sum"}, "method: expected one of cat, linear"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), table("teachers")["mistakes_in_a_merge"])
 def test_mistakes_in_a_merge(values: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_merge_options(values)

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
+from tables import table
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,14 +103,7 @@ def test_each_side_of_tied_embeddings(
     assert_close(logits(found), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        {"use_rslora": True}, {"use_dora": True}, {"alpha_pattern": {"q_proj": 2}, "rank_pattern": {"v_proj": 2}}, {"bias": "all"},
-        {"modules_to_save": ["lm_head"]},
-    ],
-    ids=lambda adapter: next(iter(adapter)),
-)  # fmt: skip
+@pytest.mark.parametrize("adapter", table("adapter_merge")["other_adapters"], ids=lambda adapter: next(iter(adapter)))
 def test_other_adapters_of_peft(adapter: dict[str, Any], tmp_path: Path) -> None:
     model = adapted(tmp_path, "qwen2", True, "layers", **adapter)
     for name, value in model.named_parameters():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from ansible.vars.reserved import get_reserved_names
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config import ALIASES, FIELDS, SUGGESTED, is_known, parse_flags, parse_mapping
@@ -121,14 +122,7 @@ def test_the_files_of_the_guides(tmp_path: Path) -> None:
         read_spec(file, {}, "the flags")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"xla": True}, "FSDP2 does not have xla: omit it"),
-        ({"mixed_precision": "fp8"}, "one of no, fp32, float32, bf16"),
-        (["x"], "expected an object"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), table("aliases")["options_of_fsdp_that_cannot_be_honoured"])
 def test_options_of_fsdp_that_cannot_be_honoured(options: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps(options))
@@ -137,18 +131,7 @@ def test_options_of_fsdp_that_cannot_be_honoured(options: Any, message: str, tmp
 
 
 @pytest.mark.parametrize("source", ["flags", "file", "-e"])
-@pytest.mark.parametrize(
-    ("fields", "unused"),
-    [
-        ({"strategy": "pipeline", "deepspeed_stage": 2}, "deepspeed_stage has no effect with strategy=pipeline: set strategy=deepspeed"),
-        ({"pipeline_layers": "2,2"}, "pipeline_layers has no effect with strategy=ddp"),
-        ({"strategy": "fsdp", "replica_hosts": 2}, "replica_hosts has no effect with strategy=fsdp: set strategy=diloco"),
-        ({"strategy": "diloco", "replica_strategy": "fsdp", "fsdp_shard": "gradients"}, ""),
-        ({"strategy": "auto", "fsdp_shard": "host"}, ""),
-        ({"strategy": "averaging", "replica_hosts": 2}, ""),
-        ({"deepspeed_offload": "none", "fsdp_offload": False}, ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "unused"), table("aliases")["a_field_that_the_strategy_does_not_use_is_refused"])
 def test_a_field_that_the_strategy_does_not_use_is_refused(
     source: str, fields: dict[str, Any], unused: str, tmp_path: Path
 ) -> None:
@@ -196,19 +179,7 @@ def test_names_of_other_tools_as_extra_variables() -> None:
         read_run_spec("", {"gradient_accumulation_steps": 4}, TOP)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("learning_rate", "did you mean 'lr'?"),
-        ("num-train-epochs", "did you mean 'epochs'?"),
-        ("micro_batch_size", "did you mean 'batch_size'?"),
-        ("optim", "did you mean 'optimizer'?"),
-        ("output_dir", "did you mean 'run'?"),
-        ("ckpt.interval", "did you mean 'checkpoint_interval'?"),
-        ("use_dora", "trainyard lacks it: adapters are plain LoRA"),
-        ("beta", "did you mean 'preference_beta'?"),
-    ],
-)
+@pytest.mark.parametrize(("name", "hint"), table("aliases")["a_name_of_another_tool_names_the_field"])
 def test_a_name_of_another_tool_names_the_field(name: str, hint: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"-e {name}: unknown name; {hint}")):
         read_run_spec("", {name: 1}, TOP)
@@ -219,17 +190,7 @@ def test_a_name_of_another_tool_names_the_field(name: str, hint: str) -> None:
 # Errors ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--model a --path-model b", "model and path_model set model to different values in the flags: set only model"),
-        ("--bf16 auto", "bf16: expected true or false, got 'auto' in the flags"),
-        ("--metric-logger-type x", "metric_logger_type: expected one of wandb, dummy, got 'x' in the flags"),
-        ("--hv.local_step 5", "unknown name 'hv.local_step' in the flags; did you mean 'hv.local_steps'?"),
-        ("--gradient_accumulation_steps -1", "gradient_accumulation_steps: expected an integer >= 1, got '-1'"),
-        ("--gradient_accumulation_steps many", "gradient_accumulation_steps: expected an integer >= 1, got 'many'"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), table("aliases")["a_value_without_a_counterpart_is_one_line"])
 def test_a_value_without_a_counterpart_is_one_line(line: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         spec_of(line)
@@ -308,14 +269,7 @@ def test_every_option_with_a_word_for_no_takes_all_of_them(name: str, field: str
 
 
 @pytest.mark.parametrize("value", [-1, "-1", -1.0])
-@pytest.mark.parametrize(
-    ("names", "field", "all_of_them"),
-    [
-        (("max_steps",), "max_steps", 0),
-        (("checkpoint_keep",), "checkpoint_keep", 10**9),
-        (("max_grad_norm",), "max_grad_norm", 0),
-    ],
-)
+@pytest.mark.parametrize(("names", "field", "all_of_them"), table("aliases")["minus_one_is_no_limit"])
 def test_minus_one_is_no_limit(names: tuple[str, ...], field: str, all_of_them: int, value: Any) -> None:
     for name in names:
         spec = read_spec(None, {name: value}, "-e")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 from test_decisions import EIGHT, ONE, card, cpu
 from trainer_runs import Here
 
@@ -32,19 +33,7 @@ def test_ranks_on_gpus_decide_whether_compiling_pays() -> None:
     assert spec.automatic == () and not any("torch_compile" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("fields", "facts", "why"),
-    [
-        ({"strategy": "deepspeed"}, {}, "true requires strategy ddp"),
-        ({"method": "dpo", "dataset": "pairs.jsonl"}, {}, "true requires method sft"),
-        ({"packing": False}, {}, "rows that are not packed"),
-        ({"max_steps": 1999}, {}, "the run has fewer than 2,000 steps"),
-        ({"quantize": "nf4"}, {}, "4-bit weights"),
-        ({"backend": "unsloth", "precision": "bf16-mixed"}, {}, "backend=unsloth"),
-        ({}, {"compiler": False}, "a host has no C++ compiler: install g++"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "facts", "why"), table("compile_choice")["why_a_run_is_not_compiled"], ids=str)
 def test_why_a_run_is_not_compiled(fields: dict[str, Any], facts: dict[str, Any], why: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("trainer.costs.teacher_cost.shape_of", lambda spec: SHAPE)
     spec = make_spec({"model": "x", "batch_size": 8} | fields, "here")
@@ -70,14 +59,7 @@ def undecided() -> RunSpec:
     return spec
 
 
-@pytest.mark.parametrize(
-    ("steps", "device", "compiled", "why"),
-    [
-        (2000, "cuda", True, "the run has about 2,000 steps"),
-        (1999, "cuda", False, "the run has about 1,999 steps"),
-        (2000, "cpu", False, "a rank trains on a CPU"),
-    ],
-)
+@pytest.mark.parametrize(("steps", "device", "compiled", "why"), table("compile_choice")["a_long_run_on_gpus"])
 def test_a_long_run_on_gpus_is_compiled(
     steps: int, device: str, compiled: bool, why: str, undecided: RunSpec, capsys: Any
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -24,7 +25,9 @@ from trainer.config import (
     parse_mapping,
     read_yaml,
     suggest,
-    table,
+)
+from trainer.config import (
+    table as fields_table,
 )
 from trainer.config.fields import metadata, mismatch
 from trainer.config.reward_source import RewardSource
@@ -157,23 +160,7 @@ def test_an_invalid_value_names_the_field_and_the_expected_values(name: str, val
 
 
 # One of each kind of description, and the limits that keep values printable.
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("seq_length", 7, "an integer of tokens >= 8 and <= 1048576"),
-        ("lora_dropout", 1, "a number >= 0 and < 1"),
-        ("collective_timeout", 1e300, "a number of seconds >= 0.001 and <= 2592000"),
-        ("max_steps", 10**30, "an integer of steps >= 0 and <= 1000000000"),
-        ("model", "a\x1b[2J", "one line of text, at most 4096 characters"),
-        ("precision", "bf16", "auto, or one of 32-true, bf16-mixed, fp16-mixed"),
-        ("packing", "maybe", "auto, true or false"),
-        ("run", "../evil", "letters, digits, '.', '_' and '-', at most 64"),
-        ("run", "a\n", "letters, digits, '.', '_' and '-', at most 64"),
-        ("loggers", "tensorboard,comet", "one or more of tensorboard, wandb, trackio, mlflow, none"),
-        ("lora_targets", "", "a list such as all-linear"),
-        ("columns", "prompt", "names of a shape and of columns, such as {prompt: question, completion: answer}"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "words"), table("config")["description_of_the_expected_values"])
 def test_description_of_the_expected_values(name: str, value: Any, words: str) -> None:
     assert error_of({name: value}) == f"run spec: {name}: expected {words}, got {value!r} (the flags)"
 
@@ -204,24 +191,7 @@ def test_aliases_are_unambiguous_and_not_fields() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ({"gradient_accumulation": 3, "batch_size": 4, "total_batch_size": 16}, "3 x batch_size 4 = 12 rows, but"),
-        ({"loggers": "none,wandb"}, "'none' excludes other loggers"),
-        ({"backend": "unsloth", "lora_r": 0}, "set backend=peft"),
-        (
-            {"strategy": "fsdp", "quantize": "nf4", "torch_compile": True},
-            "torch_compile: under strategy fsdp no layer in 4 bits can be compiled",
-        ),
-        ({"strategy": "deepspeed", "quantize": "nf4"}, "quantize: nf4 requires strategy ddp, got strategy deepspeed"),
-        ({"strategy": "deepspeed", "torch_compile": True}, "torch_compile: true requires strategy ddp"),
-        (
-            {"strategy": "deepspeed", "deepspeed_offload": "all"},
-            "deepspeed_offload: all requires deepspeed_stage 3, got 2",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("values", "why"), table("config")["conflicting_fields"])
 def test_conflicting_fields(values: dict[str, Any], why: str) -> None:
     assert why in error_of(values)
 
@@ -280,26 +250,13 @@ def test_a_dataset_may_have_columns_of_its_own() -> None:
     assert (source.columns, source.split) == ({"text": "body"}, "dev")
 
 
-@pytest.mark.parametrize(
-    ("dataset", "why"),
-    [
-        ("[a.jsonl, {pth: b.csv}]", "dataset: unknown name 'pth' in an entry; did you mean 'path'?"),
-        ([{"path": "a", "weight": 0}], "dataset: expected a path, a hub id, or a list such as"),
-    ],
-)
+@pytest.mark.parametrize(("dataset", "why"), table("config")["an_entry_of_the_datasets_has_known_names"])
 def test_an_entry_of_the_datasets_has_known_names(dataset: Any, why: str) -> None:
     said = error_of({"dataset": dataset})
     assert why in said and said.count("dataset:") == 1
 
 
-@pytest.mark.parametrize(
-    ("columns", "why"),
-    [
-        ({"question": "prompt"}, "columns: unknown name 'question': did you mean {prompt: question}?"),
-        ({"q\x1b": "a"}, "columns: expected names of a shape"),
-        ({"quest": "a"}, "columns: unknown name 'quest': expected one of messages, system, tools, conversations"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "why"), table("config")["columns_map_names_of_a_shape"])
 def test_columns_map_names_of_a_shape(columns: dict[str, str], why: str) -> None:
     assert why in error_of({"columns": columns})
     assert why.replace("columns: expected names of a shape", "dataset: expected a path") in error_of(
@@ -362,31 +319,12 @@ def test_files(tmp_path: Path) -> None:
         read_spec(tmp_path / "none.yml", {}, "-e")
 
 
-@pytest.mark.parametrize(
-    ("argv", "values"),
-    [
-        (["--lr", "1e-3", "--max-steps", "5"], {"lr": "1e-3", "max_steps": "5"}),
-        (["--lr=1e-3", "--max_steps=5"], {"lr": "1e-3", "max_steps": "5"}),
-        (["--packing", "--lr", "1"], {"packing": "true", "lr": "1"}),
-        (["--packing", "false"], {"packing": "false"}),
-        (["--no-torch-compile", "--fake-data"], {"torch_compile": "false", "fake_data": "true"}),
-        (["--dataset=a=b"], {"dataset": "a=b"}),
-        (["--lr", "1", "--lr", "2"], {"lr": "2"}),
-    ],
-)
+@pytest.mark.parametrize(("argv", "values"), table("config")["flags"])
 def test_flags(argv: list[str], values: dict[str, str]) -> None:
     assert parse_flags(argv) == values
 
 
-@pytest.mark.parametrize(
-    ("argv", "why"),
-    [
-        (["lr=1"], "unexpected argument 'lr=1'"),
-        (["--batchsize", "1"], "unknown name 'batchsize' in the flags; did you mean 'batch_size'?"),
-        (["--no-lr"], "unknown name 'no_lr' in the flags"),
-        (["--lr"], "--lr has no value: expected a number > 0"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "why"), table("config")["invalid_flags"])
 def test_invalid_flags(argv: list[str], why: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_flags(argv)
@@ -394,7 +332,7 @@ def test_invalid_flags(argv: list[str], why: str) -> None:
 
 
 def test_the_table_has_every_field() -> None:
-    rows = table().splitlines()[2:]
+    rows = fields_table().splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == list(FIELDS)
 
 

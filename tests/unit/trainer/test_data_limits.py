@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.data.json_files import json_records
@@ -32,14 +33,7 @@ def _repeated(rows: int, lists: bool) -> object:
     return pa.table({"text": pa.ListArray.from_arrays(pa.array([0, rows], pa.int32()), values) if lists else values})
 
 
-@pytest.mark.parametrize(
-    ("lists", "reason"),
-    [
-        (False, "the records up to here are 256 MiB, far more than the file"),
-        (True, "cannot read record 1: it takes more than 768 MiB of memory"),
-    ],
-    ids=["many records", "one record"],
-)
+@pytest.mark.parametrize(("lists", "reason"), table("data_limits")["a_small"], ids=["many records", "one record"])
 def test_a_small_parquet_file_of_many_gigabytes(lists: bool, reason: str, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "small.parquet"

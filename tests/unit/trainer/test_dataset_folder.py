@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from dataset_folder import CASES, Case, write_cases
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config.dataset_source import DatasetSource
@@ -82,19 +83,10 @@ def test_hosts_without_the_library_are_refused_where_it_is_needed(folder: dict[s
     check(dataset="owner/name")
 
 
-@pytest.mark.parametrize(
-    ("name", "pieces"),
-    [
-        ("date.jsonl", [("2024-01-31", True)]),
-        ("excel.csv", [("Q", False), ("A", True), ("R", False), ("1,5", True)]),
-        ("tabs.tsv", [("a, b", True)]),
-        ("parts", [("a", True), ("b", True), ("c", True)]),
-        ("card", [("x", True), ("y", True)]),
-    ],
-)
-def test_the_text_of_a_dataset_is_unchanged(name: str, pieces: list[tuple[str, bool]], folder: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("name", "pieces"), table("dataset_folder")["the_text_of_a_dataset_is_unchanged"])
+def test_the_text_of_a_dataset_is_unchanged(name: str, pieces: list[list[Any]], folder: dict[str, Path]) -> None:
     samples = read_source(make_spec({"dataset": str(folder[name])}, "").sources[0])
-    assert [piece for sample in samples for piece in sample.pieces] == pieces
+    assert [list(piece) for sample in samples for piece in sample.pieces] == pieces
 
 
 def test_cells_of_a_csv_file_are_text(folder: dict[str, Path]) -> None:
@@ -127,21 +119,7 @@ def test_splits(name: str, split: str, folder: dict[str, Path]) -> None:
         read("validation")
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "refused"),
-    [
-        ("text.csv.gz", {"dataset_split": "test"}, r"is a file, which has no split 'test' \(dataset_split\)"),
-        ("list.json", {"dataset_split": "train[:25%]"}, r"is a file, which has no split 'train\[:25%\]'"),
-        ("chat.parquet", {"dataset_split": "test"}, "is a file, which has no split"),
-        ("list.json", {"dataset_config": "fr"}, r"has no configuration 'fr' \(dataset_config\)"),
-        ("parts", {"dataset_split": "test"}, "has no split 'test': none of its files names a split"),
-        ("parts", {"dataset_config": "fr"}, "has no configuration 'fr'"),
-        ("card", {"dataset_config": "fr"}, "has no configuration 'fr': set dataset_config to default"),
-        ("splits", {"dataset_split": "train[:25%]"}, "has no split 'train.*': set dataset_split to test or train"),
-        ("saved", {"dataset_split": "test"}, "has no split 'test': it was saved without splits"),
-        ("saved-splits", {"dataset_config": "fr"}, "has no configuration 'fr'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields", "refused"), table("dataset_folder")["a_part_of_a_dataset_without_parts"])
 def test_a_part_of_a_dataset_without_parts_is_refused(
     name: str, fields: dict[str, str], refused: str, folder: dict[str, Path]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from trainer_runs import chat, records, write_jsonl
 
@@ -318,19 +319,7 @@ def test_the_controller_encodes_as_the_hosts_do(tokenizer: Any, tmp_path: Path) 
             assert here.encode(sample) == there.encode(sample)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokenizer_class": "GPT2Tokenizer"},
-        {"tokenizer_class": "GPT2TokenizerFast", "bos_token": None},
-        {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>"},
-        {"eos_token": "<|never|>"},
-        {"eos_token": {"__type": "AddedToken", "content": "<|extra|>", "lstrip": True, "special": True}},
-        {"extra_special_tokens": ["<|extra|>", "<|call|>"]},
-        {"split_special_tokens": True},
-        {"added_tokens_decoder": {"9999": {"content": "<|extra|>", "special": True, "rstrip": True}}},
-    ],
-)
+@pytest.mark.parametrize("change", table("encode")["the_controller_has_the_special_tokens_of_the_hosts"])
 def test_the_controller_has_the_special_tokens_of_the_hosts(
     change: dict[str, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -345,16 +334,7 @@ def test_the_controller_has_the_special_tokens_of_the_hosts(
         assert here.tokenize(text) == there.tokenize(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "model_type", "more"),
-    [
-        ("LlamaTokenizer", "llama", {"legacy": True}),
-        ("LlamaTokenizerFast", None, {"add_prefix_space": False}),
-        ("LlamaTokenizer", "phi3", {}),
-        ("GemmaTokenizer", "gemma2", {}),
-        ("PreTrainedTokenizerFast", "llama", {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "model_type", "more"), table("encode")["the_controller_splits_a_text_as_the_class"])
 def test_the_controller_splits_a_text_as_the_class_of_the_hosts_does(
     name: str, model_type: str | None, more: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tables import table
 from trainer_runs import write_jsonl
 
 from trainer.common.errors import UserError
@@ -127,16 +128,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"grpo_beta": 0.3, "grpo_temperature": 0.7},
-        {"grpo_loss": "grpo", "grpo_epsilon": 0.1, "grpo_epsilon_high": 0.05},
-        {"grpo_loss": "dr_grpo", "grpo_beta": 0.04, "grpo_iterations": 2},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", table("grpo")["loss_and_gradients_are_those_of_trl"], ids=str)
 @pytest.mark.parametrize("is_stale", [False, True], ids=["on-policy", "old probabilities"])
 def test_loss_and_gradients_are_those_of_trl(
     fields: dict[str, Any], is_stale: bool, adapted: Any, trl: Callable[[float], Any], batch_of_prompts: Any
@@ -267,19 +259,7 @@ def test_columns_that_a_prompt_does_not_have() -> None:
         to_prompt({"q": "x", "a": "y"}, {"prompt": "q", "completion": "a"})
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"question": "x"}, "use columns=prompt=question"),
-        (["x"], "is a list, expected an object with prompt"),
-        ({"prompt": 3}, "'prompt' is int, expected a string"),
-        ({"prompt": "x", "completions": 1}, "has the column 'completions', a name that rewards have"),
-        ({"prompt": "x", "image": "a.png"}, "has 'image', which is not text"),
-        ({"prompt": "x", "tools": [{}]}, "has 'tools', which a chat can have"),
-        ({"prompt": [{"role": "assistant", "content": "a"}]}, "the prompt ends with an answer"),
-        ({"prompt": "x", "answer": "\ud83d"}, "a column has a lone surrogate"),
-    ],
-)
+@pytest.mark.parametrize(("row", "reason"), table("grpo")["records_that_are_refused"])
 def test_records_that_are_refused(row: Any, reason: str) -> None:
     with pytest.raises(ValueError) as caught:
         to_prompt(row)
@@ -324,22 +304,7 @@ def test_prompts_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
 # The spec ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"reward": ""}, "reward: method=grpo learns from rewards"),
-        ({"reward": "regex"}, "reward: regex needs pattern"),
-        ({"strategy": "fsdp"}, "method: grpo needs ranks that hold the whole model"),
-        ({"strategy": "pipeline"}, "method: grpo needs ranks that hold the whole model"),
-        ({"strategy": "diloco", "replica_strategy": "fsdp"}, "method: grpo needs ranks"),
-        ({"total_batch_size": 10}, "are not a multiple of grpo_group_size 4: set total_batch_size=12"),
-        ({"grpo_max_tokens": 64}, "leaves no space for a prompt"),
-        ({"grpo_beta": 0.1, "lora_r": 0}, "grpo_beta: the reference is the model without its adapter"),
-        ({"fake_data": True}, "fake_data: True cannot be combined with method=grpo"),
-        ({"packing": True}, "packing: True cannot be combined"),
-        ({"reward_timeout": 600}, "reward_timeout: other ranks wait only 600 s"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "reason"), table("grpo")["specs_that_are_refused"])
 def test_specs_that_are_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError) as caught:
         make(**fields)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tables import table
 
 from trainer.__main__ import main
 from trainer.common.errors import UserError
@@ -22,14 +23,7 @@ from trainer.distributed.meeting import Meeting, Worker, _follow, _lead, _Waitin
 NUMBERS = itertools.count()
 
 
-@pytest.mark.parametrize(
-    ("peers", "address"),
-    [
-        ("/ip4/10.0.0.1/tcp/30001/p2p/QmXy", ("10.0.0.1", 30001)),
-        ("http://a.b:5,c:6", ("a.b", 5)),
-        ("h-1:7", ("h-1", 7)),
-    ],
-)
+@pytest.mark.parametrize(("peers", "address"), table("meeting")["flags"])
 def test_flags(peers: str, address: tuple[str, int]) -> None:
     assert Galaxy.parse("3", "1", peers) == Galaxy(3, 1, *address)
     assert Galaxy.parse(None, None, None) == Galaxy.parse("1", "0", peers) == Galaxy.parse("1", None, None) == Galaxy()

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import get_peft_model
+from tables import table
 from trainer_runs import TOP, Here, llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,19 +117,7 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"lora_r": 0, "seq_length": 256},
-        {"gradient_checkpointing": True, "batch_size": 8},
-        {"lora_targets": "q_proj,v_proj", "lora_dropout": 0.1},
-        {"precision": "bf16-mixed"},
-        {"precision": "bf16-mixed", "lora_r": 0},
-        {"precision": "bf16-mixed", "lora_r": 0, "gradient_checkpointing": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", table("plan")["memory_is_within_10_percent_of_the_measured_peak"], ids=str)
 @pytest.mark.parametrize("layers", [2, 6])
 def test_memory_is_within_10_percent_of_the_measured_peak(fields: dict[str, Any], layers: int) -> None:
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 2048}
@@ -386,14 +375,7 @@ def test_a_measurement_on_a_busy_machine_reports_the_load(
     assert "?" not in output, "all hosts are taken to have the memory of this one, so it is known what fits"
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--hosts", "none.json"], "--hosts: expected a number of hosts or a file, got none.json"),
-        (["--link-mbit", "fast"], "--link-mbit: got 'fast', expected a number of Mbit/s > 0"),
-        (["--model", "./none"], "model: no such folder: ./none: set 'tiny'"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "why"), table("plan")["invalid_flags_of_the_plan"])
 def test_invalid_flags_of_the_plan(flags: list[str], why: str, capsys: Any) -> None:
     assert main(["plan", "--no-measure", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"error: {why}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import table
 from trainer_runs import write_jsonl
 
 from trainer.common.errors import UserError
@@ -135,16 +136,7 @@ def test_labels(label: Any, key: str) -> None:
     assert to_labelled({"prompt": "Q", "completion": "A", "thumb": label}, {"label": "thumb"}).desirable is wanted
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ({"prompt": "Q", "completion": "A"}, "has no label: method=kto needs true .* set method=sft"),
-        ({"prompt": "Q", "completion": "A", "label": None}, "has no label"),
-        ({"prompt": "Q", "completion": "A", "label": "maybe"}, "has label 'maybe': method=kto needs true"),
-        ({"text": "T", "label": True}, "needs prompt and completion"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "chosen"),
-    ],
-)
+@pytest.mark.parametrize(("record", "said"), table("preference_data")["a_record_without_a_label_is_refused"])
 def test_a_record_without_a_label_is_refused(record: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         to_labelled(record)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from trainer_runs import write_jsonl
 
 from trainer.common.errors import UserError
@@ -20,42 +21,14 @@ from trainer.spec import make_spec, read_spec
 PAIRS: dict[str, Any] = {"method": "dpo", "dataset": "pairs.jsonl"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"packing": True}, "packing: true requires method sft, got method dpo"),
-        ({"train_on": "all"}, "train_on: all requires method sft, got method dpo.*: set train_on=answer"),
-        ({"distill_alpha": 0.5, "teacher": "t"}, "distill_alpha: 0.5 requires method sft"),
-        ({"fake_data": True}, "fake_data: true requires method sft"),
-        ({"torch_compile": True}, "torch_compile: true requires method sft"),
-        ({"backend": "unsloth"}, "backend: unsloth requires method sft"),
-        ({"dataset": "observatory"}, "dataset: observatory has one answer .* pairs of a chosen and a rejected answer"),
-        ({"dataset": "observatory", "method": "kto"}, "observatory has one answer .* needs answers with labels"),
-        ({"strategy": "deepspeed"}, "strategy: deepspeed requires method sft, got method dpo: set strategy=fsdp"),
-        ({"preference_label_smoothing": 0.1}, "preference_label_smoothing: .* with sigmoid: set both, or neither"),
-        ({"preference_loss": "robust"}, "preference_label_smoothing: .* got 0 with robust"),
-        ({"preference_beta": 0}, "preference_beta: expected a number > 0"),
-        ({"script": "worker.py"}, "script: method dpo is for the trainer, which does not run"),
-        ({"method": "ppo"}, "method: expected one of sft, dpo, orpo, kto, grpo"),
-        ({"beta": 0.1}, "unknown name 'beta' in -e; did you mean 'preference_beta'"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
+@pytest.mark.parametrize(("fields", "said"), table("preference_fields")["fields"], ids=lambda value: str(value)[:50])
 def test_fields_that_exclude_each_other_are_one_line(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said) as error:
         make_spec(PAIRS | fields, "-e")
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("method", "field", "value", "owner"),
-    [
-        ("sft", "preference_beta", 0.2, "dpo or orpo or kto"),
-        ("orpo", "preference_loss", "ipo", "dpo"),
-        ("orpo", "preference_precompute", True, "dpo or kto"),
-        ("dpo", "kto_desirable_weight", 2, "kto"),
-    ],
-)
+@pytest.mark.parametrize(("method", "field", "value", "owner"), table("preference_fields")["a_field_of_another_method"])
 def test_a_field_of_another_method_is_refused(method: str, field: str, value: Any, owner: str) -> None:
     given = {"method": method, "dataset": "pairs.jsonl", field: value}
     with pytest.raises(

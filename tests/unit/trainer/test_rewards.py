@@ -51,19 +51,7 @@ def test_rewards_as_words_and_as_mappings() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("regex", "regex needs pattern"),
-        ("length", "length needs limit"),
-        ([{"use": "regex", "pattern": "("}], "the pattern '(' is not valid"),
-        ([{"use": "exact", "pattern": "x"}], "'exact' has no option pattern"),
-        ("a.py,a.py", "'a.py' is given twice"),
-        ("a.py:0,exact:0", "every weight is 0"),
-        ([{"use": "json", "json_schema": {"type": "objekt"}}], "type must be one of"),
-        ([{"use": "json", "json_schema": {"oneOf": []}}], "the keyword 'oneOf' is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("value", "reason"), table("rewards")["rewards_that_are_refused"])
 def test_rewards_that_are_refused(value: Any, reason: str) -> None:
     assert reason in rewards_error(sources(value))
 
@@ -222,18 +210,7 @@ def test_a_reward_that_does_not_behave_is_stopped_with_one_line(name: str, make:
     assert reason in str(caught.value) and str(caught.value).startswith("reward: ") and str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("import nothing_of_this_name\ndef reward(): pass", "mine.py: line 1: ModuleNotFoundError"),
-        (
-            "def reward(completions, solution): return []",
-            "mine.py: reward has the parameter 'solution', which no column",
-        ),
-        ("import time; time.sleep(60)\ndef reward(): pass", "mine.py: importing it takes more than 1 s"),
-        ("reward = 3", "it defines no function whose name begins with 'reward'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), table("rewards")["a_file_that_cannot_be_used"])
 def test_a_file_that_cannot_be_used(text: str, reason: str, make: Callable[..., RewardProcess]) -> None:
     with pytest.raises(UserError) as caught:
         make(text, seconds=1)
@@ -283,17 +260,7 @@ def test_a_changed_reward_is_named() -> None:
         make_spec({"method": "grpo", "reward": [{"use": "regex", "patern": "x"}]}, "here")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("def rate(): pass", "has no function whose name begins with 'reward'"),
-        ("def reward(:", "mine.py:1: invalid syntax"),
-        ("import os\nos.abort()\ndef reward_x(): pass", ""),
-        ("from other import reward", ""),
-        ("async def reward_x(): pass", ""),
-        ("class A:\n def reward(self): pass", "has no function"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), table("rewards")["the_controller_reads_a_file_and_does_not_run_it"])
 def test_the_controller_reads_a_file_and_does_not_run_it(text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(text, encoding="utf-8")

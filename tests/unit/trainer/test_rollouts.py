@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from run_hosts import until
+from tables import table
 from trainer_runs import write_jsonl
 
 from trainer.common.errors import UserError
@@ -675,28 +676,7 @@ def test_no_rank_waits_in_a_collective_while_the_first_one_waits_for_servers(
 # The spec ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rollout_servers": "ftp://a"}, "rollout_servers: got 'ftp://a', expected addresses"),
-        ({"rollout_servers": "http://a b"}, "rollout_servers: got"),
-        ({"rollout_servers": "http://a:65536"}, "rollout_servers: got 'http://a:65536', expected addresses"),
-        ({"rollout_servers": "http://a:0"}, "rollout_servers: got 'http://a:0', expected addresses"),
-        ({"rollout_servers": "http://a:1,http://a:1/"}, "given twice"),
-        ({"rollout_servers": "cluster,http://a:1"}, "give one of them alone"),
-        ({"rollout_servers": "http://a:1,http://a:1"}, "given twice"),
-        ({"rollout_servers": "http://a:8000/v1", "rollout_model": ""}, "rollout_folder: vLLM reads adapters"),
-        ({"rollout_servers": "http://a:8000/v1"}, "rollout_model: a vLLM server has the model"),
-        ({"rollout_servers": "http://a:8000/v1,http://b:1", "rollout_folder": "x"}, "expected an absolute path"),
-        ({"rollout_folder": "/x"}, "rollout_folder: Ollama gets adapters over the network"),
-        ({"rollout_servers": ()}, "rollout_model: without rollout_servers, only ranks write: omit rollout_model"),
-        ({"rollout_servers": (), "rollout_ranks": False, "rollout_model": ""}, "only ranks write: omit rollout_ranks"),
-        ({"lora_r": 0, "lora_targets": "all-linear"}, "servers get adapters, but lora_r is 0"),
-        ({"strategy": "diloco"}, "replicas of diloco have different adapters"),
-        ({"max_staleness": -1}, "max_staleness"),
-        ({"method": "sft", "reward": ()}, "has no effect with method=sft|reward"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "message"), table("rollouts")["what_cannot_be_is_refused"])
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check = make(**fields)
