@@ -20,9 +20,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config import RunSpec
-from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import link_free
-from trainer.supervise.run_files import SupervisorError, is_locked, read_json, write_json
+from trainer.supervise.run_files import SupervisorError, check_lease, is_locked, read_json, write_json
 from trainer.supervise.start import check_idle
 from trainyard.queue import queue_service as service
 from trainyard.queue import slurm_lease as lease

@@ -38,7 +38,6 @@ def require_finite_weights(strategy: "Strategy", step: int) -> None:
 
 
 def checkpoint_finite(folder: Path, names: Collection[str]) -> bool:
-    """Return whether the trained weights in the files `names` of a checkpoint folder are finite."""
     return all(all_finite([value]) for value in _stored_weights(folder, names))
 
 

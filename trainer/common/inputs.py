@@ -66,7 +66,11 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: the file cannot be opened, or is not a regular file.
     """
     try:
-        _require_regular(path.stat().st_mode, path)  # before the file is opened: opening a device can have side effects
+        mode = path.stat().st_mode  # before the file is opened: opening a device can have side effects
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         return os.fdopen(files.open_regular(path), "rb")
     except ValueError:  # NUL, or a lone surrogate
         raise OSError(errno.EINVAL, "not a valid path", str(path)) from None
@@ -83,10 +87,3 @@ def read_regular(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit // 1024} KiB", str(path))
     return data
-
-
-def _require_regular(mode: int, path: Path) -> None:
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))

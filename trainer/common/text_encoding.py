@@ -15,7 +15,8 @@ _WITHOUT_BOM = (
 
 def not_utf8(line: bytes) -> str:
     """Say where a line is not UTF-8 text, and how to convert the file; empty for UTF-8."""
-    if encoding := _wide(line):
+    marked = next((name for mark, name in _BOMS if line.startswith(mark)), "")
+    if encoding := marked or next((name for zeros, name in _WITHOUT_BOM if re.match(zeros, line)), ""):
         return f"not UTF-8 text, but {encoding}: {_iconv(encoding)}"
     try:
         line.decode()
@@ -39,12 +40,6 @@ def first_not_utf8(file: BinaryIO, longest: int) -> tuple[int, str]:
         if reason := not_utf8(line):
             return number, reason
     return 0, ""
-
-
-def _wide(head: bytes) -> str:
-    """Return the encoding of text whose characters have two or four bytes each; an empty string for other text."""
-    marked = next((name for mark, name in _BOMS if head.startswith(mark)), "")
-    return marked or next((name for zeros, name in _WITHOUT_BOM if re.match(zeros, head)), "")
 
 
 def _iconv(encoding: str) -> str:

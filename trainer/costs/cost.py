@@ -31,7 +31,6 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return sum(self.processes)
 
     def group_sizes(self, hosts: int) -> list[int]:
@@ -78,12 +77,10 @@ class Memory:
 
     @property
     def step(self) -> dict[str, int]:
-        """The parts of the peak within a step, by name."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outside_step"}
 
     @property
     def total(self) -> int:
-        """The peak over the run."""
         return max(sum(self.step.values()), self.outside_step)
 
 
@@ -104,12 +101,10 @@ class State:
 
     @property
     def weights(self) -> int:
-        """Base model and adapters."""
         return self.base + self.adapters
 
     @property
     def held(self) -> int:
-        """Everything that stays in memory for the run."""
         return self.weights + self.gradients + self.optimizer
 
     def sharded(self, shards: int, gathered: int) -> State:
@@ -128,15 +123,11 @@ def full_state(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> State:
     """Return the state of a process that holds the full model."""
     trained = shape.trained(spec)
     return State(
-        base=_base_bytes(spec, shape, bytes_per_weight),
+        base=shape.layers * layer_bytes(spec, shape, bytes_per_weight) + root_bytes(spec, shape, bytes_per_weight),
         adapters=trained * 4 if spec.lora_r else 0,
         gradients=trained * 4,
         optimizer=trained * (8 if spec.optimizer == "adamw" else 2),
     )
-
-
-def _base_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
-    return shape.layers * layer_bytes(spec, shape, bytes_per_weight) + root_bytes(spec, shape, bytes_per_weight)
 
 
 def layer_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:

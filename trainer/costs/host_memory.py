@@ -76,7 +76,6 @@ def _host(place: int, host: dict[str, Any]) -> dict[str, Any]:
 
 
 def have_gpus(hosts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether every host names the memory of its GPUs."""
     return all(host.get("gpu_mib") for host in hosts)
 
 

@@ -42,7 +42,6 @@ def packing_text(spec: RunSpec) -> str:
 
 
 def may_pack(spec: RunSpec) -> bool:
-    """Return whether rows are packed, or only the ranks can find out."""
     return not packing_text(spec).startswith("not packed")
 
 

@@ -47,7 +47,6 @@ class Galaxy:
 
     @property
     def peer(self) -> str:
-        """The address of the store."""
         return f"{self.host}:{self.port}"
 
 

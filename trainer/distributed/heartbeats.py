@@ -60,7 +60,6 @@ class Heartbeats:
             time.sleep(_TICK)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other workers why this one ends."""
         self._closed.set()
         with contextlib.suppress(RuntimeError):
             self._keys.set(self._failure, first_line(error)[:500])

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -137,7 +138,6 @@ class Meeting:
 
     @property
     def me(self) -> Worker:
-        """This worker."""
         return self.workers[self.galaxy.rank]
 
     @property
@@ -147,12 +147,10 @@ class Meeting:
 
     @property
     def size(self) -> int:
-        """The number of ranks of all workers."""
         return sum(worker.ranks for worker in self.workers)
 
     @cached_property
     def nccl(self) -> bool:
-        """Whether every rank of all workers has a GPU of its own."""
         gpus = [uuid for worker in self.workers for uuid in worker.gpus]
         return all(worker.nccl for worker in self.workers) and len(set(gpus)) == len(gpus)
 
@@ -206,8 +204,6 @@ class _Waiting:
 
 
 class _Signs:
-    """What this worker has seen of the counters of others."""
-
     def __init__(self, keys: Any, me: Worker) -> None:
         self._keys, self._me, self._seen = keys, me, dict[str, tuple[str, float, bool]]()
 
@@ -239,7 +235,6 @@ def _swap(keys: Any, key: str, before: str, value: str) -> str:
 
 
 def connect(galaxy: Galaxy) -> dist.TCPStore:
-    """Connect to the store. Raises UserError."""
     try:
         return dist.TCPStore(_resolve(galaxy), galaxy.port, None, False, timeout=ANSWER_LIMIT, wait_for_workers=False)
     except RuntimeError as error:
@@ -331,11 +326,10 @@ def _meet(galaxy: Galaxy, digest: str, run_dir: Path, waiting: _Waiting) -> tupl
 
 
 def _lead(keys: Any, hints: Any, digest: str, me: Worker, waiting: _Waiting) -> tuple[str, Sequence[Worker]]:
-    """Begin a generation, and wait for all other workers."""
-    generation, signs, beats = secrets.token_hex(4), _Signs(keys, me), _counter(me)
+    generation, signs, beats = secrets.token_hex(4), _Signs(keys, me), itertools.count()
     keys.set(f"{generation}/card/0", me.model_dump_json())
     keys.set(f"{generation}/failed/0", "")
-    keys.set(f"{generation}/beat/0", next(beats))
+    keys.set(f"{generation}/beat/0", f"{me.token} {next(beats)}")
     before = ""
     while (found := _swap(keys, "generation", before, generation)) != generation:
         before = found
@@ -345,7 +339,7 @@ def _lead(keys: Any, hints: Any, digest: str, me: Worker, waiting: _Waiting) -> 
         if lives:
             raise _taken(earlier)
     while True:
-        keys.set(f"{generation}/beat/0", next(beats))
+        keys.set(f"{generation}/beat/0", f"{me.token} {next(beats)}")
         if (newer := text_of(keys, "generation")) != generation:
             raise _taken(Worker.read(text_of(keys, f"{newer}/card/0")))
         workers, missing = [me], []
@@ -367,7 +361,7 @@ def _lead(keys: Any, hints: Any, digest: str, me: Worker, waiting: _Waiting) -> 
 
 def _follow(keys: Any, hints: Any, digest: str, me: Worker, waiting: _Waiting) -> tuple[str, Sequence[Worker]]:
     """Enter the generation of worker 0, and wait until it has all workers. A dead worker's generation is left for the next one."""
-    signs, beats, card = _Signs(keys, me), _counter(me), me.model_dump_json()
+    signs, beats, card = _Signs(keys, me), itertools.count(), me.model_dump_json()
     entered = before = ""
     while True:
         generation = text_of(keys, "generation")
@@ -388,7 +382,7 @@ def _follow(keys: Any, hints: Any, digest: str, me: Worker, waiting: _Waiting) -
             if holder.token != me.token and signs.lives(generation, holder):
                 raise _taken(holder)
         if entered:
-            keys.set(f"{entered}/beat/{me.rank}", next(beats))
+            keys.set(f"{entered}/beat/{me.rank}", f"{me.token} {next(beats)}")
             leader = Worker.read(text_of(keys, f"{entered}/card/0"))
             cards, lives = text_of(keys, f"{entered}/workers"), signs.lives(entered, leader)
             if leader.galaxy != me.galaxy and (cards or lives):
@@ -402,14 +396,6 @@ def _follow(keys: Any, hints: Any, digest: str, me: Worker, waiting: _Waiting) -
                 waiting(f"the rest of the {me.galaxy} workers, of which {leader} is here")
                 continue
         waiting(_missing([0], hints, digest, me))
-
-
-def _counter(me: Worker) -> Iterator[str]:
-    """Yield the counts that prove that this worker lives."""
-    number = 0
-    while True:
-        yield f"{me.token} {number}"
-        number += 1
 
 
 def _missing(ranks: Sequence[int], hints: Any, digest: str, me: Worker) -> str:

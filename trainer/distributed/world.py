@@ -80,8 +80,9 @@ class World:
             shared = not meeting.nccl
             store: Any = dist.PrefixStore("group", meeting.keys)
         else:
-            if local_size < size:
-                _name_interface()
+            if local_size < size and (interface := interface_to(os.environ.get("MASTER_ADDR", "localhost"))):
+                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # each host chooses by its own routes
+                    os.environ.setdefault(name, interface)
             store = launcher_store(rank, size, limit) if size > 1 else dist.HashStore()
         options: dict[str, Any] = {"device_id": device} if cuda and not shared and size > 1 else {}
         dist.init_process_group(
@@ -172,7 +173,6 @@ class World:
         return [part[:size].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
@@ -207,13 +207,6 @@ def wait_for(work: Any, waiting: Callable[[], object]) -> None:
         waiting()
         time.sleep(_POLL_INTERVAL)
     work.wait()
-
-
-def _name_interface() -> None:
-    """Set the network interface of NCCL and gloo where the environment does not: each host chooses by its own routes."""
-    if found := interface_to(os.environ.get("MASTER_ADDR", "localhost")):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, found)
 
 
 def leave(code: int) -> NoReturn:

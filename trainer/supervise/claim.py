@@ -22,7 +22,6 @@ def write_claim(run_dir: LinkFreePath, token: str) -> None:
 
 
 def release_claim(run_dir: LinkFreePath, token: str) -> None:
-    """Remove the claim if it has this token."""
     if read_claim(run_dir).get("token") == token:
         (run_dir / "claim.json").remove(missing_ok=True)
 
@@ -33,7 +32,6 @@ def read_claim(run_dir: LinkFreePath) -> dict[str, Any]:
 
 
 def claimed_by_another(run_dir: LinkFreePath, token: str) -> bool:
-    """Return whether a claim with another token is still valid."""
     claim = read_claim(run_dir)
     made = claim.get("time")
     # A clock that was set back must not make the claim last longer.

@@ -17,7 +17,6 @@ def cpu_model() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether the CPU has instructions for products in bfloat16."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

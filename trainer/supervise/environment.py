@@ -113,7 +113,6 @@ def choose_backend(wanted: str) -> list[str] | None:
 
 
 def may_sudo() -> bool:
-    """Return whether this user may use sudo without a password."""
     try:
         return subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0
     except FileNotFoundError:

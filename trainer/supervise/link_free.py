@@ -43,19 +43,15 @@ class LinkFreePath:
         return LinkFreePath(self.root, *self.names, *below.split("/"))
 
     def __str__(self) -> str:
-        """Return the path as messages and other programs name it."""
         return str(self.path)
 
     def __repr__(self) -> str:
-        """Return the root and the names."""
         return f"LinkFreePath({str(self.root)!r}, {', '.join(map(repr, self.names))})"
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the other path has the same root and names."""
         return isinstance(other, LinkFreePath) and (self.root, self.names) == (other.root, other.names)
 
     def __hash__(self) -> int:
-        """Return a hash of the path."""
         return hash((self.root, self.names))
 
     @property
@@ -65,7 +61,6 @@ class LinkFreePath:
 
     @property
     def name(self) -> str:
-        """The last component."""
         return self.names[-1] if self.names else self.root.name
 
     @property
@@ -82,7 +77,6 @@ class LinkFreePath:
     # Files
 
     def open_read(self) -> BinaryIO:
-        """Open a regular file for reading."""
         return self._open(os.O_RDONLY, "rb")
 
     def open_append(self) -> BinaryIO:
@@ -127,11 +121,9 @@ class LinkFreePath:
         return self.parent / f".tmp-{os.urandom(8).hex()}"
 
     def create(self, mode: int = 0o666) -> BinaryIO:
-        """Create a file that does not exist, and open it for writing."""
         return self._open(os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb", mode)
 
     def make_file(self) -> None:
-        """Create an empty file if there is none."""
         self.open_append().close()
 
     def remove(self, *, missing_ok: bool = False) -> None:
@@ -164,15 +156,12 @@ class LinkFreePath:
             return os.stat(self.name, dir_fd=folder, follow_symlinks=False)
 
     def exists(self) -> bool:
-        """Return whether there is anything with this name, also a link."""
         return self._kind() != 0
 
     def is_file(self) -> bool:
-        """Return whether there is a regular file."""
         return stat.S_ISREG(self._kind())
 
     def is_folder(self) -> bool:
-        """Return whether there is a folder."""
         return stat.S_ISDIR(self._kind())
 
     def _kind(self) -> int:
@@ -202,7 +191,6 @@ class LinkFreePath:
             pass
 
     def remove_folder(self) -> None:
-        """Remove an empty folder."""
         with self.in_folder() as folder:
             os.rmdir(self.name, dir_fd=folder)
 

@@ -7,9 +7,7 @@ import shutil
 import subprocess
 
 TIME_LIMIT = 20.0  # s
-WSL = (
-    "/usr/lib/wsl/lib/nvidia-smi"  # WSL2 adds this folder to the PATH of its own shells, not to that of an SSH session
-)
+WSL = "/usr/lib/wsl/lib/nvidia-smi"  # a folder that WSL2 adds to the PATH of its own shells only, not of SSH's
 
 
 def program() -> str:

@@ -39,7 +39,6 @@ def is_running(pid: int) -> bool:
 
 
 def is_own(pid: int) -> bool:
-    """Return whether a process belongs to the user of this one."""
     try:  # not the owner of the folder: that is root if the process forbids core dumps
         found = re.search(rb"^Uid:\t(\d+)", Path(f"/proc/{pid}/status").read_bytes(), re.MULTILINE)
     except OSError:
@@ -123,7 +122,6 @@ def held_gpus(run: str) -> dict[str, str]:
 
 
 def unit_folders() -> list[LinkFreePath]:
-    """Return the folders of the runs that have a unit of the system's service manager."""
     units = sorted({name for pid in all_pids() for name in units_of(pid) if _UNIT.fullmatch(name)})
     if not units:
         return []

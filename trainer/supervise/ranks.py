@@ -28,26 +28,17 @@ class RankMonitor:
     """
 
     def __init__(self, run_dir: LinkFreePath, log: LinkFreePath, ranks: list[int], *, renumbered: bool) -> None:
-        """Prepare to watch.
+        """`log`: torchrun's, whose existing contents are skipped. `ranks`: of this host, by local rank. `renumbered`: they may change,
 
-        Args:
-            run_dir: the run folder.
-            log: torchrun's log; its existing contents are skipped.
-            ranks: the ranks of this host, by local rank.
-            renumbered: torchrun restarts its workers itself, so their numbers may change.
+        as torchrun restarts its workers itself.
         """
-        self.run_dir, self.ranks = run_dir, ranks
-        self.renumbered = renumbered
+        self.run_dir, self.ranks, self.renumbered = run_dir, ranks, renumbered
         self.failures: list[dict[str, Any]] = []
         self._count = len(ranks)  # the same after each restart
         self._log, self._log_offset = log, log.stat().st_size
         self._pids: dict[int, int] = {}  # by rank
         self._gone: dict[int, float] = {}  # rank: when its process was first missing
         self._all_done_since: float | None = None
-
-    def reset(self) -> None:
-        """Forget the processes of a torchrun that has ended."""
-        self._pids, self._gone, self.failures = {}, {}, []
 
     def update(self, torchrun: int) -> bool:
         """Read the state of the ranks' processes while torchrun runs; return whether ranks or failures changed.
@@ -93,7 +84,6 @@ class RankMonitor:
         return time.monotonic() - self._all_done_since > EXIT_LIMIT
 
     def ended_well(self, rank: int) -> bool:
-        """Return whether a rank has reported that it finished or stopped."""
         return self.rank_state(rank).get("status") in ENDED_WELL
 
     def mistake(self) -> str:
@@ -103,15 +93,7 @@ class RankMonitor:
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Return the last heartbeat of a rank; empty if there is none."""
-        return read_json(self._heartbeat(rank)) or {}
-
-    def _heartbeat(self, rank: int) -> LinkFreePath:
-        return self.run_dir / f"state/rank{rank}.json"
-
-    def _states(self) -> dict[int, dict[str, Any]]:
-        """Return the last heartbeat of every rank that has written one on this host."""
-        numbers = [path.name.removeprefix("rank").removesuffix(".json") for path in rank_files(self.run_dir)]
-        return {int(number): self.rank_state(int(number)) for number in numbers if number.isdecimal()}
+        return read_json(self.run_dir / f"state/rank{rank}.json") or {}
 
     def _find_processes(self, torchrun: int) -> None:
         """Find the ranks' processes. A torchrun that restarts its workers may number them differently."""
@@ -127,11 +109,11 @@ class RankMonitor:
         if self.renumbered and len(found) < self._count:
             return  # torchrun starts its workers one after the other, and only all of them show the numbering
         if self.renumbered and set(found.values()) - set(self._pids.values()):
-            self.reset()
+            self._pids, self._gone, self.failures = {}, {}, []
             self.ranks = sorted(found)
-            for rank, state in self._states().items():
-                if not is_running(state.get("pid", 0)):  # of the earlier numbering
-                    self._heartbeat(rank).remove(missing_ok=True)
+            for heartbeat in rank_files(self.run_dir):
+                if not is_running((read_json(heartbeat) or {}).get("pid", 0)):  # of the earlier numbering
+                    heartbeat.remove(missing_ok=True)
         for rank, pid in found.items():
             self._pids.setdefault(rank, pid)
 

@@ -138,16 +138,15 @@ def read_node(run_dir: LinkFreePath) -> dict[str, Any] | None:
     node = read_record(run_dir / "state/node.json")
     if node is None or not {"status", "started"} <= node.keys():
         return None
-    right = all(_has_type(node[name], kinds) for name, kinds in _NODE_TYPES.items() if name in node)
+    right = all(
+        isinstance(node[name], kinds) and not isinstance(node[name], bool)
+        for name, kinds in _NODE_TYPES.items()
+        if name in node
+    )
     return node if right else None
 
 
-def _has_type(value: object, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
 def rank_files(run_dir: LinkFreePath) -> list[LinkFreePath]:
-    """Return the files of the heartbeats of a run's ranks on this host."""
     state = run_dir / "state"
     return [state / name for name in state.entries() if _RANK_FILE.fullmatch(name)]
 
@@ -193,6 +192,12 @@ def run_lease(run_dir: LinkFreePath) -> str:
     """Return the lease file of the newest start of a run on this host; empty without a queue."""
     found = (read_record(run_dir / "state/node.json") or {}).get("lease")
     return found if isinstance(found, str) else ""
+
+
+def check_lease(lease: str) -> None:
+    """Check that the step of a Slurm job still keeps a file locked, its lease; empty without a queue. Raises SupervisorError."""
+    if lease and not is_locked(Path(lease)):
+        raise SupervisorError(f"the lease of this host has ended ({Path(lease).name}): the queue starts the run again")
 
 
 def read_log(path: LinkFreePath, since: int) -> dict[str, Any]:

@@ -107,7 +107,11 @@ def unit_properties(
     named = [path for text in reads if (path := protected.follow(Path(text)))]
     shown = [data_dir, *map(Path, (sys.prefix, sys.base_prefix)), *(path for path in named if path not in cleared)]
     shown = [path for path in shown if path.exists() and any(path.is_relative_to(top) for top in cleared)]
-    shown = [whole_run(path, run_dir.parent) for path in shown if not path.is_relative_to(run_dir)]
+    shown = [
+        run_dir.parent / path.relative_to(run_dir.parent).parts[0] if run_dir.parent in path.parents else path
+        for path in shown
+        if not path.is_relative_to(run_dir)
+    ]
     properties += [f"BindReadOnlyPaths={quote(path)}" for path in dict.fromkeys(shown)]
     properties += [f"BindReadOnlyPaths={quote(Path('/run') / name, missing_ok=True)}" for name in SHOWN_IN_RUN]
     hidden += [path / "env" for path in dict.fromkeys(shown) if path.parent == run_dir.parent]
@@ -135,11 +139,6 @@ def folder_of_ranks(data_dir: Path, name: str) -> Path:
     return folder
 
 
-def whole_run(path: Path, runs: Path) -> Path:
-    """Return the folder of the run for a path in it, and any other path as it is."""
-    return runs / path.relative_to(runs).parts[0] if runs in path.parents else path
-
-
 @dataclass(frozen=True)
 class ProtectedPaths:
     """What no variable of any run makes writable: `kept` and every folder above these, and of the home itself only its entries.
@@ -165,11 +164,6 @@ class ProtectedPaths:
         inside = any(path.is_relative_to(top) for top in self.kept if top != self.home)
         return inside or any(top.is_relative_to(path) for top in self.kept)
 
-    def is_firm(self, folder: Path) -> bool:
-        """Return whether no code of a rank has written the entries of a folder."""
-        written = self.runs in folder.parents or any(folder.is_relative_to(top) for top in self.ranks)
-        return self.keeps(folder) and not written
-
     def follow(self, path: Path) -> Path | None:
         """Return an absolute path without its links; None if code of a rank may have made one of these."""
         if path == path.parent:
@@ -180,7 +174,8 @@ class ProtectedPaths:
         entry = folder / path.name
         if not entry.is_symlink():
             return entry
-        return self.follow(folder / entry.readlink()) if self.is_firm(folder) else None
+        written = self.runs in folder.parents or any(folder.is_relative_to(top) for top in self.ranks)
+        return self.follow(folder / entry.readlink()) if self.keeps(folder) and not written else None
 
     def opened(self, values: Iterable[str]) -> list[Path]:
         """Return the folders that variables of the ranks name, but none that programs outside of the unit need unchanged."""
@@ -209,7 +204,6 @@ def needed_capabilities(run_dir: Path) -> str:
 
 
 def has_user_namespaces() -> bool:
-    """Return whether the kernel permits user namespaces."""
     try:
         return int(Path("/proc/sys/user/max_user_namespaces").read_text(encoding="utf-8")) > 0
     except (OSError, ValueError):

@@ -21,11 +21,11 @@ from trainer.supervise.environment import (
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.processes import run_processes, unit_name
 from trainer.supervise.run_files import (
     SupervisorError,
+    check_lease,
     hold_lock,
     is_alive,
     other_runs,
@@ -112,7 +112,10 @@ def check_idle(run_dir: LinkFreePath, devices: Collection[str] = (), lease: str 
 def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
     """Start the supervisor and wait until it has written its state. Raises SupervisorError."""
     systemd = choose_backend(wanted.backend)
-    load_gpu_driver()
+    if helper := shutil.which(
+        "nvidia-modprobe"
+    ):  # creates the devices of CUDA; its setuid program cannot run in a rank
+        subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     wanted.unit = unit_name(run_dir) if systemd else ""
     command = [sys.executable, "-m", "trainer.supervise", "run", wanted.to_json()]
     if systemd:
@@ -134,12 +137,10 @@ def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
 
 
 def log_file(wanted: StartRequest, run_dir: LinkFreePath) -> LinkFreePath:
-    """Return the log of the supervisor and its torchrun."""
     return run_dir / f"logs/torchrun.{wanted.node_rank}.log"
 
 
 def start_process(wanted: StartRequest, run_dir: LinkFreePath, command: list[str]) -> None:
-    """Start the supervisor as a detached process. Raises OSError."""
     with log_file(wanted, run_dir).open_append() as sink:
         subprocess.Popen(
             command,
@@ -158,45 +159,27 @@ def supervisor_environment(wanted: StartRequest, run_dir: LinkFreePath) -> dict[
     return import_environment(run_dir, staged.path if staged.is_file() else IMPORT_ROOT)
 
 
-def unit_settings(systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath) -> list[str]:
-    """Return the properties of the unit, without its folder and without the addresses to which it is limited."""
-    # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
-    # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
-    settings = ["KillMode=mixed", "OOMPolicy=continue", "Type=exec"]
-    system, data_dir = "--user" not in systemd, wanted.data_dir
-    return settings + unit_properties(
-        run_dir.path, data_dir, system=system, writable=wanted.writable, reads=wanted.reads
-    )
-
-
-def systemctl(systemd: list[str]) -> list[str]:
-    """Return the start of the systemctl command that belongs to a systemd-run command."""
-    return ["sudo", "-n", "systemctl"] if "sudo" in systemd else ["systemctl", *systemd[1:]]
-
-
 def start_unit(systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath, command: list[str]) -> None:
     """Start a transient systemd unit. Raises SupervisorError with systemd-run's message."""
     environment = systemctl_environment()
     # A failed unit stays loaded until this point, so that its Result can be read.
-    reset = [*systemctl(systemd), "reset-failed", unit_name(run_dir)]
+    systemctl = ["sudo", "-n", "systemctl"] if "sudo" in systemd else ["systemctl", *systemd[1:]]
+    reset = [*systemctl, "reset-failed", unit_name(run_dir)]
     subprocess.run(reset, capture_output=True, check=False, env=environment)
-    settings = unit_settings(systemd, wanted, run_dir)
-    limits = address_properties(wanted.reachable) if "--user" not in systemd else []
-    options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
-    folder = f"WorkingDirectory={run_dir}"
-    options += [f"--property={setting}" for setting in (folder, *settings, *limits, *wanted.properties)]
-    variables = supervisor_environment(wanted, run_dir) | (
-        cache_variables(run_dir.path) if "--user" not in systemd else {}
+    system = "--user" not in systemd
+    # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
+    # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
+    settings = [f"WorkingDirectory={run_dir}", "KillMode=mixed", "OOMPolicy=continue", "Type=exec"]
+    settings += unit_properties(
+        run_dir.path, wanted.data_dir, system=system, writable=wanted.writable, reads=wanted.reads
     )
+    settings += (address_properties(wanted.reachable) if system else []) + wanted.properties
+    options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
+    options += [f"--property={setting}" for setting in settings]
+    variables = supervisor_environment(wanted, run_dir) | (cache_variables(run_dir.path) if system else {})
     options += [f"--setenv={key}={value}" for key, value in variables.items()]
     done = subprocess.run(
         [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment
     )
     if done.returncode:
         raise SupervisorError(f"systemd-run: {' '.join((done.stderr or done.stdout).split())}")
-
-
-def load_gpu_driver() -> None:
-    """Create the devices that CUDA needs. By default its setuid helper does this, which a rank cannot run."""
-    if helper := shutil.which("nvidia-modprobe"):
-        subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)

@@ -28,15 +28,11 @@ class StartRequest:
     properties: list[str] = field(default_factory=list)  # of the systemd unit, such as MemoryMax=20G
     reachable: list[str] = field(default_factory=list)  # addresses to which the unit is limited; empty for no limit
     hold: bool = False  # start torchrun only when the folder `state/go` exists, so that all hosts begin together
-    writable: list[str] = field(
-        default_factory=list
-    )  # paths of variables of the ranks; folders stay writable in the unit
+    writable: list[str] = field(default_factory=list)  # paths of variables of the ranks: folders stay writable
     reads: list[str] = field(default_factory=list)  # paths that the spec names, which the unit shows
     devices: list[str] = field(default_factory=list)  # UUIDs of the GPUs of the ranks; empty without a GPU
     claim: str = ""  # token of the controller's claim on the run folder; empty: the files were staged before
-    stop_seen: bool = (
-        True  # whether a user had stopped the run when this start was planned; else such a stop refuses it
-    )
+    stop_seen: bool = True  # a user had stopped the run when this start was planned; else such a stop refuses it
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
     unit: str = ""  # the systemd unit, set by `start`
     data_dir: Path = Path()  # set by `start`

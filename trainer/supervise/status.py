@@ -101,7 +101,6 @@ def list_runs(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank_statuses(state: dict[str, Any]) -> dict[str, str]:
-    """Return the status of every rank, by rank."""
     return {name: rank.get("status", "") for name, rank in state["ranks"].items()}
 
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.environment import run_environment
-from trainer.supervise.lease import check_lease
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.logs import limit_logs
 from trainer.supervise.processes import descendants, process_stat, send_signal
 from trainer.supervise.ranks import RankMonitor
-from trainer.supervise.run_files import SupervisorError, hold_lock, write_json
+from trainer.supervise.run_files import SupervisorError, check_lease, hold_lock, write_json
 from trainer.supervise.start_request import StartRequest
 from trainer.supervise.status import ENDED_WELL
 
@@ -166,7 +165,6 @@ class Supervisor:
         return torchrun.returncode  # type: ignore[no-any-return]
 
     def kill_all(self, torchrun: subprocess.Popen[bytes]) -> None:
-        """Kill every descendant of this process."""
         deadline = time.monotonic() + KILL_LIMIT
         while time.monotonic() < deadline:
             left = descendants(os.getpid())
@@ -191,16 +189,14 @@ class Supervisor:
         self.save()
 
     def save(self) -> None:
-        """Write the state of this host's part."""
         self.node.update(ranks=self.ranks.ranks, failures=self.ranks.failures, oom=oom_kills() > self.oom_kills)
         try:
             write_json(self.run_dir / "state/node.json", self.node)
         except OSError as error:  # a full disk must not end the supervisor before its children
-            log_line(str(error))
+            print(f"supervise: {error!s}", file=sys.stderr, flush=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl(2). Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
@@ -211,8 +207,3 @@ def oom_kills() -> int:
         if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE):
             return int(found[1])
     return 0
-
-
-def log_line(text: str) -> None:
-    """Write a line to torchrun's log."""
-    print(f"supervise: {text}", file=sys.stderr, flush=True)
