@@ -136,10 +136,12 @@ class Rank(Protocol):
 class Method(ABC):
     """The computation of one method on this rank: the tensors of a micro-batch, its loss and its metrics.
 
-    `iterations`: optimizer updates from the work of one `prepare`. `examples`: records for a person to read, which the loop takes.
+    `iterations`: optimizer updates from the work of one `prepare`. `keeps_dropout`: whether the model trains with its own dropout.
+    `examples`: records for a person to read, which the loop takes.
     """
 
     iterations = 1
+    keeps_dropout = False
 
     def __init__(self) -> None:
         self._sums: dict[str, float | torch.Tensor] = defaultdict(float)

@@ -30,6 +30,14 @@ class ModelWithLoss(nn.Module):
         self._run = torch.compile(model) if whole else model
         if head is not None and not whole:
             head.register_forward_pre_hook(self._select_loss_positions)
+        self.train(model.training)
+
+    def train(self, mode: bool = True) -> "ModelWithLoss":
+        """Set the mode. In training, a method other than sft has no dropout of the model's own, as in TRL; that of the adapters stays."""
+        super().train(mode)
+        if mode and not self.method.keeps_dropout:
+            _switch_off_dropout(self.model)
+        return self
 
     def _select_loss_positions(self, _: nn.Module, hidden: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Pass only positions with a loss to the output head: the logits are the largest tensor of a step."""
@@ -100,3 +108,15 @@ class ModelWithLoss(nn.Module):
         """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as for `logits`."""
         found = self.logits(ids, positions, selected)
         return found[selected] if len(found) == ids.numel() else found
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    """Let a model in training compute as in evaluation, except for the dropout of its adapters and the layers that recompute activations."""
+    adapters = [module.lora_dropout for module in model.modules() if hasattr(module, "lora_dropout")]
+    kept = {id(part) for adapter in adapters for part in adapter.modules()}
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            rates = {name: 0.0 for name, value in vars(module).items() if "drop" in name and isinstance(value, float)}
+            vars(module).update(rates)
+        elif id(module) not in kept:
+            module.training = False

@@ -113,12 +113,12 @@ def reference_logps(module: ModelWithLoss, batch: Batch) -> torch.Tensor:
 @contextlib.contextmanager
 def evaluating(module: ModelWithLoss) -> Iterator[None]:
     """Within the block, the model has no dropout."""
-    training = module.model.training
-    module.model.eval()
+    training = module.training
+    module.eval()
     try:
         yield
     finally:
-        module.model.train(training)
+        module.train(training)
 
 
 @contextlib.contextmanager

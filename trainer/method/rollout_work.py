@@ -393,14 +393,15 @@ class RolloutWork:
     @contextmanager
     def _adapter_of(self, version: int) -> Iterator[None]:
         """Give the model another adapter of the run."""
-        own, was_training = {name: value.clone() for name, value in _state(self._model).items()}, self._model.training
-        self._model.eval()
+        module = self._run.module
+        own, was_training = {name: value.clone() for name, value in _state(self._model).items()}, module.training
+        module.eval()
         set_peft_model_state_dict(self._model, self._versions[version])
         try:
             yield
         finally:
             set_peft_model_state_dict(self._model, own)
-            self._model.train(was_training)
+            module.train(was_training)
 
     def close(self) -> None:
         """Release the servers."""

@@ -32,6 +32,8 @@ PLAN = SFTPlan()
 class SFT(Method):
     """The loss of supervised fine-tuning, with or without a teacher."""
 
+    keeps_dropout = True
+
     def __init__(self, divergence: Divergence | None = None) -> None:
         """`divergence`: how the loss compares the model with a teacher."""
         from trainer.models.loss import Divergence
