@@ -142,7 +142,9 @@ def load_inputs(
     heartbeat("starting", note="loading the model")
     module = plan_of(spec).load_module(spec, world)
     if spec.lora_r and spec.lora_dropout and not module.method.keeps_dropout and world.rank == 0:
-        print(f"lora_dropout: {spec.lora_dropout:g} stays on with method={spec.method}, unlike in TRL: set 0 for its losses")
+        print(
+            f"lora_dropout: {spec.lora_dropout:g} stays on with method={spec.method}, unlike in TRL: set 0 for its losses"
+        )
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
     return TrainingInputs(
