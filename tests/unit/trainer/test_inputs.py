@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz import LIMIT, alarm
-from hostile import TERMINAL_STRINGS
+from hostile import TERMINAL_STRINGS, limits
 
 from trainer.__main__ import main
 from trainer.common.errors import UserError
@@ -47,7 +46,7 @@ def command(*argv: str, seconds: float = 20.0, memory: int = 0) -> subprocess.Co
 
 def refusal(reader: Callable[[], Any]) -> str:
     """Return the message with which a reader refuses its input: one line, without waiting."""
-    with pytest.raises(UserError) as caught, alarm(LIMIT):
+    with pytest.raises(UserError) as caught, limits():
         reader()
     text = str(caught.value)
     assert text.isprintable() and len(text) <= 2000
