@@ -21,16 +21,16 @@ from trainer.common.formats import printable
 from trainer.config import RunSpec
 from trainer.distributed import COPY_STAGES
 from trainer.supervise.start import STOPPED
-from trainyard.run.follow.absent_hosts import stop_absent, watch_absent
+from trainyard.run.follow.absent_hosts import watch_absent
 from trainyard.run.follow.announce import Announcer
 from trainyard.run.follow.artifacts import collect_artifacts
 from trainyard.run.follow.follower import follow_parts
 from trainyard.run.follow.monitor import Watch
 from trainyard.run.follow.rejoin import Rejoin, Speeds
 from trainyard.run.follow.restart_policy import RestartPolicy
-from trainyard.run.follow.run_status import planned_parts
+from trainyard.run.follow.run_status import planned_parts, run_parts
 from trainyard.run.launch.launch_scripts import write_scripts
-from trainyard.run.launch.start_ranks import paths_in, start_ranks
+from trainyard.run.launch.start_ranks import paths_in, start_ranks, stop_parts
 from trainyard.run.launch.start_record import keep_start
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import describe
@@ -64,6 +64,7 @@ PARTLY_LIMIT = 5.0  # s for a run that another controller starts, or that ends, 
 PLAN_AHEAD = 2.0  # s before a restart at which it is planned: a user may stop the run until then
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
 LINE_LIMIT = 2000  # characters of a reported line
+END_LIMIT = 10.0  # s for a host to end what is left of a run; a connection that was lost takes most of it
 _SKIPPED: StepResult = {"skipped": True}
 
 
@@ -120,7 +121,7 @@ class RunSession:
         self._failed_at: float | None = None  # when the start before the next one failed
 
     def connect(self, name: str) -> HostConnection:
-        """Make the connection to a host of the run by its name."""
+        """Make the connection to a host by its name."""
         return self.connect_host(self.hosts[name])
 
     @property
@@ -186,7 +187,7 @@ class RunSession:
             work = self.home / ".trainyard"
             if self.check:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            prepared = prepare(self.spec, work, self.report, self._access())
+            prepared = prepare(self.spec, work, self.report, self._access(self.hosts.values()))
             self.state.prepared = replace(prepared, servers_found=self.servers_found)
         return {"changed": False}
 
@@ -203,9 +204,7 @@ class RunSession:
     def preflight(self) -> StepResult:
         """Check that every host reaches every other one, and that no two hosts share a data directory."""
         state = self.state
-        if state.phase != "new" or self.options.render_only:
-            return _SKIPPED
-        if len(state.plan) < 2:
+        if state.phase != "new" or self.options.render_only or len(state.plan) < 2:
             return _SKIPPED
         lines = check_plan_mesh(state.plan, self.hosts, state.port, self.connect, write=not self.check)
         return {"changed": False, "lines": lines}
@@ -229,14 +228,12 @@ class RunSession:
             return self._render() if state.phase in ("new", "finished") else _SKIPPED
         if state.phase != "new":
             return _SKIPPED
+        where = f"on {', '.join(entry.host for entry in state.plan)}"
         if self.check:
-            return {
-                "changed": True,
-                "msg": f"would start {self.run_name} on {', '.join(e.host for e in state.plan)}",
-            }
+            return {"changed": True, "msg": f"would start {self.run_name} {where}"}
         try:
             launched = {"changed": True} | self._launch()
-            self.announce("started", self.run_name, f"on {', '.join(entry.host for entry in state.plan)}")
+            self.announce("started", self.run_name, where)
             return launched
         except RunError as error:
             return self._postpone(error)
@@ -313,10 +310,8 @@ class RunSession:
             self.announce("finished", self.run_name, "\n".join(collected["lines"]))
         return collected
 
-    def _access(self, hosts: Iterable[Host] | None = None) -> HostAccess:
-        return HostAccess(
-            list(self.hosts.values() if hosts is None else hosts), self.connect, self.options.run_env, self.check
-        )
+    def _access(self, hosts: Iterable[Host]) -> HostAccess:
+        return HostAccess(list(hosts), self.connect, self.options.run_env, self.check)
 
     # What a first start and a restart share ---------------------------------------------------------------------------
 
@@ -348,9 +343,13 @@ class RunSession:
         """
         state, deadline, waiting, fetched = self.state, time.monotonic() + CLAIM_WAIT, False, False
         while True:
+            # Hosts of a pipeline copy their stages of a checkpoint where the run may continue with fewer hosts.
+            fewer = self.options.max_restarts and 0 < self.options.min_nodes < len(self.hosts)
+            copies = {COPY_STAGES: "1"} if fewer else {}
+            variables = {name: {**copies, **host.env, **self.options.run_env} for name, host in self.hosts.items()}
             try:
                 done = stage_files(
-                    *(state.plan, self.plan_spec, self.prepared, self.connect, self._environments(), state.token),
+                    *(state.plan, self.plan_spec, self.prepared, self.connect, variables, state.token),
                     check=self.check,
                     transfer=self.options.transfer,
                     report=self.report,
@@ -376,13 +375,6 @@ class RunSession:
             if self._make_plan(previous).phase != "new":
                 return {}
 
-    def _environments(self) -> dict[str, dict[str, str]]:
-        """Return the variables of every host's ranks: the launch option `run_env` takes precedence over the host's."""
-        # Hosts of a pipeline copy their stages of a checkpoint where the run may continue with fewer hosts.
-        fewer = self.options.max_restarts and 0 < self.options.min_nodes < len(self.hosts)
-        copies = {COPY_STAGES: "1"} if fewer else {}
-        return {name: {**copies, **host.env, **self.options.run_env} for name, host in self.hosts.items()}
-
     def _launch(self) -> StepResult:
         try:
             self.state.attempt = self._planned_attempt()
@@ -403,7 +395,7 @@ class RunSession:
 
     def _monitor(self) -> None:
         parts = planned_parts(self.state.plan)
-        rejoin = self._rejoin()
+        rejoin = self._rejoin() if self.state.prepared else None
         ended = follow_parts(
             self.run_name, parts, self.connect, self.options, self.report, rejoin=rejoin, watch=self.watch
         )
@@ -412,13 +404,13 @@ class RunSession:
             ended.pop("lines", None)
         else:
             self.state.status = ended["status"]
-            stop_absent([self.hosts[name] for name in (rejoin.absent if rejoin else [])], self.run_name, self.connect)
+            # On lost hosts that have returned, ranks of earlier starts may wait for peers that ended meanwhile.
+            absent = [self.hosts[name] for name in rejoin.absent] if rejoin else []
+            stop_parts(run_parts(absent, self.run_name), self.connect, {"now": True}, END_LIMIT)
         self._result = {"changed": True, "returning": returning} | ended
 
     def _rejoin(self) -> Rejoin | None:
-        """Return what watches the hosts without which this start continues; None if the run may not be restarted for them."""
-        if not self.state.prepared:
-            return None
+        """Return what watches the hosts without which this start continues; None if it may not be restarted for them."""
         failed_at, self._failed_at = self._failed_at, None
         run = (self.state.plan, self.plan_spec, self.hosts, self.connect, self.prepared, self.options)
         return watch_absent(*run, self._speeds, failed_at)

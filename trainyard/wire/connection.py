@@ -5,6 +5,7 @@ Nothing here depends on Ansible. The transports are in `trainyard.wire.openssh`:
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import resource
 import threading
@@ -242,3 +243,10 @@ class FanOut(Generic[R]):
             if thread.is_alive():
                 self.errors.setdefault(host, f"no answer within {time.monotonic() - start:.0f} s")
         return self
+
+
+def call_hosts(
+    connect: Callable[[str], HostConnection], verb: str, requests: Mapping[str, dict[str, Any]]
+) -> FanOut[dict[str, Any]]:
+    """Send its request of a verb to each host at once, over new connections."""
+    return FanOut({host: functools.partial(connect(host).call, verb, request) for host, request in requests.items()})

@@ -1,4 +1,4 @@
-"""The hosts of a run that take no part in its current start: whether they may return, and the end of what runs there."""
+"""The hosts of a run that take no part in its current start, and whether they may return."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping
 
 from trainer.config import RunSpec
 from trainyard.run.follow.rejoin import Rejoin, Speeds
-from trainyard.run.follow.run_status import run_parts
-from trainyard.run.launch.start_ranks import stop_parts
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import Connect, describe, fit_hosts
 from trainyard.run.plan.make_plan import surplus
 from trainyard.run.types import PlanEntry, PreparedRun
 from trainyard.wire.connection import Host
-
-END_LIMIT = 10.0  # s for a host to end what is left of a run; a connection that was lost takes most of it
 
 
 def watch_absent(
@@ -55,11 +51,3 @@ def watch_absent(
         return check
 
     return Rejoin(present, absent if options.min_nodes else [], connect, fits, speeds, failed_at)
-
-
-def stop_absent(hosts: list[Host], run: str, connect: Connect) -> None:
-    """Stop what is left of earlier starts of a run that has ended, on lost hosts that have returned.
-
-    Their ranks may wait for peers that ended while the host was disconnected.
-    """
-    stop_parts(run_parts(hosts, run), connect, {"now": True}, END_LIMIT)

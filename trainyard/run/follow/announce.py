@@ -41,9 +41,7 @@ class Announcer:
         except ValueError:
             valid = False
         if not valid:
-            raise UserError(
-                "notify: a URL is not one of http or https: write https://..., or let a hook send the message"
-            )
+            raise UserError("notify: a URL is not one of http or https: write https://..., or use a hook")
 
     def __call__(self, event: Event, run: str, message: str = "") -> None:
         """Announce an event; `message` is one or more lines. A restart does not wait; all else waits for SEND_LIMIT or HOOK_LIMIT."""

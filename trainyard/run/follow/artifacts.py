@@ -19,7 +19,7 @@ from trainer.data.data_report import DataReport
 from trainyard import front_end
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, StepResult
-from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.wire.connection import Host, HostConnection, RemoteError, call_hosts
 from trainyard.wire.copy_files import Exchange, copy_artifacts, fetch_file, lent_files, split_run
 from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.wire.reply_types.run_replies import FinalResult
@@ -27,17 +27,8 @@ from trainyard.wire.run_errors import RunError
 
 READ_LIMIT = 600.0  # s for a host to return results and digests
 # What is copied from a run folder: no checkpoints, no secrets.
-ARTIFACTS = [
-    "adapter/*",
-    "model/*",
-    "merged/*",
-    "output/*",
-    "result.json",
-    "spec.yml",
-    "metrics.jsonl",
-    "logs/*.log",
-    "tensorboard/*",
-]
+ARTIFACTS = ["adapter/*", "model/*", "merged/*", "output/*", "result.json", "spec.yml", "metrics.jsonl"]
+ARTIFACTS += ["logs/*.log", "tensorboard/*"]
 ADAPTER_CONFIG = "adapter/adapter_config.json"
 LOG_LIMIT = 256 << 20  # bytes; a larger log stays on its host
 _STATE = re.compile(r"state/rank(\d{1,6})\.json")
@@ -107,16 +98,9 @@ def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnectio
     Raises:
         RunError: a host does not answer, and the run cannot have ended without it.
     """
-    wanted = {"sizes": ["logs/*.log", "state/rank*.json"]}
-    requests = {
-        entry.host: functools.partial(
-            connections[entry.host].call,
-            "read_files",
-            wanted | {"run_dir": entry.run_dir, "text": ["result.json"]},
-        )
-        for entry in entries
-    }
-    asked = FanOut(requests).wait(READ_LIMIT)
+    wanted = {"sizes": ["logs/*.log", "state/rank*.json"], "text": ["result.json"]}
+    requests = {entry.host: {"run_dir": entry.run_dir, **wanted} for entry in entries}
+    asked = call_hosts(connections.__getitem__, "read_files", requests).wait(READ_LIMIT)
     for entry in entries:
         if entry.host in asked.errors:
             raise RunError(f"{entry.host}: {asked.errors[entry.host]}")
@@ -149,17 +133,12 @@ def _check_weights(entries: list[PlanEntry], results: dict[str, _HostResult]) ->
         digests = {host: result.get(kind) if result else None for host, result in ended.items()}
         if len(set(digests.values())) > 1:
             shown = ", ".join(f"{host} {str(digest)[:12]}" for host, digest in digests.items())
-            raise RunError(
-                f"the hosts ended with different weights ({kind}: {shown}): do not use them; "
-                f"see the logs in {head.run_dir}/logs"
-            )
+            logs = f"{head.run_dir}/logs"
+            raise RunError(f"the hosts ended with different weights ({kind}: {shown}): do not use them; see {logs}")
 
 
 def _gather_logs(
-    entries: list[PlanEntry],
-    results: dict[str, _HostResult],
-    connections: dict[str, HostConnection],
-    folder: Path,
+    entries: list[PlanEntry], results: dict[str, _HostResult], connections: dict[str, HostConnection], folder: Path
 ) -> list[str]:
     """Copy the other hosts' logs to the head's run folder; return the names that were copied. Raises RemoteError."""
     head = entries[0]
@@ -201,21 +180,6 @@ def _fetch_logs(connection: HostConnection, run_dir: str, sizes: Mapping[str, in
             fetch_file(connection, lent[f"{run}/logs/{name}"], folder / name, size)
 
 
-def _early_end(result: FinalResult, spec: RunSpec | None) -> list[str]:
-    """Return a line that says why a run has fewer steps than its `max_steps`, or none."""
-    wanted = spec.max_steps if spec else None
-    if not spec or result["steps"] >= (wanted or 0):
-        return []
-    return [f"  steps        epochs={spec.epochs} ends before max_steps={wanted}: more epochs give more steps"]
-
-
-def _data_part(result: FinalResult, spec: RunSpec | None) -> list[str]:
-    """Return a line about the samples of a run that has trained on a part of them, or none."""
-    if not spec or not spec.data_part or "train_samples" not in result:
-        return []
-    return [f"  data part    {spec.data_part}: {counted(result['train_samples'], 'different sample')}"]
-
-
 def _mfu(result: FinalResult) -> list[str]:
     """Return a line about the share of the devices' peak that the run used, or none; ranks that differ by much are named."""
     mean = result.get("mfu")
@@ -224,8 +188,8 @@ def _mfu(result: FinalResult) -> list[str]:
     ranks = result.get("mfu_ranks") or [mean]
     low, high = min(ranks), max(ranks)
     owners = "device's" if result["world_size"] == 1 else "devices'"
-    apart = f": rank {ranks.index(low)} {_percent(low)}, rank {ranks.index(high)} {_percent(high)}"
-    return [f"  MFU          {_percent(mean)} of the {owners} peak{apart if high > _APART * low else ''}"]
+    apart = f": rank {ranks.index(low)} {100 * low:.0f} %, rank {ranks.index(high)} {100 * high:.0f} %"
+    return [f"  MFU          {100 * mean:.0f} % of the {owners} peak{apart if high > _APART * low else ''}"]
 
 
 def _rewards(result: FinalResult) -> list[str]:
@@ -238,59 +202,51 @@ def _rewards(result: FinalResult) -> list[str]:
     return [f"  reward       {shown}", *nothing]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
 def summary(
     run: str, result: FinalResult, head: PlanEntry, hosts: int, connection: HostConnection, spec: RunSpec | None
 ) -> list[str]:
     """Return the summary of a run, and the next command."""
-    if result.get("script"):
-        return script_summary(run, result, head, hosts)
-    kind = "adapter" if result.get("adapter") else "model"
     where = f" on {head.host}" if hosts > 1 else ""
+    logs = f"  logs         {head.run_dir}/logs"
+    again = f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name"
+    place = f"{counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}"
+    if result.get("script"):
+        known = [loss for loss in (result["loss_first"], result["loss_last"]) if loss is not None]
+        steps = f"{result['step']} of {counted(result['steps'], 'step')}" if result["steps"] else "no steps reported"
+        lines = [f"run {run} {result['status']}: {steps} on {place}", f"  script       {result['script']}"]
+        lines += ["  loss         " + " -> ".join(f"{loss:.4f}" for loss in known)] if known else []
+        return [*lines, f"  result       {head.run_dir}/result.json{where}", logs, again]
+    kind = "adapter" if result.get("adapter") else "model"
     eval_loss = result.get("eval_loss")
     first, last = result.get("loss_first"), result.get("loss_last")
     change = f" ({(last / first - 1) * 100:+.0f} %)" if first and last is not None else ""
     losses = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in (first, last))
     samples = f"{result['tokens']} tokens of {counted(int(result['samples']), 'sample')} (without the eval split)"
-    lines = [
-        f"run {run} {result['status']}: {result['step']} of {result['steps']} steps on "
-        f"{counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
-        *_early_end(result, spec),
+    lines = [f"run {run} {result['status']}: {result['step']} of {result['steps']} steps on {place}"]
+    if spec and result["steps"] < (spec.max_steps or 0):
+        end = f"epochs={spec.epochs} ends before max_steps={spec.max_steps}"
+        lines.append(f"  steps        {end}: more epochs give more steps")
+    part = counted(result.get("train_samples") or 0, "different sample")
+    lines += [
         f"  loss         {losses}{change}",
         *_rewards(result),
         f"  eval loss    {eval_loss:.4f}" if eval_loss is not None else "  eval loss    none (eval_split is 0)",
         f"  speed        {result['tokens_per_second'] or 0:.0f} tokens/s, {samples}",
         *_mfu(result),
         *(DataReport.of(result["data"]).lines("  data         ") if "data" in result else []),
-        *_data_part(result, spec),
+        *(
+            [f"  data part    {spec.data_part}: {part}"]
+            if spec and spec.data_part and "train_samples" in result
+            else []
+        ),
         f"  {kind:<12} {head.run_dir}/{kind}{where}{_averaged(result)}",
         *([f"  merged       {head.run_dir}/merged{where}"] if result.get("merged") else []),
-        f"  logs         {head.run_dir}/logs",
+        logs,
     ]
     if result.get("tensorboard"):
         folder = f"{head.run_dir}/tensorboard"
         lines += [f"  TensorBoard  {folder}", f"next: {tensorboard_command(folder, connection.host)}"]
-    lines.append(f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name")
-    return lines
-
-
-def script_summary(run: str, result: FinalResult, head: PlanEntry, hosts: int) -> list[str]:
-    """Return the summary of a run with a script."""
-    losses = [result["loss_first"], result["loss_last"]]
-    shown = " -> ".join(f"{loss:.4f}" for loss in losses if loss is not None)
-    where = f" on {head.host}" if hosts > 1 else ""
-    steps = f"{result['step']} of {counted(result['steps'], 'step')}" if result["steps"] else "no steps reported"
-    lines = [
-        f"run {run} {result['status']}: {steps} on {counted(result['world_size'], 'rank')}, {counted(hosts, 'host')}",
-        f"  script       {result['script']}",
-        *([f"  loss         {shown}"] if shown else []),
-        f"  result       {head.run_dir}/result.json{where}",
-        f"  logs         {head.run_dir}/logs",
-    ]
-    return [*lines, f"to start another run, change an option; {front_end.option('run', 'NAME')} sets its name"]
+    return [*lines, again]
 
 
 def with_base_model(name: str, config: bytes) -> bytes:

@@ -17,7 +17,7 @@ from trainyard.run.launch.start_ranks import STOP_LIMIT, stop_parts
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PartEnd, Report, StepResult
-from trainyard.wire.connection import FanOut
+from trainyard.wire.connection import FanOut, call_hosts
 from trainyard.wire.reply_types.run_replies import RunStatus
 from trainyard.wire.run_errors import RunFailedError
 
@@ -108,39 +108,23 @@ class Follower:
                 return stall
             if found:
                 suspected_since = suspected_since or now
-                if found[0].sure or (now - suspected_since > SETTLE and self.all_answered_since(suspected_since)):
+                # A host that does not answer may be the cause of the other hosts' errors. It answers, or its silence becomes
+                # a cause of its own after `lost_limit`.
+                running = [part for part in self.parts if part.status not in ENDED]
+                settled = now - suspected_since > SETTLE and all(
+                    self.answered_at[part.host] > suspected_since and part.silent <= SETTLE for part in running
+                )
+                if found[0].sure or settled:
                     return found[0]
-            elif self.has_ended():
+            elif all(part.status in ENDED for part in self.parts):
                 return None
             elif self.rejoin and not self.stopping and self.rejoin.update(self.parts, time.monotonic()):
-                self.stop_to_rejoin(self.rejoin.returning)
+                # All ranks write a checkpoint and stop, and the run starts again.
+                returning = ", ".join(self.rejoin.returning)
+                self.report(f"{returning} can take part again: the run stops at a checkpoint and starts again")
+                requests = {part.host: {"grace": REJOIN_GRACE, "run_dir": part.run_dir} for part in self.parts}
+                self.stopping = call_hosts(self.connect, "run_stop", requests)
             time.sleep(TICK)
-
-    def stop_to_rejoin(self, returning: list[str]) -> None:
-        """Ask all ranks to write a checkpoint and stop, because the run starts again with hosts that return."""
-        self.report(f"{', '.join(returning)} can take part again: the run stops at a checkpoint and starts again")
-        request = {"grace": REJOIN_GRACE}
-        self.stopping = FanOut(
-            {
-                part.host: functools.partial(
-                    self.connect(part.host).call, "run_stop", request | {"run_dir": part.run_dir}
-                )
-                for part in self.parts
-            }
-        )
-
-    def all_answered_since(self, moment: float) -> bool:
-        """Return whether every running host answered after `moment`, and none is silent now.
-
-        A host that does not answer may be the cause of the other hosts' errors. It answers, or its silence becomes a
-        cause of its own after `lost_limit`.
-        """
-        running = [part for part in self.parts if part.status not in ENDED]
-        return all(self.answered_at[part.host] > moment and part.silent <= SETTLE for part in running)
-
-    def has_ended(self) -> bool:
-        """Return whether every part has ended."""
-        return all(part.status in ENDED for part in self.parts)
 
     def poll(self, at_once: bool) -> None:
         """Read the answers, and send a new request to each host that answered. `at_once`: without a delayed answer."""
@@ -244,18 +228,14 @@ def failed_run(parts: list[HostRun], cause: Cause, connect: Connect, lost_limit:
     # A host that has been silent for half the limit counts as lost: a switch takes several hosts at once.
     lost = [part.host for part in parts if part.silent > lost_limit / 2 and part.status not in ENDED]
     unstopped = stop_parts([part for part in parts if part.host not in lost], connect, {"now": True})
+    rank = cause.rank if cause.rank >= 0 else None
     return RunFailedError(
         cause.text,
         lines=[
             *evidence(parts, cause, connect),
             *(f"cannot stop {host}: {error}" for host, error in unstopped.items()),
         ],
-        cause={
-            "host": cause.host,
-            "rank": cause.rank if cause.rank >= 0 else None,
-            "kind": cause.kind,
-            "blocked_by": cause.blocked_by,
-        },
+        cause={"host": cause.host, "rank": rank, "kind": cause.kind, "blocked_by": cause.blocked_by},
         lost=lost,
         stop_wanted=any(part.answer and part.answer.get("stop_wanted") for part in parts),
         hosts=part_ends(parts),

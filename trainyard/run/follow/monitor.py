@@ -23,6 +23,7 @@ GPU_RANKS = 16  # ranks in such a line
 SLOW_STEPS = 5  # steps over which step times are averaged
 IMPORTING: Heartbeat = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
 WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at a synchronization
+HALTED = ("T", "t")  # states of a process that a signal or a debugger has stopped
 
 # torchrun ends the other workers of a dead one with SIGTERM, and gloo aborts a process whose peer has exited. Neither
 # is usually the cause.
@@ -207,12 +208,7 @@ class Progress:
         parts = list(parts)
         # A rank that waits for a peer updates its heartbeat without making progress.
         beats = {
-            rank: (
-                state.get("pid"),
-                state.get("status"),
-                state.get("step"),
-                not is_waiting(state) and state.get("time"),
-            )
+            rank: (*map(state.get, ("pid", "status", "step")), state.get("note") != WAITING and state.get("time"))
             for part in parts
             for rank, state in part.states.items()
         }
@@ -221,7 +217,7 @@ class Progress:
         if now - self.moved_at < self.stall_limit:
             return None
         waiting = [
-            (not is_halted(state), state.get("step") or 0, rank, part.host, part.name_of(rank), state)
+            (state.get("process") not in HALTED, state.get("step") or 0, rank, part.host, part.name_of(rank), state)
             for part in parts
             for rank in part.ranks
             if (state := part.state(rank)).get("status") not in ENDED_WELL
@@ -237,16 +233,6 @@ class Progress:
         else:
             how = f"is the slowest rank, at step {step} ({state.get('status')})"
         return Cause(1, rank, host, f"{since}: {name} {how}", "stall")
-
-
-def is_waiting(state: Heartbeat) -> bool:
-    """Return whether a rank waits for slower ranks at a synchronization."""
-    return state.get("note") == WAITING
-
-
-def is_halted(state: Heartbeat) -> bool:
-    """Return whether a rank's process is stopped by a signal or a debugger."""
-    return state.get("process") in ("T", "t")
 
 
 def progress_line(state: Heartbeat, world_size: int) -> str:

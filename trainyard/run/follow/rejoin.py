@@ -146,7 +146,5 @@ class Rejoin:
             self._asked = None
         if now - self._asked_at >= ASK:
             self._asked_at = now
-            calls = {
-                name: functools.partial(self._connect(name).run, SIGN_OF_LIFE, verb="begin") for name in self.absent
-            }
-            self._asked = FanOut(calls)
+            runs = {name: self._connect(name).run for name in self.absent}
+            self._asked = FanOut({n: functools.partial(run, SIGN_OF_LIFE, verb="begin") for n, run in runs.items()})

@@ -34,12 +34,7 @@ STATUS_HEAD = ["run", "host", "rank", "state", "step", "loss", "tok/s", "GPU", "
 
 def planned_parts(entries: Iterable[PlanEntry]) -> list[HostRun]:
     """Return a plan's parts, by node rank."""
-    return [
-        HostRun(
-            *(entry.host, entry.run_dir, entry.node_rank, list(entry.ranks)),
-        )
-        for entry in entries
-    ]
+    return [HostRun(entry.host, entry.run_dir, entry.node_rank, list(entry.ranks)) for entry in entries]
 
 
 def run_parts(hosts: Iterable[Host], run: str) -> list[HostRun]:
@@ -215,9 +210,8 @@ def _run_table(hosts: list[Host], asked: FanOut, run: str, latest: int | None) -
     rows += [["-", host.name, "-", "unreachable", *blank] for host in hosts if host.name in asked.errors]
     lines = table([STATUS_HEAD, *rows])
     if hidden:
-        lines.append(
-            f"{counted(len(hidden), 'older run')} not listed: {front_end.option('all')} lists all runs, {front_end.option('run', 'NAME')} one"
-        )
+        how = f"{front_end.option('all')} lists all runs, {front_end.option('run', 'NAME')} one"
+        lines.append(f"{counted(len(hidden), 'older run')} not listed: {how}")
     lines += warnings
     if not runs:
         where = hosts[0].name if len(hosts) == 1 else f"any of {len(hosts)} hosts"
@@ -278,17 +272,9 @@ def status_rows(host: str, answer: RunStatus) -> list[list[str]]:
         step, loss, speed = state.get("step"), state.get("loss"), state.get("tokens_per_second")
         seen, reward = state.get("time"), state.get("reward")
         shown = "-" if loss is None else f"{loss:.4g}"
-        rows.append(
-            [
-                run,
-                host,
-                str(rank),
-                doing,
-                "-" if step is None else f"{step}/{state.get('steps') or '?'}",
-                shown if reward is None else f"{shown}, reward {reward:.3g}",
-                thousands(speed) if speed else "-",
-                gpu_cell(state.get("gpu")),
-                f"{clock(answer['now'] - seen)} ago" if seen else "-",
-            ]
-        )
+        place = "-" if step is None else f"{step}/{state.get('steps') or '?'}"
+        losses = shown if reward is None else f"{shown}, reward {reward:.3g}"
+        use = [thousands(speed) if speed else "-", gpu_cell(state.get("gpu"))]
+        age = f"{clock(answer['now'] - seen)} ago" if seen else "-"
+        rows.append([run, host, str(rank), doing, place, losses, *use, age])
     return rows

@@ -49,7 +49,7 @@ def script(entry: PlanEntry, run: str) -> str:
     ranks = ",".join(map(str, entry.ranks))
     return (
         "#!/bin/bash\n"
-        f"# trainyard run {run}: node {entry.node_rank}, ranks {ranks}, for {one_line(entry.host)} ({entry.address}).\n"
+        f"# trainyard run {run}: node {entry.node_rank}, ranks {ranks}, for {' '.join(entry.host.split())} ({entry.address}).\n"
         "# Start it on all hosts within a few minutes.\n"
         "set -euo pipefail\n"
         f"{_READ_ENVIRONMENT.format(run_dir=shlex.quote(entry.run_dir))}"
@@ -64,10 +64,9 @@ def sbatch(entries: list[PlanEntry], run: str) -> str:
     """
     gpus = {len(entry.gpus) for entry in entries}
     names = [entry.host for entry in entries]
+    resources = slurm_script.Resources(len(entries), gpus.pop() if len(gpus) == 1 else 0, names=names)
     lines = [
-        *slurm_script.header(
-            run, slurm_script.Resources(len(entries), gpus.pop() if len(gpus) == 1 else 0, names=names)
-        ),
+        *slurm_script.header(run, resources),
         f"# trainyard run {run}. Its files are staged on every host. Submitted again, it resumes from the latest checkpoint.",
         "set -euo pipefail",
     ]
@@ -79,8 +78,3 @@ def sbatch(entries: list[PlanEntry], run: str) -> str:
         cases.append(f"exec {shlex.join(entry.command)} ;;")
     cases += ["*)", 'echo "error: no part of the run is planned for $SLURMD_NODENAME" >&2; exit 2 ;;', "esac"]
     return "\n".join([*lines, f"exec {slurm_script.step(chr(10).join(cases))}", ""])
-
-
-def one_line(text: str) -> str:
-    """Return text without line breaks, so that it stays within a comment."""
-    return " ".join(text.split())

@@ -14,7 +14,7 @@ from trainyard import front_end
 from trainyard.run.host_run import HostRun, killed_ranks, last_step
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, Report, StepResult
-from trainyard.wire.connection import FanOut, HostConnection
+from trainyard.wire.connection import FanOut, HostConnection, call_hosts
 from trainyard.wire.run_errors import LaunchError
 
 READY_LIMIT = 60.0  # s for a host to get ready
@@ -29,10 +29,7 @@ STOP_LIMIT = 30.0  # s for a host to answer a stop request, besides the grace pe
 
 
 def start_ranks(
-    entries: list[PlanEntry],
-    connect: Connect,
-    report: Report,
-    properties: Iterable[str] = (),
+    entries: list[PlanEntry], connect: Connect, report: Report, properties: Iterable[str] = ()
 ) -> StepResult:
     """Start all ranks of a plan, or none of them.
 
@@ -50,14 +47,8 @@ def start_ranks(
     names = [entry.host for entry in entries]
     # From the archive of this controller, because code of a rank can write the staged trainer: only processes of the run, which its
     # unit restricts, import that one.
-    ready = FanOut(
-        {
-            entry.host: functools.partial(
-                connections[entry.host].call, "run_start", start_request(entry, names, properties)
-            )
-            for entry in entries
-        }
-    ).wait(READY_LIMIT)
+    requests = {entry.host: start_request(entry, names, properties) for entry in entries}
+    ready = call_hosts(connections.__getitem__, "run_start", requests).wait(READY_LIMIT)
     begun = ready
     if not ready.errors:
         begun = FanOut({e.host: functools.partial(begin, connections[e.host], e.run_dir) for e in entries})
@@ -122,11 +113,8 @@ def stop_parts(
         limit: seconds for a host to answer.
     """
     # New connections: a request to a host may still be pending on the ones that monitor the run.
-    requests = {
-        part.host: functools.partial(connect(part.host).call, "run_stop", request | {"run_dir": part.run_dir})
-        for part in parts
-    }
-    return FanOut(requests).wait(limit).errors
+    requests = {part.host: request | {"run_dir": part.run_dir} for part in parts}
+    return call_hosts(connect, "run_stop", requests).wait(limit).errors
 
 
 def end_of(part: HostRun) -> str:
@@ -143,9 +131,8 @@ def stop_lines(run: str, parts: list[HostRun], was_alive: bool, request: dict[st
     lines = [f"run {run}: {ends}" + (after if was_alive else " (it was not running)")]
     leased = any(part.node.get("lease") and part.status != "finished" for part in parts)
     if not was_alive and leased:  # its job may wait
-        lines.append(
-            f"if it waits in the queue, it starts again: {front_end.command('queue cancel', run)} prevents that"
-        )
+        cancel = front_end.command("queue cancel", run)
+        lines.append(f"if it waits in the queue, it starts again: {cancel} prevents that")
     if was_alive and killed and not request.get("now"):
         lines.append(
             f"killed, because their checkpoint took longer than {request['grace']:g} s: ranks {killed}; the run "

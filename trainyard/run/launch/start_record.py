@@ -20,19 +20,8 @@ from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.types import MODELS, PreparedRun, StartRecord, plain, read
 
 # Launch options that may hold secrets, or that were only for this start.
-NOT_KEPT = {
-    "run_env",
-    "spec",
-    "limit",
-    "render_only",
-    "render_to",
-    "master_port",
-    "follow",
-    "notify",
-    "hook",
-    "push",
-    "push_as",
-}
+NOT_KEPT = {"run_env", "spec", "limit", "render_only", "render_to", "master_port", "follow", "notify", "hook"}
+NOT_KEPT |= {"push", "push_as"}
 _NAMES = {"", TINY, SMOLLM2, OBSERVATORY}  # that are never paths
 
 
@@ -64,13 +53,10 @@ def read_start(home: Path, run: str) -> StartRecord:
         launch = {name: value for name, value in record.launch.items() if name not in NOT_KEPT}
         return replace(record, spec=_in_folder(record.spec, Path(record.folder)), launch=launch)
     except FileNotFoundError:
-        raise UserError(
-            f"run {run} was not started from this project folder: start it again with trainyard train SPEC --run {run}"
-        ) from None
+        why = f"run {run} was not started from this project folder"
     except (OSError, ValueError, RecursionError):
-        raise UserError(
-            f"run {run}: cannot read {path}: start it again with trainyard train SPEC --run {run}"
-        ) from None
+        why = f"run {run}: cannot read {path}"
+    raise UserError(f"{why}: start it again with trainyard train SPEC --run {run}")
 
 
 def options_of(record: StartRecord, base: LaunchOptions) -> LaunchOptions:

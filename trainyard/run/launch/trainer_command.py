@@ -11,14 +11,7 @@ from trainyard.wire.connection import Host
 def apart_request(
     host: Host, trainer: StagedFile, run_dir: str, values: dict[str, Any], limit: float
 ) -> dict[str, Any]:
-    """Return the request for a command of the trainer on a host, see trainyard/remote/apart.py.
-
-    Args:
-        trainer: the archive of the trainer, which is on the host.
-        run_dir: the only folder that it writes.
-        values: its input.
-        limit: in seconds.
-    """
+    """Return the request for a command of the trainer on a host with the input `values`, see trainyard/remote/apart.py."""
     return {
         "trainer": f"{host.data_dir}/{trainer.dest}",
         "digest": trainer.digest,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,7 +17,7 @@ from trainyard.preflight.host_state import HostState
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.nodes import PORTS
 from trainyard.run.types import Files, PreparedRun
-from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryError
+from trainyard.wire.connection import Host, HostConnection, InventoryError, call_hosts
 from trainyard.wire.run_errors import HostUnreachableError, PlanError
 
 LOGGER_PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow-skinny"}  # mlflow has it too
@@ -53,9 +52,9 @@ def gather_facts(
     """
     requested = [options.master_port] if options.master_port else []
     ports = requested or list(PORTS)
-    requests: dict[str, Callable[[], dict[str, Any]]] = {}
+    requests: dict[str, dict[str, Any]] = {}
     for place, host in enumerate(hosts):
-        request = {
+        requests[host.name] = {
             "head": hosts[0].address,
             "address": host.address,
             "ports": ports if place == 0 else [],
@@ -64,8 +63,7 @@ def gather_facts(
             "run_dir": f"{host.host.data_dir}/runs/{prepared.run}",
             "staged": [f"{host.host.data_dir}/{file.dest}" for file in prepared.files if not file.on_hosts],
         }
-        requests[host.name] = functools.partial(connect(host.name).call, "host_facts", request)
-    asked = FanOut(requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
+    asked = call_hosts(connect, "host_facts", requests).wait(FACTS_LIMIT, doubtful=lost, grace=GRACE)
     for host in hosts:
         host.facts = asked.answers.get(host.name, {})
         if host.facts and host.host.cpus:
@@ -142,17 +140,9 @@ def unfitness(host: HostState, files: Files, preview: bool = False) -> str:
 
 
 def fit_hosts(
-    hosts: list[HostState],
-    connect: Connect,
-    prepared: PreparedRun,
-    options: LaunchOptions,
-    strategy: str,
+    hosts: list[HostState], connect: Connect, prepared: PreparedRun, options: LaunchOptions, strategy: str
 ) -> list[str]:
-    """Return which hosts could take part in the next start of a run that is running on the first of `hosts`, without that one.
-
-    Args:
-        strategy: of the run, never `auto`.
-    """
+    """Return which hosts could take part in the next start of a run that is running on the first of `hosts`, without that one."""
     head = hosts[0]
     missing = gather_facts(hosts, connect, prepared, options)  # nothing waits for this check: a loaded host has time
     reached = [host for host in hosts if host.name not in missing]
@@ -195,6 +185,4 @@ def check_requirements(hosts: list[HostState], spec: RunSpec) -> None:
             if setting and package not in facts["versions"]:
                 raise PlanError(f"{name}: {setting} needs the Python package {package}: install it, or omit {setting}")
         if spec.torch_compile and not facts["compiler"]:
-            raise PlanError(
-                f"{name}: torch_compile needs a C++ compiler: run apt install g++, or set torch_compile=false"
-            )
+            raise PlanError(f"{name}: torch_compile needs a C++ compiler: apt install g++, or set torch_compile=false")

@@ -20,12 +20,7 @@ from trainyard.preflight.measurements import high_ports, measure_mesh
 from trainyard.preflight.runner import check_plan, skipped_checks
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.choose_fields import choose_fields, spec_here, staged_spec
-from trainyard.run.plan.gather_facts import (
-    Connect,
-    check_consistency,
-    check_requirements,
-    usable_hosts,
-)
+from trainyard.run.plan.gather_facts import Connect, check_consistency, check_requirements, usable_hosts
 from trainyard.run.plan.isolation import choose_isolation, exposed_hosts, isolation_lines, unit_lines
 from trainyard.run.plan.nodes import check_own_gpus, choose_port, head_first, plan_lines, plan_nodes
 from trainyard.run.plan.rollout_plan import plan_servers
@@ -61,12 +56,15 @@ def plan_run(
     spec, chosen = _decide(hosts, connect, prepared)
     check_requirements(hosts, spec)
     check_own_gpus(hosts, spec)
-    last_attempt = max((part["attempt"] for host in hosts if (part := host.facts["part"])), default=0)
+    last_attempt = max((_attempt(host) or 0 for host in hosts), default=0)
     members = _running_members(hosts, run, last_attempt, options, previous)
     if not members and (extra := surplus([host.name for host in hosts], spec, options.min_nodes)):
         left_out |= extra
         hosts = [host for host in hosts if host.name not in extra]
-    port = 0 if members else _rendezvous_port(options.master_port, hosts[0], run)
+    head, port = hosts[0], 0
+    if not members:
+        run_dir = f"{head.host.data_dir}/runs/{run}"
+        port = choose_port(options.master_port, head.facts["free_ports"], head.name, run_dir, head.host.lease)
     if previous.begun:  # resume=never refuses checkpoints from before this session only
         spec = spec.model_copy(update={"resume": "auto"})
     if members:
@@ -90,12 +88,13 @@ def plan_run(
     if members:
         check_running_spec(members[0], prepared, entries[0].data_dir, spec)
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"], spec)
-    if previous.begun and was_stopped(hosts, last_attempt):
+    if previous.begun and any(h.facts["stop_wanted"] and _attempt(h) == last_attempt for h in hosts):  # by a user
         return RunPlan(entries, "stopped", port, [stopped_line(run)], spec)
     phase: Phase = "finished" if is_finished(hosts, prepared.spec_on(entries[0].data_dir, spec)) else "new"
     if phase == "finished" and not preview:
         return RunPlan(entries, phase, port, [], spec)
-    lines = [finished_line(run)] if phase == "finished" else []
+    done = f"run {run} is finished and will not start again: this is its plan, which a run of another name would have"
+    lines = [done] if phase == "finished" else []
     lines += _host_lines(hosts, left_out, preview)
     lines += plan_lines(entries, spec, port, hosts[0].facts.get("rows", []))
     lines += plan_servers(spec, entries)
@@ -113,17 +112,6 @@ def data_lines(prepared: PreparedRun) -> list[str]:
     if not prepared.data:
         return ["data: the ranks count it before the first step"]
     return prepared.data.lines("data: ")
-
-
-def _rendezvous_port(requested: int | None, head: HostState, run: str) -> int:
-    """Return the port on the head at which the ranks of a run meet. Raises PlanError as `choose_port`."""
-    run_dir = f"{head.host.data_dir}/runs/{run}"
-    return choose_port(requested, head.facts["free_ports"], head.name, run_dir, head.host.lease)
-
-
-def finished_line(run: str) -> str:
-    """Return the line that precedes the plan of a run that has ended with a result."""
-    return f"run {run} is finished and will not start again: this is its plan, which a run of another name would have"
 
 
 def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bool) -> list[str]:
@@ -207,18 +195,13 @@ def _running_members(
 
 def members_of(hosts: list[HostState], attempt: int) -> list[HostState]:
     """Return the hosts of a start by node rank if all of them run, else an empty list."""
-    alive = {
-        host.name: host
-        for host in hosts
-        if host.facts["running"] and (host.facts["part"] or {}).get("attempt") == attempt
-    }
+    alive = {host.name: host for host in hosts if host.facts["running"] and _attempt(host) == attempt}
     names: list[str] = next((host.facts["part"]["hosts"] for host in alive.values()), [])
     return [alive[name] for name in names] if names and set(names) <= set(alive) else []
 
 
-def was_stopped(hosts: list[HostState], attempt: int) -> bool:
-    """Return whether a user stopped this start of the run."""
-    return any(host.facts["stop_wanted"] and (host.facts["part"] or {}).get("attempt") == attempt for host in hosts)
+def _attempt(host: HostState) -> int | None:
+    return (host.facts["part"] or {}).get("attempt")
 
 
 def stopped_line(run: str) -> str:

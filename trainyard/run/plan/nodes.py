@@ -36,9 +36,7 @@ def choose_port(requested: int | None, free: list[int], head: str, run_dir: str,
     """
     if requested is not None:
         if requested not in free:
-            raise PlanError(
-                f"port {requested} is in use on the head {head}: stop the process that uses it, or omit master_port"
-            )
+            raise PlanError(f"port {requested} is in use on the head {head}: free it, or omit master_port")
         return requested
     if not free:
         raise PlanError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free on the head {head}: set master_port")
@@ -120,10 +118,7 @@ def plan_nodes(
     nodes: list[PlanEntry] = []
     for place, (host, count) in enumerate(zip(hosts, counts, strict=True)):
         first = sum(counts[:place])
-        if elastic:
-            meeting = _elastic_rendezvous(addresses, place, port, elastic, restarts)
-        else:
-            meeting = _static_rendezvous(addresses, place, port)
+        meeting = _rendezvous(addresses, place, port, elastic, restarts)
         meeting.append(f"--rdzv-id={identity or f'{run}-{attempt}'}")
         run_dir = f"{host.host.data_dir}/runs/{run}"
         nodes.append(
@@ -236,12 +231,11 @@ def _check_routes(hosts: list[HostState]) -> None:
             raise PlanError(f"{host.name}: {why}; check cluster_address of {host.name} and of the head")
 
 
-def _static_rendezvous(addresses: list[str], place: int, port: int) -> list[str]:
-    words = [f"--nnodes={len(addresses)}", f"--node-rank={place}"]
-    return [*words, f"--master-addr={addresses[0]}", f"--master-port={port}", "--max-restarts=0"]
-
-
-def _elastic_rendezvous(addresses: list[str], place: int, port: int, minimum: int, restarts: int) -> list[str]:
+def _rendezvous(addresses: list[str], place: int, port: int, minimum: int, restarts: int) -> list[str]:
+    """Return torchrun's flags of the rendezvous: static, or elastic with at least `minimum` hosts."""
+    if not minimum:
+        words = [f"--nnodes={len(addresses)}", f"--node-rank={place}", f"--master-addr={addresses[0]}"]
+        return [*words, f"--master-port={port}", "--max-restarts=0"]
     # Without is_host and --local-addr, no host would serve the store where /etc/hosts maps the host name to 127.0.1.1.
     conf = f"is_host={int(place == 0)},join_timeout={_JOIN_TIMEOUT},last_call_timeout=3"
     conf += ",keep_alive_interval=1,keep_alive_max_attempt=5"
@@ -302,9 +296,10 @@ def plan_lines(nodes: list[PlanEntry], spec: RunSpec, port: int, before: list[in
     """Return the plan of the ranks as a table and a summary. `before`: rows by rank, of an earlier start."""
     world = sum(len(node.ranks) for node in nodes)
     head = ["host", "node", "ranks", "address", "device", "threads"]
-    rows = [
-        [n.host, str(n.node_rank), ",".join(map(str, n.ranks)), n.address, n.interface, str(n.threads)] for n in nodes
-    ]
+    rows = []
+    for node in nodes:
+        ranks = ",".join(map(str, node.ranks))
+        rows.append([node.host, str(node.node_rank), ranks, node.address, node.interface, str(node.threads)])
     meeting = f"rendezvous {nodes[0].address}:{port}"
     if any(node.gpu_numbers or node.hide_gpus for node in nodes):
         head.append("GPUs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
+from trainer.common.formats import counted
 from trainer.config import RunSpec
 from trainer.config.rollout_fields import require_addresses, server_name
 from trainyard.run.types import PlanEntry
@@ -21,9 +22,7 @@ def plan_servers(spec: RunSpec, entries: list[PlanEntry]) -> list[str]:
     names = ", ".join(map(server_name, spec.rollout_servers[:_SHOWN]))
     more = len(spec.rollout_servers) - _SHOWN
     ranks = "the ranks and " if spec.rollout_ranks else ""
-    age = (
-        f"at most {spec.max_staleness} step{'s' * (spec.max_staleness != 1)} old" if spec.max_staleness else "never old"
-    )
+    age = f"at most {counted(spec.max_staleness, 'step')} old" if spec.max_staleness else "never old"
     return [f"completions: written by {ranks}{names}{f' and {more} more' if more > 0 else ''}; {age} (max_staleness)"]
 
 

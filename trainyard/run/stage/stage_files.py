@@ -7,7 +7,6 @@ not disturb each other. The second writes the small files of the run folders, an
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import zlib
 from collections.abc import Collection, Mapping
@@ -17,9 +16,9 @@ from typing import Any
 from trainer.config import RunSpec
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.plan.nodes import environment
-from trainyard.run.stage.transfer import ask_hosts, copy_to_hosts
+from trainyard.run.stage.transfer import answers_of, copy_to_hosts
 from trainyard.run.types import PlanEntry, PreparedRun, Report
-from trainyard.wire.connection import FanOut
+from trainyard.wire.connection import call_hosts
 from trainyard.wire.run_errors import RunClaimedError, StageError
 
 COMMIT_LIMIT = 60.0  # s for a host to write the small files
@@ -74,8 +73,8 @@ def stage_files(
     # Controllers claim a run on the same host first, so that one of them gets it on all hosts.
     order = sorted(entries, key=lambda entry: (entry.address, entry.run_dir))
     for group in (order[:1], order[1:]):
-        calls = {e.host: functools.partial(connect(e.host).call, "commit", commits[e.host]) for e in group}
-        answers = ask_hosts(group, calls, COMMIT_LIMIT)
+        asked = call_hosts(connect, "commit", {entry.host: commits[entry.host] for entry in group})
+        answers = answers_of(asked.wait(COMMIT_LIMIT))
         if refusals := {host: answer["claimed"] for host, answer in answers.items() if "claimed" in answer}:
             release_claims(order, connect, token)
             whys = "; ".join(f"{host}: {why}" for host, why in refusals.items())
@@ -95,13 +94,8 @@ def stage_files(
 
 def release_claims(entries: list[PlanEntry], connect: Connect, token: str) -> None:
     """Remove this controller's claims, so that another one need not wait until they expire."""
-    requests = {
-        entry.host: functools.partial(
-            connect(entry.host).call, "commit", {"run_dir": entry.run_dir, "token": token, "release": True}
-        )
-        for entry in entries
-    }
-    FanOut(requests).wait(RELEASE_LIMIT)
+    requests = {entry.host: {"run_dir": entry.run_dir, "token": token, "release": True} for entry in entries}
+    call_hosts(connect, "commit", requests).wait(RELEASE_LIMIT)
 
 
 def commit_request(
@@ -122,16 +116,10 @@ def commit_request(
 
 def plan_file(entries: list[PlanEntry]) -> str:
     """Return plan.json, which is the same on all hosts: one line per host, without the fields that are empty."""
-    rows = [asdict(entry) for entry in entries]
-    hosts = [
-        {name: value for name, value in row.items() if name not in _PRIVATE and not is_empty(value)} for row in rows
-    ]
+    rows = [asdict(entry).items() for entry in entries]
+    empty = (None, "", [])  # and False, which equals zero, a number
+    hosts = [{k: v for k, v in row if k not in _PRIVATE and v is not False and v not in empty} for row in rows]
     return "[" + ",\n ".join(map(json.dumps, hosts)) + "]\n"
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether a field of a plan is empty. Zero is a number."""
-    return value is None or value is False or value == "" or value == []
 
 
 def small_files(

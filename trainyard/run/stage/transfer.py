@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.common.files import sha256_file
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import HUB_MODE, PlanEntry, Report, StagedFile
-from trainyard.wire.connection import FanOut, HostConnection, RemoteError
+from trainyard.wire.connection import FanOut, HostConnection, RemoteError, call_hosts
 from trainyard.wire.copy_files import fetch_file, lent_files
 from trainyard.wire.host_relay import Copy, Member, plan_relay, run_relay
 from trainyard.wire.run_errors import LostSourceError, StageError
@@ -49,12 +49,8 @@ def copy_to_hosts(
     copies = staged_copies(files, check)
     requests = {entry.host: receive_request(entry, files, copies, check) for entry in entries}
     names = [entry.host for entry in entries]
-    calls = {name: functools.partial(connect(name).call, "receive", requests[name]) for name in names}
-    answers = ask_hosts(entries, calls, STAGE_LIMIT)
-    members = {
-        entry.host: _member(entry, answers[entry.host], requests[entry.host])
-        for entry in entries
-    }  # fmt: skip
+    answers = answers_of(call_hosts(connect, "receive", requests).wait(STAGE_LIMIT))
+    members = {entry.host: _member(entry, answers[entry.host], requests[entry.host]) for entry in entries}
     changed = {name: answer["changed"] for name, answer in answers.items() if "changed" in answer}
     if check:
         return changed
@@ -73,7 +69,7 @@ def copy_to_hosts(
             )
             for entry in lacking
         }
-        done = ask_hosts(lacking, calls, STAGE_LIMIT)
+        done = answers_of(FanOut(calls).wait(STAGE_LIMIT))
     for name, answer in done.items():  # a relay has written files before the second query of the host
         written = [f"{members[name].data_dir}/{dest}" for dest in sorted(members[name].lacks)]
         changed[name] = list(dict.fromkeys([*written, *answer["changed"]]))
@@ -119,9 +115,7 @@ def _fetch_from_hosts(
                     f"no host has the {file.kind} any more: start the run with its spec, on the controller"
                 )
             if not have and first not in present:
-                raise LostSourceError(
-                    f"{first}, which has the files of the {file.kind}, does not take part: start {first}"
-                )
+                raise LostSourceError(f"{first}, which has the {file.kind}, does not take part: start {first}")
             holder = first if first in have or not have else have[0]  # it may be in another group of hosts
             try:
                 connection = connect(holder)
@@ -160,7 +154,8 @@ def receive_request(
     return {
         "files": {f"{entry.data_dir}/{dest}": copy.sha256 for dest, copy in copies.items()},
         "arrived": {},
-        "links": target_links(entry, files),
+        # {path in the host's store: (path of what the host has already, its SHA-256)}
+        "links": {f"{entry.data_dir}/{file.dest}": (file.on_hosts, file.digest) for file in files if file.on_hosts},
         "modes": {} if check else {f"{entry.data_dir}/{dest}": copy.mode for dest, copy in copies.items()},
         "cache": f"{store}/digests.json",
         "incoming": f"{store}/incoming",
@@ -168,18 +163,10 @@ def receive_request(
     }
 
 
-def target_links(entry: PlanEntry, files: Sequence[StagedFile]) -> dict[str, tuple[str, str]]:
-    """Return {path in the host's store: (path of what the host has already, its SHA-256)}."""
-    return {f"{entry.data_dir}/{file.dest}": (file.on_hosts, file.digest) for file in files if file.on_hosts}
-
-
-def ask_hosts(
-    entries: Sequence[PlanEntry], calls: Mapping[str, Callable[[], dict[str, Any]]], limit: float
-) -> dict[str, dict[str, Any]]:
-    """Return the answers of all hosts. Raises StageError."""
-    done = FanOut(calls).wait(limit)
+def answers_of(done: FanOut[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the answers of all hosts. Raises StageError that names the first host without one."""
     if done.errors:
-        host = next(entry.host for entry in entries if entry.host in done.errors)
+        host = next(host for host in done.threads if host in done.errors)
         raise StageError(f"{host}: {done.errors[host]}", lost=list(done.errors))
     return done.answers
 
