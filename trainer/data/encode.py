@@ -28,7 +28,8 @@ from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.text_tokenizer import TextTokenizer
 
 _NO_END = "nothing ends the last answer: the tokenizer of the model has no eos_token"
-_FORMAT = 3  # version of the cached encoding: increment it when the encoding of a sample changes
+_EMPTY = "an answer is empty, and its end alone is trained"
+_FORMAT = 4  # version of the cached encoding: increment it when the encoding of a sample changes
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Encoder:
         text = self._text
         parts = [
             text.vocabulary,
-            f"{text.bos} {text.eos}",
+            f"{text.begin} {text.eos}",
             text.template + text.tool_template,
             str(self.seq_length),
             self.train_on,
@@ -282,8 +283,7 @@ class Encoder:
                 raise UserError(f"{sample.where or 'dataset'}: {self._problem(error, messages)}") from None
         else:
             ids = self._text.encode(sample.pieces[0][0], [])[0]
-            if self._text.bos is not None and ids[:1] != [self._text.bos]:
-                ids = [self._text.bos, *ids]
+            ids = [*self._missing_begin(ids), *ids]
         if not ids:
             raise UserError(f"{sample.where or 'dataset'}: the prompt is empty: write one, or remove the record")
         return Encoded(ids, [False] * len(ids))
@@ -308,21 +308,27 @@ class Encoder:
         if found.open_end and self._text.eos is None:
             notes.append(_NO_END)
         if any(_is_empty(message) for index, message in enumerate(sample.messages) if index not in sample.silent):
-            notes.append("an answer is empty, and its end alone is trained")
+            notes.append(_EMPTY)
         return Encoded(ids, answered, tuple(notes))
 
     def _raw(self, sample: Sample) -> Encoded:
-        """Encode prompt and completion, or a text, as one string. It has one BOS and one EOS, also if the text has them."""
+        """Encode prompt and completion, or a text, as one string. It has one BOS, if the tokenizer adds one, and one EOS, also if the text has them."""
         text = "".join(piece for piece, _ in sample.pieces)
         ends = list(itertools.accumulate((len(piece) for piece, _ in sample.pieces), initial=0))
         spans = [(ends[i], ends[i + 1]) for i, (piece, trained) in enumerate(sample.pieces) if trained and piece]
         ids, answered = self._text.encode(text, spans)
         end = self._text.tokens.get("eos_token", "")
-        if self._text.bos is not None and ids[:1] != [self._text.bos]:
-            ids, answered = [self._text.bos, *ids], [False, *answered]
+        begin = self._missing_begin(ids)
+        ids, answered = [*begin, *ids], [False] * len(begin) + answered
         if self._text.eos is not None and not (end and text.rstrip().endswith(end) and len(ids) > 1):
             ids, answered = [*ids, self._text.eos], [*answered, bool(sample.pieces[-1][1])]
-        return Encoded(ids, answered, () if self._text.eos is not None else (_NO_END,))
+        notes = [_EMPTY] if sample.pieces[-1][1] and not sample.pieces[-1][0].strip() else []
+        return Encoded(ids, answered, (*notes, *([] if self._text.eos is not None else [_NO_END])))
+
+    def _missing_begin(self, ids: list[int]) -> tuple[int, ...]:
+        """Return what the tokenizer puts before a text, unless the text has it."""
+        begin = self._text.begin
+        return () if tuple(ids[: len(begin)]) == begin else begin
 
     def _problem(self, error: TemplateError, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return what the chat template does not accept, and what to do."""
@@ -351,7 +357,7 @@ class Encoder:
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
-    says = message.get("content") or message.get("tool_calls") or message.get("reasoning_content")
+    says = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
     return message["role"] == "assistant" and not says
 
 

@@ -47,6 +47,11 @@ SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a record
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 _MAX_KEYS = 10  # keys of a record in an error message
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.-]{1,40}")  # a key that a suggestion can name without quotes
+# A list of messages as text, also as Python prints it.
+_MESSAGES = re.compile(
+    r"""\s*\[\s*\{\s*(?=["'](role|from|content|value)["']\s*:)(?=.*["'](role|from)["']\s*:).*["'](content|value)["']\s*:""",
+    re.DOTALL,
+)
 NO_COLUMNS: Mapping[str, str] = {}
 
 
@@ -169,9 +174,7 @@ def _part(
 def are_messages(value: Any) -> bool:
     """Return whether a prompt or a completion is a list of messages; formats of columns often hold a list as text."""
     if isinstance(value, str):
-        return value.lstrip().startswith("[{") and bool(
-            re.match(r'\[\{\s*"(role|from|content|value)"\s*:', value.lstrip())
-        )
+        return bool(_MESSAGES.match(value))
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
@@ -294,12 +297,20 @@ def chat_sample(record: Mapping[str, Any], messages: tuple[dict[str, Any], ...],
     variables = _from_json(record.get("chat_template_kwargs"), "'chat_template_kwargs'") or {}
     if not isinstance(variables, dict) or any(name in _RESERVED for name in variables):
         raise ValueError(f"'chat_template_kwargs' must be an object without {', '.join(sorted(_RESERVED))}")
+    if wrong := [each for each in variables.values() if each in ("true", "false", "True", "False")]:
+        raise ValueError(f"'chat_template_kwargs' has {quoted(wrong[0])} as text: write it without quotes")
     if variables:
         check_values(variables, "'chat_template_kwargs'")
     if tools is None or "tools" in ignored:
         tools = []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of objects")
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("parameters") or {}, dict):
+            raise ValueError(
+                "'tools' has a function, or its parameters, that is no object: write it as one, not as text"
+            )
     check_values(tools, "'tools'")
     return Sample(messages=messages, tools=tuple(tools), variables=variables, silent=silent, has_weights=has_weights)
 
@@ -310,6 +321,8 @@ def text_of(record: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         hint = ": this record has no value there" if value is None else ""
         raise ValueError(f"{name!r} is {type(value).__name__}, expected a string{hint}")
+    if are_messages(value):
+        raise ValueError(f"{name!r} is a list of messages as text: map its column to messages")
     return _valid_unicode(value, f"{name!r}")
 
 
@@ -474,9 +487,24 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"'tool_calls' of {where} must be a list of objects with function: name and arguments")
-        arguments = function.get("arguments", function.get("parameters"))
+        arguments = _arguments(function.get("arguments", function.get("parameters")), where)
         known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        function = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+        function = {"name": function["name"], "arguments": arguments}
         calls.append({**known, "type": "function", "function": function})
     check_values(calls, f"'tool_calls' of {where}")
     return calls
+
+
+def _arguments(value: Any, where: str) -> Any:
+    """Return the arguments of a call, an object or text that is JSON of one, as they are; no value is no arguments. Raises ValueError."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    try:
+        is_object = isinstance(json.loads(value) if isinstance(value, str) else value, dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValueError(
+            f"'tool_calls' of {where} has arguments that are no JSON object: write them as json.dumps does"
+        )
+    return value

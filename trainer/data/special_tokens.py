@@ -61,8 +61,10 @@ def default_tokens(config: Mapping[str, Any], name: str) -> dict[str, str] | Non
 
 def set_pipeline(core: Tokenizer, config: Mapping[str, Any], name: str) -> None:
     """Split a text as a class does that ignores what tokenizer.json says of it."""
-    from tokenizers import models, normalizers, pre_tokenizers
+    from tokenizers import models, normalizers, pre_tokenizers, processors
 
+    if name == "GPTNeoXTokenizer":  # it adds nothing to a text, whatever the file says
+        core.post_processor = processors.TemplateProcessing("$A", "$A $B")
     if not isinstance(core.model, models.BPE):
         return
     # With bytes, as Llama 3 has them, transformers takes all of tokenizer.json.

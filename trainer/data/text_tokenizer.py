@@ -19,6 +19,7 @@ from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.special_tokens import add_tokens, class_of, default_tokens, set_pipeline
 
 Offsets = Sequence[tuple[int, int]]
+_PROBE = "a"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class TextTokenizer:
         decode: returns the text of tokens, with that of special tokens.
         template: the default chat template; empty if the model has others only.
         tokens: the special tokens by name, such as bos_token.
-        bos: id of the token that begins a text; None if there is none.
+        begin: the ids that the tokenizer puts before a text, such as that of BOS.
         eos: id of the token that ends a text; None if there is none.
         added: the texts of all tokens that are never split.
         vocabulary: a digest of the vocabulary.
@@ -43,7 +44,7 @@ class TextTokenizer:
     decode: Callable[[list[int]], str]
     template: str
     tokens: Mapping[str, str]
-    bos: int | None
+    begin: tuple[int, ...]
     eos: int | None
     added: frozenset[str]
     vocabulary: str
@@ -67,7 +68,7 @@ class TextTokenizer:
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
             named.get("default", ""),
             {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)},
-            tokenizer.bos_token_id,
+            first_tokens(tokenizer),
             tokenizer.eos_token_id,
             frozenset(tokenizer.get_added_vocab()) | frozenset(tokenizer.all_special_tokens),
             hashlib.sha256(vocabulary.encode()).hexdigest(),
@@ -114,7 +115,7 @@ class TextTokenizer:
             lambda ids: str(core.decode(ids, skip_special_tokens=False)),
             named.get("default", ""),
             tokens,
-            core.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None,
+            _before(core.encode(_PROBE).ids, tokenize(_PROBE)[0]),
             core.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None,
             frozenset(added) | frozenset(tokens.values()),
             hashlib.sha256(core.to_str().encode()).hexdigest(),
@@ -162,6 +163,16 @@ class TextTokenizer:
                 "the tokenizer of the model does not tell where an answer begins: use a model with tokenizer.json"
             )
         return prefix
+
+
+def first_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that a tokenizer of transformers puts before a text."""
+    return _before(tokenizer(_PROBE)["input_ids"], tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
+
+
+def _before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...]:
+    places = range(len(whole) - len(text) + 1)
+    return tuple(whole[: next((place for place in places if whole[place : place + len(text)] == text), 0)])
 
 
 def _rows(config: Mapping[str, Any]) -> int | None:

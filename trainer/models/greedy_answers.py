@@ -40,7 +40,7 @@ def greedy_answers(spec: "RunSpec", run_dir: Path, weights: str, count: int = CO
         count: maximum number of prompts, if they are missing.
 
     Returns:
-        `weights`; `created`, the date; `max_tokens`; `bos`, text of the token before a raw prompt; `stop`, text of the token that
+        `weights`; `created`, the date; `max_tokens`; `bos`, text of what the tokenizer puts before a raw prompt; `stop`, text of the token that
         ends an answer where it is not the tokenizer's own end, or empty; `prompts`, each with `messages` or `prompt`; `answers`,
         one text for each.
 
@@ -108,13 +108,14 @@ def _write(
     tokenizer: Any,
     deadline: float = float("inf"),
 ) -> dict[str, Any]:
+    from trainer.data.text_tokenizer import first_tokens
     from trainer.models.tokenizer_output import other_end
 
     record = {
         "weights": weights,
         "created": datetime.datetime.now().replace(microsecond=0).isoformat(),
         "max_tokens": MAX_TOKENS,
-        "bos": tokenizer.bos_token or "" if prompts else "",
+        "bos": tokenizer.decode(first_tokens(tokenizer)) if prompts else "",
         "stop": other_end(tokenizer) if prompts else "",
         "prompts": prompts,
         "answers": answer(model, tokenizer, prompts, deadline) if prompts else [],
@@ -183,10 +184,11 @@ def answer(
         TimeoutError: the deadline (of time.monotonic) has passed.
         TemplateError: the chat template rejects a prompt, or exceeds a limit.
     """
+    from trainer.data.text_tokenizer import first_tokens
     from trainer.models.greedy import greedy, prompt_rows
 
     chats = iter(prompt_rows(tokenizer, [prompt["messages"] for prompt in prompts if "messages" in prompt]))
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    first = first_tokens(tokenizer)
     rows = [
         next(chats)
         if "messages" in prompt

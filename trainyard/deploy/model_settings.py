@@ -87,7 +87,12 @@ class SettingsReader:
             notes.append(f"system message of the training data: {quoted(system, 60)}; {how} sets another one")
         ends = dict.fromkeys([answers.get("stop", ""), self._special.get("eos_token", "")])
         return ModelSettings(
-            template, tuple(filter(None, ends)), self._num_ctx(context), system or "", "" if adds_bos else bos, notes
+            template,
+            tuple(filter(None, ends)),
+            self._num_ctx(context),
+            system or "",
+            "" if adds_bos else answers.get("bos", ""),
+            notes,
         )
 
     @functools.cache  # noqa: B019

@@ -26,7 +26,7 @@ def test_a_run_keeps_the_answers_of_its_weights(here: Here) -> None:
     file.unlink()
     spec = make_spec(read_yaml(here.run_dir() / "spec.yml"), "spec.yml")
     computed = greedy_answers.greedy_answers(spec, here.run_dir(), kept["weights"])
-    assert computed["prompts"] == kept["prompts"] and computed["bos"] == kept["bos"] == "<|begin|>"
+    assert computed["prompts"] == kept["prompts"] and computed["bos"] == kept["bos"] == ""
     assert computed["answers"] == kept["answers"]
 
 

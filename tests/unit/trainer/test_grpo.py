@@ -277,8 +277,7 @@ def test_prompts_are_encoded_with_the_header_of_an_answer(tokenizer: Any, tmp_pa
     corpus = encode_all(read_source(source_of(path), data="prompts"), encoder)
     assert len(corpus) == 2 and not corpus.trained.any()
     first, second = (corpus.tokens[corpus.starts[i] : corpus.starts[i + 1]].tolist() for i in range(2))
-    begins = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    assert first == begins + tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    assert first == tokenizer("the cat", add_special_tokens=False)["input_ids"]
     shown = encoder.template.render([{"role": "user", "content": "the dog"}], True)
     assert second == tokenizer(shown, add_special_tokens=False)["input_ids"]
     assert shown != encoder.template.render([{"role": "user", "content": "the dog"}], False)

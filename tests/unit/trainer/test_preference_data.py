@@ -226,7 +226,7 @@ def test_the_command_data_shows_pairs_and_labels(tokenizer: Any, capsys: pytest.
     assert "1 sample: 2 answers and " in out
     show([sample], encoder, View(as_json=True))
     record = json.loads(capsys.readouterr().out)
-    assert record["rejected"]["text"].startswith("<|begin|>the dog") and record["rejected"]["source"] == "d.jsonl:1"
+    assert record["rejected"]["text"].startswith("the dog") and record["rejected"]["source"] == "d.jsonl:1"
     labelled = to_labelled({"prompt": "the ", "completion": "cat", "label": False})
     show([labelled], encoder, View())
     assert "bad answer: " in capsys.readouterr().out

@@ -94,6 +94,11 @@ def test_legacy_functions() -> None:
         )
         assert sample.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
         assert sample.tools == ({"type": "function", "function": {"name": "f"}},)
+    for nothing in (None, "", {}):
+        called = to_sample({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": nothing}}]})
+        assert called.messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+    listed = '[{"value": 5}]'
+    assert to_sample({"prompt": "Q", "completion": listed}).pieces[1] == (listed, True), "JSON that is no message"
 
 
 @pytest.mark.parametrize("value", ["f(1)", "{}", '{"arguments": {}}', "[]"])
