@@ -10,7 +10,7 @@ import pytest
 from tables import table
 
 from trainer.common.errors import UserError
-from trainyard.evaluate.questions import judge, read_questions
+from trainyard.evaluate.questions import Question, judge, read_questions
 from trainyard.evaluate.scores import Answered, Report, sign_test, summarise, wilson
 from trainyard.evaluate.subjects import Subject, parse_subjects
 
@@ -26,6 +26,18 @@ def test_verdicts(tmp_path: Path, row: dict[str, Any], text: str, right: bool, e
     [question] = questions(tmp_path, {"prompt": "?"} | row)
     found = judge(question, text)
     assert (found.right, found.exact) == (right, exact)
+
+
+@pytest.mark.parametrize(("answer", "said", "right"), table("evaluate_scores")["judged_by_numbers_and_denials"])
+def test_numbers_and_denials(answer: str, said: str, right: bool) -> None:
+    assert judge(Question("q", ({"role": "user", "content": "?"},), answer), said).right is right
+
+
+def test_a_question_for_what_is_not(tmp_path: Path) -> None:
+    [question] = questions(tmp_path, {"prompt": "Which is not a metal?", "answer": "oxygen"})
+    assert judge(question, "Oxygen is not a metal.").right
+    [chosen] = questions(tmp_path, {"prompt": "?", "choices": ["gas", "metal"], "answer": "metal"})
+    assert judge(chosen, "It is not a gas, it is a metal").right and not judge(chosen, "A gas, not a metal").right
 
 
 def test_the_last_message_of_the_assistant_is_the_reference(tmp_path: Path) -> None:

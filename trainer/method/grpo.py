@@ -19,6 +19,7 @@ from trainer.config import RunSpec
 from trainer.config.reward_source import rewards_error
 from trainer.config.rollout_fields import rollout_error
 from trainer.config.strategies import AUTO
+from trainer.data.reasoning import CLOSING, OPENING
 from trainer.method.method_base import Batch, Method, Rank, Rows, RunContext, Work, label_logps, next_labels
 from trainer.method.method_plan import MethodPlan
 
@@ -356,7 +357,7 @@ class GRPO(Method):
         assert self._run is not None and work.corpus.records is not None
         records = [work.corpus.records[sample] for sample in prompts for _ in range(group)]
         given = {name: [record["columns"].get(name) for record in records] for name in self._run.columns}
-        texts = [self._run.tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+        texts = [self._text(each) for each in ids]
         asked = [record["prompt"] for record in records]
         answers: list[Any] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -367,12 +368,25 @@ class GRPO(Method):
                 self._process = RewardProcess(
                     self._spec.reward, self._run.columns, self._spec.reward_timeout, self._spec.collective_timeout
                 )
-            rollouts = Rollouts(asked, answers, ids, given, max(0, work.step), self._run.steps)
+            starts, tokens = work.corpus.starts, work.corpus.tokens
+            ends = [
+                self._run.tokenizer.decode(tokens[max(starts[i], starts[i + 1] - 32) : starts[i + 1]]) for i in prompts
+            ]
+            endings = [end for end in ends for _ in range(group)]
+            rollouts = Rollouts(asked, answers, ids, given, max(0, work.step), self._run.steps, endings)
             parts: list[list[float]] = self._process(rollouts).tolist() if ids else []
         except UserError as error:
             return str(error), [], [], []
         functions: list[RewardFunction] = self._process.functions
         return "", [each.name for each in functions], [each.weight for each in functions], parts
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return the text of a completion without special tokens, but for marks of reasoning."""
+        assert self._run is not None
+        tokenizer = self._run.tokenizer
+        shown = {each: tokenizer.decode([each]) for each in {*ids} & {*tokenizer.all_special_ids}}
+        left_out = {each for each, text in shown.items() if not (OPENING.match(text) or CLOSING.match(text))}
+        return str(tokenizer.decode([each for each in ids if each not in left_out]))
 
     def _keep_examples(self, corpus: Corpus, sample: int, rated: Rated, group: int) -> None:
         """Keep some completions of the first prompt of a step, for a person to read."""
@@ -382,7 +396,7 @@ class GRPO(Method):
             self.examples.append(
                 {
                     "prompt": corpus.records[sample]["prompt"],
-                    "completion": self._run.tokenizer.decode(rated.ids[place], skip_special_tokens=True),
+                    "completion": self._text(rated.ids[place]),
                     "reward": _json_number(float(rated.rewards[place])),
                     "rewards": {name: _json_number(value) for name, value in parts.items()},
                     "advantage": float(rated.advantages[place]),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from trainer.common.number_text import number, plain
 from trainer.config.json_schema import matches
+from trainer.data.reasoning import CLOSING, OPENING
 
 Completion = str | list[Mapping[str, Any]]
 Function = Callable[..., list[float | None]]
 
 ANSWER = "answer"  # the column of exact, if no other is given
-# TRL's think_format_reward has this pattern.
-_FORMAT = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
+_OPENED = re.compile(f"{OPENING.pattern}$")
+_END = 100  # characters of a prompt
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FENCE = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
 
@@ -27,35 +28,50 @@ def text_of(completion: Completion) -> str:
     return "".join(str(message.get("content") or "") for message in completion)
 
 
+def _whole(completions: Sequence[Completion], prompts: Sequence[Any] | None) -> list[str]:
+    """Return the texts of completions, with the opening of the reasoning where their prompt ends with it.
+
+    Args:
+        prompts: texts as the model gets them. Of others, such as messages, the end is unknown: a completion that only closes its
+            reasoning then has the opening in its prompt.
+    """
+    found = []
+    for completion, prompt in zip(completions, prompts or [None] * len(completions), strict=True):
+        text = text_of(completion)
+        if isinstance(prompt, str):
+            opened = _OPENED.search(prompt[-_END:])
+            begin = opened[0].strip() if opened else ""
+        else:
+            closed = CLOSING.search(text)
+            begin = closed[0].replace("/", "", 1) if closed and not OPENING.search(text) else ""
+        found.append(begin + text)
+    return found
+
+
 def answer_of(text: str) -> str:
     """Return the answer in a completion: what is in the last <answer> element, or what follows the reasoning, or all of it."""
-    tagged = _TAGGED.findall(text)
-    return (tagged[-1] if tagged else text.rpartition("</think>")[2]).strip()
-
-
-def _number(text: str) -> Decimal | None:
-    try:
-        found = Decimal(text.replace(",", "")) if len(text) <= 100 else None
-    except InvalidOperation:
-        return None
-    return found if found is not None and found.is_finite() else None
+    tagged, closings = _TAGGED.findall(text), list(CLOSING.finditer(text))
+    if tagged:
+        return str(tagged[-1]).strip()
+    if OPENING.match(text) and not closings:
+        return ""
+    return text[closings[-1].end() if closings else 0 :].strip()
 
 
 def _is_answer(found: str, wanted: str) -> bool:
-    if found == wanted:
-        return True
-    number = _number(found)
-    return number is not None and number == _number(wanted)
+    value = number(found)
+    return plain(found) == plain(wanted) or (value is not None and value == number(wanted))
 
 
 def exact(column: str) -> Function:
     """Return the reward that is 1 for the answer in a column of the dataset, as text or as a number; None without an answer."""
 
-    def reward(completions: Sequence[Completion], **columns: list[Any]) -> list[float | None]:
-        wanted = columns[column]
+    def reward(
+        completions: Sequence[Completion], prompts: Sequence[Any] | None = None, **columns: list[Any]
+    ) -> list[float | None]:
         return [
-            None if right is None else float(_is_answer(answer_of(text_of(each)), str(right).strip()))
-            for each, right in zip(completions, wanted, strict=True)
+            None if right is None else float(_is_answer(answer_of(text), str(right).strip()))
+            for text, right in zip(_whole(completions, prompts), columns[column], strict=True)
         ]
 
     return reward
@@ -80,9 +96,22 @@ def length(limit: int) -> Function:
     return reward
 
 
-def think_format(completions: Sequence[Completion], **_: Any) -> list[float | None]:
-    """Return 1 for a completion that begins with reasoning in one <think> element."""
-    return [float(bool(_FORMAT.match(text_of(each)))) for each in completions]
+def think_format(
+    completions: Sequence[Completion], prompts: Sequence[Any] | None = None, **_: Any
+) -> list[float | None]:
+    """Return 1 for a completion that begins with reasoning in one <think> element, or in one with another mark of reasoning.
+
+    As TRL's think_format_reward, but the opening can be the end of the prompt.
+    """
+    return [float(_begins_with_reasoning(text)) for text in _whole(completions, prompts)]
+
+
+def _begins_with_reasoning(text: str) -> bool:
+    opening = OPENING.match(text)
+    if not opening or text[0].isspace():
+        return False
+    begin, rest = opening[0].strip(), text[opening.end() :]
+    return begin not in rest and f"{begin[0]}/{begin[1:]}" in rest
 
 
 def json_reward(schema: Mapping[str, Any]) -> Function:

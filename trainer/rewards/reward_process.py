@@ -44,6 +44,7 @@ class Rollouts:
         completion_ids: the tokens of every completion.
         columns: the other columns of the dataset, by name, one value for every completion.
         step, steps: number of the step, from 0, and of all steps.
+        endings: the last characters of every prompt as the model gets it; none: unknown.
     """
 
     prompts: Sequence[Any]
@@ -52,6 +53,7 @@ class Rollouts:
     columns: Mapping[str, Sequence[Any]]
     step: int = 0
     steps: int = 0
+    endings: Sequence[str] = ()
 
 
 class RewardProcess:

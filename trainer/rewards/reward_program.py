@@ -43,10 +43,12 @@ class Reward:
         """Return the rewards of a batch; None for a completion that the function does not rate. Raises RewardError.
 
         Args:
-            batch: prompts, completions, completion_ids, columns, step, steps; lists of the same length but for the last two.
+            batch: prompts, endings, completions, completion_ids, columns, step, steps; lists of the same length but for the last two.
         """
         state = SimpleNamespace(global_step=batch["step"], max_steps=batch["steps"])
         given = {name: batch[name] for name in ("prompts", "completions", "completion_ids")} | batch["columns"]
+        if not self.file:  # a built-in reward
+            given["prompts"] = batch["endings"] or batch["prompts"]
         try:
             found: Any = self.function(**_accepted(self.function, given | {"trainer_state": state}))
             if inspect.iscoroutine(found):

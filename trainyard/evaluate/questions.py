@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
 from trainer.common.inputs import path_kind, user_path
+from trainer.common.number_text import number, plain
 from trainer.config import OBSERVATORY
 from trainer.data.samples import read_records, source_of
 from trainyard.run.prepare.spec_files import DATASETS
@@ -54,7 +55,7 @@ class Verdict:
         right: the answer counts as right: the pattern matches, or the first choice that it names is the right one, or it
             contains the right answer.
         exact: it is the right answer and no more. Case, punctuation and spaces do not count.
-        contained: it contains the words of the right answer.
+        contained: it contains the words of the right answer, and does not deny them. A number is one word, with sign and decimals.
     """
 
     right: bool
@@ -142,33 +143,76 @@ def judge(question: Question, text: str) -> Verdict:
     """Return the verdict on an answer."""
     text = text[:MAX_TEXT]
     exact = contained = None
+    asks_what_is_not = bool(_NEGATION.search(_folded(question.text)))
     if question.answer:
-        exact = _words(text) == _words(question.answer)
-        contained = _position(text, question.answer) is not None
+        exact = _is_same(text, question.answer)
+        contained = _position(text, question.answer, asks_what_is_not) is not None
     if question.pattern:
         return Verdict(bool(question.pattern.search(text)), exact, contained)
     if question.choices:
-        return Verdict(_first_choice(text, question.choices) == question.answer, exact, contained)
+        places = {each: _position(text, each, asks_what_is_not) for each in question.choices}
+        named = [(place, -len(each), each) for each, place in places.items() if place is not None]
+        return Verdict(
+            bool(named) and min(named)[2] == question.answer, exact, contained
+        )  # the longest of those at one place
     return Verdict(bool(contained), exact, contained)
 
 
-def _first_choice(text: str, choices: Sequence[str]) -> str | None:
-    """Return the choice that an answer names first, the longest of those at one place; None if it names none."""
-    places = [(place, -len(choice), choice) for choice in choices if (place := _position(text, choice)) is not None]
-    return min(places)[2] if places else None
+_SCRIPTS = r"\u3040-\u30ff\u3400-\u9fff\u0e00-\u0eff"  # they have no spaces between words
+_LETTER = rf"(?:(?![{_SCRIPTS}])\w)"
+# A number with its sign and currency; a number with letters, or a unit after a number, as one word; letters; signs that are units.
+_WORD = re.compile(
+    r"(?P<sign>(?<![\w)])(?:[-+]|(?:minus|negative) +))?(?P<money>[$€£¥] ?)?(?<![a-z_\d])"
+    rf"(?P<number>(?>\d+(?:(?:[.,:/^'_]| (?=\d{{3}}(?!\d)))\d+)*|(?<![\w.])\.\d+)(?:e[-+]?\d+)?)(?!{_LETTER})"
+    rf"|\d(?:[.,:/^']?{_LETTER})*|(?<=\d ){_LETTER}+(?:[/^]{_LETTER}+)+|[{_SCRIPTS}]+|{_LETTER}+|[%‰°$€£¥]"
+)
+_ONLY = r"(?! +(?:only|just|merely|until|least)\b)"
+_NEGATION = re.compile(
+    rf"(?:\b(?:not|never|cannot|neither|nor|nicht|keine?[mnrs]?|pas|jamais|niet|geen|ikke|inte)|n't)\b{_ONLY}"
+    r"|\b(?:no|non)\b(?: +\w+)? *$|(?:不是|并非|並非|没有|沒有) *$"
+)
+_DENIAL = re.compile(
+    rf" +(?:is|was|are|were)(?: +not|n't)\b{_ONLY}| +(?:is|was) +(?:wrong|incorrect|false)\b|(?:では|じゃ)(?:ない|あり)"
+)
+_CLAUSE = re.compile(r"[.,](?!\d)|[;:!?()\n—。、，]|\b(?:but|rather|sondern|mais|sino)\b")
 
 
-def _words(text: str) -> str:
-    """Return the words of a text in lower case between single spaces; of a text without words, its characters."""
-    found = re.findall(r"\w+", text.casefold())
-    return f" {' '.join(found)} " if found else text.strip()
+def _words(text: str) -> list[tuple[str, int, int]]:
+    """Return the words of a text in lower case, with the characters [start, end) of each; equal numbers are equal words."""
+    found = []
+    for each in _WORD.finditer(text):
+        word = each[0]
+        if digits := each["number"]:
+            sign = "-" if (each["sign"] or "+")[0] in "-mn" else ""
+            value = number(sign + digits)
+            word = sign + digits if value is None else str(value)
+            found += [(each["money"].strip(), *each.span())] if each["money"] else []
+        found.append((word, *each.span()))
+    return found
 
 
-def _position(text: str, part: str) -> int | None:
-    """Return where the words of `part` begin in those of `text`, or None. Scripts without spaces between words are searched as they are."""
-    words = _words(part)
-    if not re.search(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0eff]", words):
-        place = _words(text).find(words)
+def _is_same(text: str, other: str) -> bool:
+    found, wanted = ([word for word, _, _ in _words(_folded(each))] for each in (text, other))
+    return found == wanted if wanted else text.strip() == other
+
+
+def _folded(text: str) -> str:
+    return plain(text).casefold()
+
+
+def _position(text: str, part: str, asks_what_is_not: bool) -> int | None:
+    """Return where the words of `part` begin in those of `text`, and the text does not deny them; None if they do not."""
+    text, part = _folded(text), _folded(part).strip()
+    wanted, words = [word for word, _, _ in _words(part)], _words(text)
+    places: Iterable[tuple[int, int]]
+    if not wanted or re.search(f"[{_SCRIPTS}]", part):
+        edges = [r"(?<![\d.,-])" if part[:1].isdecimal() else "", r"(?![.,]?\d)" if part[-1:].isdecimal() else ""]
+        places = (each.span() for each in re.finditer(re.escape(part).join(edges), text))
     else:
-        place = text.casefold().find(part.strip().casefold())
-    return None if place < 0 else place
+        starts = (i for i in range(len(words)) if [word for word, _, _ in words[i : i + len(wanted)]] == wanted)
+        places = ((words[i][1], words[i + len(wanted) - 1][2]) for i in starts)
+    for start, end in places:
+        clause = _CLAUSE.split(text[:start])[-1]
+        if asks_what_is_not or not (_NEGATION.search(clause) or _DENIAL.match(text, end)):
+            return start
+    return None

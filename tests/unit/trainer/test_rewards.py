@@ -71,6 +71,10 @@ def test_exact_answers() -> None:
     assert rate("exact", texts, answer=[4, "4", "four", "4", "4", "4"]) == [1, 1, 0, 1, 1, 0]
     assert rate({"use": "exact", "column": "solution"}, ["1,000", "yes"], solution=["1000", None]) == [1, None]
     assert rate("exact", ["nan", "Infinity"], answer=["NaN", "inf"]) == [0, 0]
+    same = [("1,5", "15"), ("1,000", "1000"), ("-5", "5"), ("\u22125", "-5"), ("\uff15", "5"), ("1\u202f000", "1000")]
+    same += [("10\u00b2", "102"), ("1_0", "10"), ("1.50", "1.5"), ("0,500", "500"), ("1,000.5", "1000.5")]
+    said, right = zip(*same, strict=True)
+    assert rate("exact", list(said), answer=list(right)) == [0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1]
     chat = [[{"role": "assistant", "content": "<answer>7</answer>"}]]
     assert (
         rate("exact", chat, answer=["7"]) == [1] and text_of(chat[0]) == "<answer>7</answer>" and answer_of("x") == "x"
@@ -95,6 +99,18 @@ def test_the_format_is_that_of_trl() -> None:
     ]
     wanted = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
     assert rate("format", texts) == wanted and {*wanted} == {0, 1}
+
+
+def test_reasoning_whose_opening_is_in_the_prompt() -> None:
+    """A template such as DeepSeek-R1's begins the answer with it. Other templates have other marks."""
+    well_formed, twice = "2+2.\n</think>\n4", "<think>2+2</think>4"
+    assert built_in({"use": "format"})([well_formed, twice]) == [1, 1], "the prompts are not known"
+    for end, wanted in (("<think>\n", [1, 0]), ("assistant\n", [0, 1])):
+        found = built_in({"use": "format"})([well_formed, twice], prompts=[end, end])
+        assert found == wanted, end
+    assert built_in({"use": "format"})(["a[/THINK]b", "a</think>b"], prompts=["[THINK]"] * 2) == [1, 0]
+    texts, ends = ["4", "2+2</think>4", "[THINK]5[/THINK]4", "<think>4"], ["<think>", "<think>", "x", "x"]
+    assert built_in({"use": "exact", "column": ""})(texts, prompts=ends, answer=[4] * 4) == [0, 1, 1, 0]
 
 
 def test_json_and_its_schema() -> None:
