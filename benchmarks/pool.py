@@ -20,6 +20,7 @@ from fake_teacher import Teacher, serve
 from run_hosts import free_port
 
 from trainer.generation.ollama_client import Cancel, OllamaClient
+from trainer.generation.ollama_models import ModelFacts
 from trainer.generation.pool import Listed, ServerPool
 from trainyard.ollama.teacher_nodes import OllamaNode, Prompt
 
@@ -53,7 +54,10 @@ def simulated(speeds: Sequence[float], seconds: float) -> Iterator[list[OllamaNo
     """Yield nodes with simulated service times."""
     teachers = [Teacher("127.0.0.1", free_port(), seconds=seconds / speed) for speed in speeds]
     with serve(*teachers):
-        yield [OllamaNode(f"node{n}", OllamaClient(t.url), t.model, t.digest) for n, t in enumerate(teachers, 1)]
+        yield [
+            OllamaNode(f"node{n}", OllamaClient(t.url), t.model, ModelFacts(t.digest))
+            for n, t in enumerate(teachers, 1)
+        ]
 
 
 def main() -> int:

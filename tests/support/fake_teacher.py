@@ -39,6 +39,7 @@ class Teacher:
     model: str = "teacher:latest"
     digest: str = DIGEST
     version: str = "0.12.3"
+    shown: dict[str, Any] = dataclasses.field(default_factory=dict)  # /api/show
 
     @property
     def url(self) -> str:
@@ -102,6 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/api/show":
+            self._reply(self.teacher.shown)
+            return
         if body.get("model") != self.teacher.model:
             self._reply({"error": "model not found"}, 404)
             return

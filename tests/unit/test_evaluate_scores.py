@@ -66,7 +66,7 @@ def test_intervals_and_the_test_of_signs() -> None:
 
 
 def test_what_changed(tmp_path: Path) -> None:
-    """Every subject is compared with the first one; the loss weighs tokens; a missing answer is not right."""
+    """Every subject is compared with the first one; the loss weighs tokens; a missing answer is neither right nor wrong."""
     asked = questions(tmp_path, *({"prompt": f"{n}?", "answer": str(n)} for n in range(3)))
     reports = [
         Report("base", [Answered("0", 1, False, 2.0, 1), Answered("x", 1, False, 1.0, 3), None], 10.0),
@@ -74,12 +74,12 @@ def test_what_changed(tmp_path: Path) -> None:
     ]
     result, lines = summarise(asked, reports, show=2)
     [before, after] = result["scores"]["q"]
-    assert (before["right"], before["questions"], before["loss"], before["cut"]) == (1, 3, 1.25, 0)
+    assert (before["right"], before["questions"], before["loss"], before["cut"]) == (1, 2, 1.25, 0)
     assert (after["right"], after["exact"], after["loss"], after["cut"], after["tokens"]) == (2, 1 / 3, None, 1, 3.0)
     [change] = result["changes"]
-    assert (change["gained"], change["lost"], change["p"]) == ([1, 2], [0], 1.0)
+    assert (change["gained"], change["lost"], change["p"]) == ([1], [0], 1.0)
     text = "\n".join(lines)
-    assert "base -> run: 2 wrong answers became right, 1 right ones wrong (p = 1.000)" in text
+    assert "base -> run: 1 wrong answers became right, 1 right ones wrong (p = 1.000)" in text
     assert text.count("? ") == 2 and "It is 1." in text
     assert json.loads(json.dumps(result))["questions"][2]["answers"]["base"] is None
 

@@ -1,11 +1,22 @@
-"""The reasoning of a model inside of its text: what begins and what ends it. No torch here."""
+"""The reasoning of a model inside of its text, and the markup of chats: what begins and what ends them. No torch here."""
 
 from __future__ import annotations
 
 import re
 
-OPENING = re.compile(r"\s*(?:<(?:seed:)?think(?:ing)?>|◁think▷|\[THINK\]|<reasoning>)\s*")
-CLOSING = re.compile(r"</(?:seed:)?think(?:ing)?>|◁/think▷|\[/THINK\]|</reasoning>")
+OPENING = re.compile(
+    r"\s*(?:<(?:seed:)?think(?:ing)?>|◁think▷|\[THINK\]|<reasoning>|<\|START_THINKING\|>|<\|channel\|>analysis<\|message\|>)\s*"
+)
+CLOSING = re.compile(
+    r"</(?:seed:)?think(?:ing)?>|◁/think▷|\[/THINK\]|</reasoning>|<\|END_THINKING\|>"
+    r"|(?:<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>"
+)
+# What begins or ends a turn in the usual chat templates, and no other text has.
+MARKUP = re.compile(
+    r"<\|(?:im_start|im_end|im_sep|start_header_id|end_header_id|eot_id|eom_id|endoftext|end_of_text|begin_of_text|user|assistant"
+    r"|system|end|return|start|START_OF_TURN_TOKEN|END_OF_TURN_TOKEN)\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\|(?:end_of_turn"
+    r"|eod_id|eos)\|>|<｜[^<>|｜]{1,40}｜>"
+)
 _QUOTES = "`'\""
 
 
@@ -21,6 +32,12 @@ def split_reasoning(text: str) -> tuple[str, str, bool]:
     if not closing or not (opening or _ends_reasoning(text, closing)):
         return "", text.strip(), False
     return text[opening.end() if opening else 0 : closing.start()].strip(), text[closing.end() :].strip(), False
+
+
+def split_answer(text: str, thinking: str, cut: bool) -> tuple[str, str, bool]:
+    """Return what `split_reasoning` does. `thinking` is what a server has separated; `cut`: the answer reached the limit of tokens."""
+    thinking = thinking.strip()
+    return (thinking, text.strip(), cut and not text.strip()) if thinking else split_reasoning(text)
 
 
 def _ends_reasoning(text: str, closing: re.Match[str]) -> bool:

@@ -2,7 +2,7 @@
 
 The number of requests in flight on a node grows while the node's queue is short, and shrinks when it is not (additive
 increase, multiplicative decrease). A request that fails returns to the queue, and its node pauses with a growing, random
-delay. A node that does not answer gets no request until a probe succeeds.
+delay; one that would fail everywhere is given up at once. A node that does not answer gets no request until a probe succeeds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MAX_DELAY = 30.0  # s between two attempts on a node that fails
 FAILURES = 6  # rounds of errors in a row after which a server is left out
 STRIKES = 3  # errors of servers after which a prompt is given up
 LOSSES = 20  # lost connections after which a prompt is given up
+_GATEWAY = (502, 504)  # of a proxy, whose other answers do not say that the server is back
 SILENCE = 10.0  # s without a byte after which a node that owes an answer is probed
 PROBE_PERIOD = 5.0  # s between two probes of such a node
 PATIENCE = 300.0  # s without any live node after which the pool gives up
@@ -116,6 +117,7 @@ class _State(Generic[N, T]):
     failures: int = 0
     retry_at: float = 0.0
     down: bool = False
+    waits: bool = False  # its last reply says that it answers later
     removed: str = ""
     error: str = ""
     probing: bool = False
@@ -133,6 +135,12 @@ class _State(Generic[N, T]):
     def rate(self) -> float:
         """Answers per second with the present number of requests; 0 if it is not known."""
         return len(self.in_flight) / self.latency if self.latency and not self.down else 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether an answer may come: a server that says to wait has begun one at least."""
+        begun = any(request.cancel.begun for request in self.in_flight.values())
+        return not (self.down or self.removed) and (begun or not self.waits)
 
 
 @dataclass(frozen=True)
@@ -321,7 +329,7 @@ class ServerPool(Generic[N, T]):
         state.latency = seconds if not state.latency else 0.8 * state.latency + 0.2 * seconds
         state.answers += 1
         state.tokens += answer.tokens
-        state.failures, state.error = 0, ""
+        state.failures, state.error, state.waits = 0, "", False
         self._recent.append((now, answer.tokens))
         own = max(0.0, answer.seconds - answer.queued)
         if answer.queued <= max(QUEUE_SECONDS, QUEUE_SHARE * own):
@@ -332,21 +340,21 @@ class ServerPool(Generic[N, T]):
 
     def _lost(self, state: _State[N, T], request: _Request[T], error: Exception | None, now: float) -> None:
         """Return the prompt to the queue, and let its node pause."""
-        prompt, status = request.prompt, error.status if isinstance(error, OllamaError) else 500
-        state.error = printable(error)
-        if status == 404:
-            state.removed = state.error
-        elif status == 0:
-            prompt.losses += 1
-            state.down = True
-        elif status != 503:  # 503: its queue is full
-            prompt.strikes += 1
-        if status != 400:
-            self._pause(state, request.sent, now)
-            if status not in (0, 503) and state.failures >= FAILURES:
-                state.removed = state.error  # it answers requests, but never with an answer
+        prompt, failure = request.prompt, error.failure if isinstance(error, OllamaError) else "error"
+        why = printable(error)
+        if failure == "final":
+            self._give_up(prompt, why)
+            return
+        state.error = why
+        prompt.strikes += failure == "error"
+        prompt.losses += failure == "lost"
+        state.down |= failure == "lost"
+        state.waits |= failure == "wait" or getattr(error, "status", 0) in _GATEWAY
+        self._pause(state, request.sent, now)
+        if failure == "refused" or (failure == "error" and state.failures >= FAILURES):
+            state.removed = why  # it answers requests, but never with an answer
         if prompt.strikes >= STRIKES or prompt.losses >= LOSSES:
-            self._give_up(prompt, state.error)
+            self._give_up(prompt, why)
         else:
             self._returned.appendleft(prompt)
 
@@ -370,7 +378,7 @@ class ServerPool(Generic[N, T]):
             if due:
                 state.probing, state.probed_at = True, now
                 self._executor.submit(self._check_server, state)
-        if any(not (state.down or state.removed) for state in self._states):
+        if any(state.alive for state in self._states):
             self._alive_at = now
             return
         reasons = "; ".join(f"{s.node.name}: {s.removed or s.error}" for s in self._states)
@@ -435,13 +443,13 @@ class ServerPool(Generic[N, T]):
 
     def _describe(self, state: _State[N, T], now: float) -> dict[str, Any]:
         why = printable(state.removed or state.error, 60)
-        down = f"{'left out' if state.removed else 'down'} ({why})" if state.removed or state.down else ""
+        how = "left out" if state.removed else "down" if state.down else "waits" if state.waits else ""
         return {
             "name": printable(state.node.name, 40),
             "answers": state.answers,
             "tokens_per_second": state.tokens / max(0.1, now - self._started),
             "in_flight": len(state.in_flight),
-            "down": down,
+            "down": f"{how} ({why})" if how else "",
         }
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from trainer.common.formats import printable
 from trainer.generation.ollama_client import MAX_ANSWER, Answer, Cancel, OllamaClient, OllamaError
-from trainer.generation.ollama_models import adapter_misfit, create_body, small_model_options
+from trainer.generation.ollama_models import NEUTRAL, adapter_misfit, create_body, small_model_options
 from trainer.generation.pool import Task
 
 _KEPT = 2  # adapters on a server: requests with the one before the newest may be under way
@@ -136,15 +135,16 @@ class RolloutServer(ABC):
 
     def _with_newest(self, prompt: Request, write: Callable[[str], Answer]) -> Answer:
         """Return what `write` returns for the name of the newest adapter."""
-        prompt.version, model = self.current()
         try:
+            prompt.version, model = self.current()
             return write(model)
         except OllamaError as error:
-            if error.status != 404:
+            if error.failure in ("wait", "lost"):
                 raise
-            with self._lock:  # the server has started anew, without the adapter
-                self._live = [version for version in self._live if version != prompt.version]
-            raise OllamaError(str(error), 500) from None
+            if error.status == 404:
+                with self._lock:  # the server has started anew, without the adapter
+                    self._live = [version for version in self._live if version != prompt.version]
+            raise OllamaError(str(error), 500) from None  # another completion may succeed
 
     def close(self) -> None:
         """Remove from the server what it got."""
@@ -155,18 +155,13 @@ class RolloutServer(ABC):
 class OllamaServer(RolloutServer):
     """Ollama, in a version that runs adapters. It gets an adapter as a blob, as `deploy.yml` does."""
 
-    # All tokens may be drawn, at their probabilities. `stop`: a model may bring texts that end an answer.
-    _OPTIONS: ClassVar[Mapping[str, Any]] = {
-        "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "mirostat": 0, "stop": [],
-    }  # fmt: skip
-
     def __init__(self, name: str, url: str, sampling: Sampling, newest: Callable[[], Adapter]) -> None:
         super().__init__(name, sampling, newest)
         self._client = OllamaClient(url)
         self._version, self._base, self._adds = (0, 0, 0), "", ""
         self._options = {
-            **self._OPTIONS,
+            **NEUTRAL,
+            "stop": [],  # a model may bring texts that end an answer
             "temperature": sampling.temperature,
             "num_predict": sampling.limit,
             "num_ctx": sampling.context,
@@ -207,21 +202,15 @@ class OllamaServer(RolloutServer):
 
     def _check_prompt(self, prompt: Request, base: Base) -> None:
         """Compare the number of tokens that the server reads. Without a token that it adds itself, it may be one less."""
-        counts: list[Any] = []
-
-        def read(line: Mapping[str, Any]) -> None:
-            counts.extend([line["prompt_eval_count"]] if "prompt_eval_count" in line else [])
-
         _, model = self.current()
-        more: dict[str, Any] = {"options": self._options | {"num_predict": 1}, "read": read, "raw": True}
+        more: dict[str, Any] = {"options": self._options | {"num_predict": 1}, "raw": True}
         for adds in dict.fromkeys([self._adds, base.bos, ""]):
             self._adds = adds
-            counts.clear()
-            self._client.generate(model, self._text(prompt), deadline=_LOAD_LIMIT, first=_LOAD_LIMIT, **more)
-            if counts == [len(prompt.tokens)]:
+            answer = self._client.generate(model, self._text(prompt), deadline=_LOAD_LIMIT, first=_LOAD_LIMIT, **more)
+            if answer.prompt_tokens == len(prompt.tokens):
                 return
         raise OllamaError(
-            f"it reads a prompt of {len(prompt.tokens)} tokens as {printable(counts, 40)}: the tokenizer differs from that of the run"
+            f"it reads a prompt of {len(prompt.tokens)} tokens as {answer.prompt_tokens}: the tokenizer differs from that of the run"
         )
 
     def ask(self, prompt: Request, cancel: Cancel) -> Answer:
@@ -287,9 +276,7 @@ class VLLMServer(RolloutServer):
     def __init__(self, name: str, url: str, sampling: Sampling, newest: Callable[[], Adapter], folder: str) -> None:
         """`folder`: where the server finds the adapters, each in a folder with its name."""
         super().__init__(name, sampling, newest)
-        parts = urlsplit(url)
-        self._path, self._folder = parts.path.rstrip("/"), folder
-        self._client = OllamaClient(f"{parts.scheme}://{parts.netloc}{'' if parts.port else ':80'}")
+        self._folder, self._client = folder, OllamaClient(url, port=80)
 
     def prepare(self, base: Base, prompt: Request) -> None:
         """Load the newest adapter and write one token. Raises OllamaError."""
@@ -303,7 +290,8 @@ class VLLMServer(RolloutServer):
     def _complete(self, model: str, prompt: Request, limit: int, cancel: Cancel | None) -> Answer:
         body = {"model": model, "prompt": list(prompt.tokens), "max_tokens": limit, "seed": prompt.seed}
         body |= {"temperature": self._sampling.temperature, "return_token_ids": True, **self._OPTIONS}
-        found = self._post("completions", body, self._sampling.timeout, cancel)
+        limits = {"deadline": self._sampling.timeout, "first": self._sampling.timeout}
+        found = self._client.post("/completions", body, cancel=cancel, **limits)
         choices = found.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
@@ -314,27 +302,21 @@ class VLLMServer(RolloutServer):
         text = choice["text"].encode(errors="replace").decode()
         return Answer(text, "", finished, len(ids or ()), 0.0, 0.0)
 
-    def _post(self, name: str, body: dict[str, Any], limit: float, cancel: Cancel | None = None) -> dict[str, Any]:
-        return self._client.post(f"{self._path}/{name}", body, deadline=limit, first=limit, cancel=cancel)
-
     def probe(self) -> None:
         """Return if the server answers at all. Raises OllamaError."""
-        self._client.get(f"{self._path}/models", deadline=5.0)
+        self._client.get("/models", deadline=5.0)
 
     def load(self, adapter: Adapter) -> None:
         """Let the server read the adapter from the shared folder. Raises OllamaError."""
         name = self.model(adapter.version)
         self.unload(adapter.version)  # of an earlier start that was killed: vLLM takes no name twice
-        self._client.send(
-            f"{self._path}/load_lora_adapter",
-            {"lora_name": name, "lora_path": f"{self._folder}/{name}"},
-            deadline=_LOAD_LIMIT,
-        )
+        body = {"lora_name": name, "lora_path": f"{self._folder}/{name}"}
+        self._client.send("/load_lora_adapter", body, deadline=_LOAD_LIMIT)
 
     def unload(self, version: int) -> None:
         """Let the server forget an adapter, if it has it. Raises OllamaError."""
         try:
-            self._client.send(f"{self._path}/unload_lora_adapter", {"lora_name": self.model(version)})
+            self._client.send("/unload_lora_adapter", {"lora_name": self.model(version)})
         except OllamaError as error:
             if error.status != 404:
                 raise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainer.common.formats import counted, printable, table, thousands
+from trainer.data.reasoning import MARKUP, split_answer
 from trainyard.evaluate.questions import Question, Verdict, judge
 
 _Z = 1.959964  # of a 95 % interval
@@ -18,11 +19,12 @@ class Answered:
     """What a subject answered to a question.
 
     Attributes:
-        text: the answer.
+        text: the answer, without thinking before it and turns after it.
         tokens: its length.
         cut: it ended at the limit of tokens.
         loss: mean loss per token of the reference, in nats; None if it is unknown.
         loss_tokens: number of these tokens.
+        unfinished: it ended within its thinking.
     """
 
     text: str
@@ -30,6 +32,15 @@ class Answered:
     cut: bool
     loss: float | None = None
     loss_tokens: int = 0
+    unfinished: bool = False
+
+
+def answered(
+    text: str, tokens: int, cut: bool, loss: float | None = None, loss_tokens: int = 0, thinking: str = ""
+) -> Answered:
+    """Return what is judged of a text that a model wrote. `thinking`: what its server has separated."""
+    _, text, unfinished = split_answer(text, thinking, cut)
+    return Answered(MARKUP.split(text, 1)[0].rstrip(), tokens, cut, loss, loss_tokens, unfinished)
 
 
 @dataclass(frozen=True)
@@ -46,12 +57,14 @@ class Score:
     """The score of a subject in one file of questions.
 
     Attributes:
-        right, questions: counts; a question without an answer is not right.
+        right, questions: counts, of the questions that have an answer.
         low, high: 95 % Wilson interval of the share of right answers.
         exact, contained: shares among the questions that have an answer in words; None without any.
         loss: mean loss per token of the references, in nats; None if it is unknown.
         tokens: mean length of an answer.
         cut: number of answers that ended at the limit of tokens.
+        unfinished: number of those that ended within their thinking.
+        unanswered: number of questions without an answer.
     """
 
     right: int
@@ -63,10 +76,14 @@ class Score:
     loss: float | None
     tokens: float
     cut: int
+    unfinished: int = field(default=0, kw_only=True)
+    unanswered: int = field(default=0, kw_only=True)
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
     """Return the 95 % Wilson interval of a share."""
+    if not total:
+        return 0.0, 1.0
     share, square = right / total, _Z * _Z
     centre = share + square / (2 * total)
     spread = _Z * math.sqrt(share * (1 - share) / total + square / (4 * total * total))
@@ -74,16 +91,16 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def score(questions: Sequence[Question], answers: Sequence[Answered | None]) -> Score:
-    """Return the score of one subject in at least one question."""
-    verdicts = verdicts_of(questions, answers)
+    """Return the score of one subject."""
+    verdicts = [verdict for verdict in verdicts_of(questions, answers) if verdict]
     given = [answer for answer in answers if answer]
     weights = [(answer.loss, answer.loss_tokens) for answer in given if answer.loss is not None]
     total = sum(tokens for _, tokens in weights)
     right = sum(verdict.right for verdict in verdicts)
-    low, high = wilson(right, len(questions))
+    low, high = wilson(right, len(given))
     return Score(
         right=right,
-        questions=len(questions),
+        questions=len(given),
         low=low,
         high=high,
         exact=_share([verdict.exact for verdict in verdicts if verdict.exact is not None]),
@@ -91,12 +108,16 @@ def score(questions: Sequence[Question], answers: Sequence[Answered | None]) -> 
         loss=sum(loss * tokens for loss, tokens in weights) / total if total else None,
         tokens=sum(answer.tokens for answer in given) / max(1, len(given)),
         cut=sum(answer.cut for answer in given),
+        unfinished=sum(answer.unfinished for answer in given),
+        unanswered=len(answers) - len(given),
     )
 
 
-def verdicts_of(questions: Sequence[Question], answers: Sequence[Answered | None]) -> list[Verdict]:
-    """Return the verdict on every answer."""
-    return [judge(question, answer.text if answer else "") for question, answer in zip(questions, answers, strict=True)]
+def verdicts_of(questions: Sequence[Question], answers: Sequence[Answered | None]) -> list[Verdict | None]:
+    """Return the verdict on every answer; None without one. Thinking that has not ended is no right answer."""
+    pairs = zip(questions, answers, strict=True)
+    found = [(judge(question, answer.text), answer.unfinished) if answer else None for question, answer in pairs]
+    return [each and (replace(each[0], right=False) if each[1] else each[0]) for each in found]
 
 
 def _share(flags: Sequence[bool]) -> float | None:
@@ -133,7 +154,7 @@ def summarise(questions: Sequence[Question], reports: Sequence[Report], show: in
     for place in order[:show]:
         lines += ["", f"? {printable(questions[place].text)}"]
         rows = [
-            ["", report.subject, "right" if verdict[place].right else "wrong", _shown(report.answers[place])]
+            ["", report.subject, _word(verdict[place]), _shown(report.answers[place])]
             for report, verdict in zip(reports, verdicts, strict=True)
         ]
         lines += table(rows)
@@ -146,35 +167,47 @@ def summarise(questions: Sequence[Question], reports: Sequence[Report], show: in
     return result, lines
 
 
+def _word(verdict: Verdict | None) -> str:
+    return "" if verdict is None else "right" if verdict.right else "wrong"
+
+
 def _shown(answer: Answered | None) -> str:
+    if answer and answer.unfinished:
+        return "ended within its thinking"
     return printable(answer.text, 120) if answer else "no answer"
 
 
 def _score_table(reports: Sequence[Report], scores: Sequence[Score]) -> list[str]:
-    rows = [["", "right", "95 %", "exact", "loss", "tokens", "cut", "tokens/s"]]
+    more = [name for name in ("unfinished", "unanswered") if any(getattr(each, name) for each in scores)]
+    rows = [["", "right", "95 %", "exact", "loss", "tokens", "cut", *more, "tokens/s"]]
+    notes = []
     for report, each in zip(reports, scores, strict=True):
+        if each.unfinished:
+            part = f"{each.unfinished} of {counted(each.questions, 'answer')}"
+            notes.append(f"{report.subject}: {part} ended within their thinking: increase max_tokens")
         rows.append(
             [
                 report.subject,
-                f"{each.right} ({each.right / each.questions:.0%})",
+                f"{each.right} ({each.right / max(1, each.questions):.0%})",
                 f"{each.low:.0%} to {each.high:.0%}",
                 "" if each.exact is None else f"{each.exact:.0%}",
                 "" if each.loss is None else f"{each.loss:.3f}",
                 f"{each.tokens:.0f}",
                 str(each.cut),
+                *(str(getattr(each, name)) for name in more),
                 thousands(report.tokens_per_second),
             ]
         )
-    return [f"  {line}" for line in table(rows)]
+    return [f"  {line}" for line in [*table(rows), *notes]]
 
 
 def _change(
-    questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict]], number: int
+    questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict | None]], number: int
 ) -> dict[str, Any]:
     """Return the places of the questions that a subject has right and the first one has wrong (`gained`), and the reverse (`lost`)."""
-    pairs = list(zip(verdicts[0], verdicts[number], strict=True))
-    gained = [place for place, (before, after) in enumerate(pairs) if after.right and not before.right]
-    lost = [place for place, (before, after) in enumerate(pairs) if before.right and not after.right]
+    pairs = list(enumerate(zip(verdicts[0], verdicts[number], strict=True)))
+    gained = [place for place, (before, after) in pairs if before and after and after.right > before.right]
+    lost = [place for place, (before, after) in pairs if before and after and after.right < before.right]
     names = {"subject": reports[number].subject, "from": reports[0].subject}
     return names | {"gained": gained, "lost": lost, "p": sign_test(len(gained), len(lost))}
 
@@ -188,11 +221,11 @@ def _change_line(change: dict[str, Any]) -> str:
 
 
 def _record(
-    place: int, questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict]]
+    place: int, questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict | None]]
 ) -> dict[str, Any]:
     question = questions[place]
     answers = {}
     for report, verdict in zip(reports, verdicts, strict=True):
-        answer = report.answers[place]
-        answers[report.subject] = asdict(answer) | asdict(verdict[place]) if answer else None
+        answer, found = report.answers[place], verdict[place]
+        answers[report.subject] = asdict(answer) | asdict(found) if answer and found else None
     return {"file": question.file, "messages": list(question.messages), "answer": question.answer, "answers": answers}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,13 @@ from trainer.common.formats import counted
 from trainer.common.inputs import user_path
 from trainer.config import OBSERVATORY
 from trainer.config.fields import Words, declare
+from trainer.generation.ollama_models import GREEDY
 from trainyard.deploy.trained_run import TrainedRun, find_copies
 from trainyard.evaluate.kept_evaluations import keep_evaluation
 from trainyard.evaluate.questions import Question, read_questions
-from trainyard.evaluate.scores import Answered, Report, summarise
+from trainyard.evaluate.scores import Answered, Report, answered, summarise
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
+from trainyard.ollama.distill_options import MIXED, REMOTE
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.launch.trainer_command import apart_request, copy_entry
 from trainyard.run.launch_options import LaunchOptions
@@ -32,7 +33,6 @@ from trainyard.wire.run_errors import RunError
 
 EVALUATE_LIMIT = 24 * 3600.0  # s
 MAX_ANSWERED = 1_000_000  # tokens of all answers of one model: the reply of a host is bounded
-ANSWERED = tuple(field.name for field in fields(Answered))
 _SERVER_KINDS = ("ollama", "openai")
 Connect = Callable[[Host], HostConnection]
 Lines = Callable[[str], None]
@@ -55,6 +55,8 @@ class EvaluateOptions(PlaybookOptions):
     )
     max_tokens: int = declare(64, "maximum length of an answer", unit="tokens", ge=1, le=100_000)
     eval_batch: int = declare(16, "questions that a model of a run answers together", ge=1, le=1024, unit="questions")
+    teacher_mixed: bool = declare(False, MIXED)
+    teacher_remote: bool = declare(False, REMOTE)
     show: int = declare(3, "number of questions whose answers are shown, those that changed first", ge=0, le=10_000)
     save: str = declare("", "file on this machine for all answers and scores, as JSON")
 
@@ -98,7 +100,8 @@ def evaluate(
     runs = dict.fromkeys(each.model for each in subjects if each.kind not in _SERVER_KINDS)
     connections = {host.name: connect(host) for host in hosts} if runs else {}
     places = {run: _one_of_each_machine(find_copies(run, by_name, connections)) for run in runs}
-    servers = {each: server_nodes(each, hosts, report) for each in subjects if each.kind in _SERVER_KINDS}
+    accepted = {"mixed": options.teacher_mixed, "remote": options.teacher_remote}
+    servers = {each: server_nodes(each, hosts, report, **accepted) for each in subjects if each.kind in _SERVER_KINDS}
     if check:
         return {
             "changed": bool(target),
@@ -107,8 +110,7 @@ def evaluate(
     where = ", ".join(dict.fromkeys(copy.host.name for copies in places.values() for copy in copies))
     report(f"asking {counted(len(questions), 'question')} of {', '.join(options.subjects)}{where and f' on {where}'}")
     found = _ask_runs(subjects, places, questions, options, by_name, connect, launch, home)
-    greedy = {"temperature": 0.0, "repeat_penalty": 1.0, "seed": 1}  # Ollama penalizes repetition by default
-    settings = greedy | {"num_predict": options.max_tokens}
+    settings = GREEDY | {"num_predict": options.max_tokens}
     for subject, nodes in servers.items():
         found[subject.name] = ask_servers(subject, nodes, questions, settings, report)
     result, lines = summarise(questions, [found[each.name] for each in subjects], options.show)
@@ -195,6 +197,9 @@ def _joined(subject: str, count: int, parts: Sequence[tuple[str, slice, dict[str
     seconds = 1e-3
     for name, part, reply in parts:
         if name == subject:
-            answers[part] = [Answered(**{key: each[key] for key in ANSWERED}) for each in reply["answers"]]
+            answers[part] = [
+                answered(each["text"], each["tokens"], each["cut"], each["loss"], each["loss_tokens"])
+                for each in reply["answers"]
+            ]
             seconds = max(seconds, reply["seconds"])
     return Report(subject, answers, sum(each.tokens for each in answers if each) / seconds)

@@ -9,11 +9,12 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
-from trainer.generation.ollama_client import Answer, is_server_url
+from trainer.generation.ollama_client import Answer, hide_password, is_server_url
+from trainer.generation.ollama_models import room_for
 from trainer.generation.pool import Listed, ServerPool
 from trainyard.evaluate.questions import Question
-from trainyard.evaluate.scores import Answered, Report
-from trainyard.ollama.openai_node import URL, OpenAINode
+from trainyard.evaluate.scores import Answered, Report, answered
+from trainyard.ollama.openai_node import OpenAINode
 from trainyard.ollama.servers import host_urls
 from trainyard.ollama.teacher_nodes import Prompt, Teacher
 from trainyard.ollama.teachers import Candidate, find_teachers
@@ -64,18 +65,20 @@ def parse_subjects(names: Sequence[str]) -> list[Subject]:
             subject = Subject(name, "base", rest)
         elif kind == "ollama" and model and (not url or is_server_url(url)):
             subject = Subject(name, "ollama", model, url)
-        elif kind == "openai" and model and URL.fullmatch(url):
+        elif kind == "openai" and model and is_server_url(url):
             subject = Subject(name, "openai", model, url)
         if subject is None:
-            raise UserError(f"evaluate: subjects: {quoted(name)}: {_EXPECTED}")
+            raise UserError(f"evaluate: subjects: {quoted(hide_password(name))}: {_EXPECTED}")
         found.append(subject)
     if len(set(names)) < len(names):
         raise UserError("evaluate: subjects: name each one once")
     return found
 
 
-def server_nodes(subject: Subject, hosts: Sequence[Host], report: Callable[[str], None]) -> Sequence[Teacher]:
-    """Return the servers that answer for a subject. Raises UserError if none has the model."""
+def server_nodes(
+    subject: Subject, hosts: Sequence[Host], report: Callable[[str], None], **accepted: bool
+) -> Sequence[Teacher]:
+    """Return the servers that answer for a subject. `accepted`: see `find_teachers`. Raises UserError if none has the model."""
     if subject.kind == "openai":
         return [OpenAINode(subject.name, subject.model, subject.url, limit=ANSWER_LIMIT)]
     if subject.url:
@@ -85,7 +88,7 @@ def server_nodes(subject: Subject, hosts: Sequence[Host], report: Callable[[str]
             {url: Candidate(host.name, url, True) for host in hosts for url in [host_urls(host)[-1]]}.values()
         )
     try:
-        return find_teachers(machines, subject.model, limit=ANSWER_LIMIT, report=report)
+        return find_teachers(machines, subject.model, pull=None, limit=ANSWER_LIMIT, report=report, **accepted)
     except UserError as error:
         raise UserError(f"evaluate: {subject.name}: {str(error).removeprefix('teacher: ')}") from None
 
@@ -106,16 +109,24 @@ def ask_servers(
         UserError: there is no answer at all.
     """
     answers: dict[int, Answered] = {}
-    prompts = [Prompt(question.messages, options, place) for place, question in enumerate(questions)]
+    chats = [question.messages for question in questions]
+    room = room_for(chats, options["num_predict"])
+    prompts = [Prompt(chat, options, place, room, think=False) for place, chat in enumerate(chats)]
+    failed: list[tuple[Prompt, str]] = []
 
     def deliver(new: list[tuple[Prompt, Teacher, Answer]]) -> None:
-        for prompt, _, answer in new:
-            answers[prompt.sample] = Answered(answer.text, answer.tokens, answer.finished == "length")
+        for prompt, node, answer in new:
+            if answer.truncated:
+                failed.append((prompt, f"{node.name} read a part of it, for its context is too small"))
+                continue
+            cut = answer.finished == "length"
+            answers[prompt.sample] = answered(answer.text, answer.tokens, cut, thinking=answer.thinking)
 
     result = ServerPool(nodes, deliver, report, patience=PATIENCE).run(Listed(prompts))
+    failed += result.failed
     if not answers:
-        raise UserError(f"evaluate: {printable(subject.name)}: no answer: {result.failed[0][1]}")
-    for prompt, reason in result.failed[:3]:
+        raise UserError(f"evaluate: {printable(subject.name)}: no answer: {failed[0][1]}")
+    for prompt, reason in failed[:3]:
         report(f"{printable(subject.name, 60)}: no answer to question {prompt.sample + 1}: {reason}")
     speed = sum(result.tokens.values()) / max(result.seconds, 1e-3)
     return Report(subject.name, [answers.get(place) for place in range(len(questions))], speed)

@@ -69,7 +69,8 @@ class AnswerFile:
             self._repair()
             if new:
                 sync_path(path.parent)
-            self._keys = {record["key"] for record in self.records()}
+            # A truncated one is asked again: the server may have a larger context now.
+            self._keys = {record["key"] for record in self.records() if not record.get("truncated")}
         except OSError as error:
             os.close(self._file)
             raise DiskError(f"distill: cannot read {path}: {error.strerror}") from None
@@ -112,6 +113,7 @@ class AnswerFile:
                 "text": answer.text,
                 "thinking": answer.thinking,
                 "finished": answer.finished,
+                "truncated": answer.truncated,
                 "tokens": answer.tokens,
                 "seconds": round(answer.seconds, 3),
                 "node": node,

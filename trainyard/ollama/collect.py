@@ -13,6 +13,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
 from trainer.common.formats import clock, printable, quoted, thousands
 from trainer.generation.ollama_client import Answer
+from trainer.generation.ollama_models import room_for
 from trainer.generation.pool import Listed, PoolResult, ServerPool
 from trainyard.ollama.answers import AnswerFile, answer_key
 from trainyard.ollama.distill_options import DistillOptions
@@ -38,13 +39,14 @@ class Questions:
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield one prompt per answer, all first samples first."""
+        room, think = room_for(self.chats, self.options.max_tokens), self.options.thinking == "keep"
         for sample in range(self.options.samples):
             settings = {
                 "temperature": self.options.temperature,
                 "num_predict": self.options.max_tokens,
                 "seed": self.seed + sample,
             }
-            yield from (Prompt(chat, settings, sample) for chat in self.chats)
+            yield from (Prompt(chat, settings, sample, room, think) for chat in self.chats)
 
     def __len__(self) -> int:
         return len(self.chats) * self.options.samples
@@ -93,11 +95,12 @@ def wanted_records(questions: Questions, digests: Iterable[str], answers: Answer
         for place, prompt in enumerate(prompts)
         for choice, key in enumerate(answer_key(digest, prompt) for digest in known)
     }
-    found: dict[int, tuple[int, dict[str, Any]]] = {}
+    found: dict[int, tuple[tuple[bool, int], dict[str, Any]]] = {}
     for record in answers.records():
         place, choice = places.get(record["key"], (-1, 0))
-        if place >= 0 and (place not in found or choice < found[place][0]):
-            found[place] = choice, record
+        rank = bool(record.get("truncated")), choice
+        if place >= 0 and (place not in found or rank < found[place][0]):
+            found[place] = rank, record
     return [found[place][1] for place in sorted(found)]
 
 
@@ -122,6 +125,7 @@ def make_dataset(
     report: Report,
     *,
     allow_dropped: bool = False,
+    special: Iterable[str] = (),
     collect: Collect | None = None,
 ) -> tuple[Path, Filtered]:
     """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
@@ -130,17 +134,19 @@ def make_dataset(
         evaluation: texts of the evaluation prompts.
         nodes: the teachers: servers, or what `collect` asks.
         allow_dropped: whether less than half of the answers may be left.
+        special: see `filter_answers`.
         collect: asks teachers of another kind than servers for the missing answers, and returns a line.
 
     Raises:
         UserError: no node answers, or too few answers are left.
         DiskError: the disk is full.
     """
-    options = questions.options
+    options, failure = questions.options, ""
     if collect:
         report(collect(questions, nodes, answers, report))
     elif result := collect_answers(questions, nodes, answers, report):
         report(pool_summary(result))
+        failure = next((reason for _, reason in result.failed), "")
         for prompt, reason in result.failed[:3]:
             report(f"no answer to {quoted(prompt_text(prompt.messages))}: {reason}")
     records = wanted_records(questions, {node.digest for node in nodes}, answers)
@@ -148,11 +154,12 @@ def make_dataset(
         records,
         keep_thinking=options.thinking == "keep",
         keep_cut=options.keep_cut,
+        special=special,
         similarity=options.near_duplicates,
         evaluation=evaluation,
     )
     if missing := len(questions) - len(records):
-        filtered.counts["unanswered"] = missing
+        filtered.counts["unanswered"], filtered.failure = missing, failure
     for line in filtered.lines():
         report(line)
     filtered.dropped.check(allow_dropped)

@@ -12,6 +12,9 @@ from trainer.config.fields import MAX_SECONDS, Words, declare
 from trainyard import front_end
 from trainyard.playbook_options import PlaybookOptions
 
+MIXED = "accept servers with different models of this name"
+REMOTE = "accept a model of Ollama's cloud, whose answers are computed outside of this network"
+
 
 class AnswerOptions(PlaybookOptions):
     """The prompts, and which answers to them become samples."""
@@ -29,7 +32,8 @@ class AnswerOptions(PlaybookOptions):
         "trusted",
         "machines that receive prompts; trusted: the hosts of the cluster; all: also discovered machines that are not trusted",
     )
-    teacher_mixed: bool = declare(False, "accept teachers with different digests of the model")
+    teacher_mixed: bool = declare(False, MIXED)
+    teacher_remote: bool = declare(False, REMOTE)
     thinking: Literal["drop", "keep"] = declare("drop", "what happens to the teacher's thinking before an answer")
     keep_cut: bool = declare(False, "train on answers that max_tokens has cut off")
     near_duplicates: float = declare(

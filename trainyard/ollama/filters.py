@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.data.data_report import Dropped
-from trainer.data.reasoning import split_reasoning
+from trainer.data.reasoning import CLOSING, MARKUP, OPENING, split_answer
 
 REASONS = {
     "cut": "cut off at max_tokens",
+    "truncated": "to a part of the prompt",
+    "markup": "with chat markup",
     "empty": "empty",
     "repeated": "repeats itself",
     "evaluation": "overlap with the evaluation prompts",
@@ -25,6 +27,8 @@ REASONS = {
 # What to do about the most frequent reason.
 _REMEDIES = {
     "cut": "increase max_tokens, or set keep_cut=true",
+    "truncated": "the teacher's context is too small: give the server more (OLLAMA_CONTEXT_LENGTH), or use shorter prompts",
+    "markup": "add PARAMETER stop with the marker to the teacher's Modelfile",
     "near_duplicate": "set near_duplicates=0, or ask more different questions",
     "unanswered": "start the teachers, and repeat this command",
 }
@@ -41,24 +45,34 @@ _OVERLAP = 13  # words in a row that a prompt shares with an evaluation prompt
 class Filtered:
     """The samples to train on, and how many answers were left out for each reason of REASONS.
 
-    `samples` are records of the dataset shape `messages`.
+    `samples` are records of the dataset shape `messages`. `failure`: what a server says of the first prompt without an answer.
+    `thoughts`: the number of samples whose answer has its thinking; None where it is not kept.
     """
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    failure: str = ""
+    thoughts: int | None = None
 
     @property
     def dropped(self) -> Dropped:
         """The answers that are left out."""
         first = next((name for name, _ in self.counts.most_common(1)), "")
         reasons = {REASONS[name]: count for name, count in self.counts.items()}
-        return Dropped("answers", len(self.samples), reasons, _REMEDIES.get(first, _REMEDY))
+        remedy = _REMEDIES.get(first, _REMEDY)
+        if first == "unanswered" and self.failure:
+            remedy = f"the server says: {self.failure}: correct this, and repeat this command"
+        return Dropped("answers", len(self.samples), reasons, remedy)
 
     def lines(self) -> list[str]:
         """Return a readable summary of the answers that were kept and left out."""
         left_out, warning = self.dropped.by_reason, self.dropped.warning()
         lines = [f"{len(self.samples)} answers to train on" + (f"; left out: {left_out}" if left_out else "")]
         lines += [warning] if warning else []
+        if self.samples and self.thoughts == 0:
+            lines.append(
+                "WARNING: no answer has its thinking, which thinking=keep trains: choose a teacher that shows it"
+            )
         return lines
 
 
@@ -67,6 +81,7 @@ def filter_answers(
     *,
     keep_thinking: bool = False,
     keep_cut: bool = False,
+    special: Iterable[str] = (),
     similarity: float = 0.9,
     evaluation: Sequence[str] = (),
 ) -> Filtered:
@@ -76,10 +91,13 @@ def filter_answers(
         records: as AnswerFile yields them.
         keep_thinking: keep the teacher's thinking, between ``<think>`` and ``</think>``, before the answer.
         keep_cut: keep answers that the limit of tokens has cut off.
+        special: texts of the special tokens of the students, which no answer may have.
         similarity: Jaccard similarity of two samples (of their runs of 3 words) from which the second is left out; 0: none is.
         evaluation: texts of the evaluation prompts.
     """
-    result = Filtered()
+    result = Filtered(thoughts=0 if keep_thinking else None)
+    tokens = (token for token in sorted(special) if not OPENING.fullmatch(token) and not CLOSING.fullmatch(token))
+    markup = re.compile("|".join([MARKUP.pattern, *map(re.escape, tokens)]))
     blocked = _Overlap(evaluation)
     seen: set[bytes] = set()
     near = None
@@ -92,8 +110,12 @@ def filter_answers(
         prompt = prompt_text(record["messages"])
         whole = normalized(f"{prompt}\n{text}")
         digest = hashlib.sha256(whole.encode()).digest()
-        if (record["finished"] == "length" or open_thinking) and not keep_cut:
+        if record.get("truncated"):
+            reason = "truncated"
+        elif (record["finished"] == "length" or open_thinking) and not keep_cut:
             reason = "cut"
+        elif markup.search(text):
+            reason = "markup"
         elif not text.strip():
             reason = "empty"
         elif repeats_itself(text):
@@ -106,6 +128,8 @@ def filter_answers(
             reason = "near_duplicate"
         else:
             seen.add(digest)
+            if keep_thinking:
+                result.thoughts = (result.thoughts or 0) + text.startswith("<think>")
             result.samples.append({"messages": [*record["messages"], {"role": "assistant", "content": text}]})
             continue
         result.counts[reason] += 1
@@ -114,12 +138,10 @@ def filter_answers(
 
 def answer_text(record: Mapping[str, Any], keep_thinking: bool) -> tuple[str, bool]:
     """Return the text to train on, and whether the answer ends within its thinking."""
-    whole, thinking = str(record["text"]), str(record.get("thinking") or "").strip()
-    text = whole.strip()
-    if not thinking:  # the server may have split it off
-        thinking, text, is_open = split_reasoning(whole)
-        if is_open:
-            return whole if keep_thinking else "", True
+    apart = str(record.get("thinking") or "")  # the server may have split it off
+    thinking, text, is_open = split_answer(str(record["text"]), apart, record["finished"] == "length")
+    if is_open:
+        return f"<think>\n{thinking}" if keep_thinking else "", True
     return (f"<think>\n{thinking}\n</think>\n\n{text}" if keep_thinking and thinking else text), False
 
 

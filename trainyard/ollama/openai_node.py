@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +11,18 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
-from trainer.generation.ollama_client import Answer, Cancel, OllamaClient, OllamaError
+from trainer.generation.ollama_client import (
+    Answer,
+    Cancel,
+    OllamaClient,
+    OllamaError,
+    count_of,
+    hide_password,
+    is_server_url,
+)
+from trainer.generation.ollama_models import seems_truncated
 from trainyard.ollama.teacher_nodes import Prompt
 
-URL = re.compile(r"(http://[^/\s]+)(/[A-Za-z0-9._~/-]*)?")
 KEY = "TRAINYARD_TEACHER_KEY"  # the environment variable with the key that the servers ask for
 _SHOWN = 5  # models in a message
 
@@ -26,7 +33,7 @@ class OpenAINode:
 
     Attributes:
         name: of the server, for messages.
-        url: of the API, such as http://10.0.0.5:8000/v1.
+        url: of the API, such as http://10.0.0.5:8000/v1; without a port, the port is 80.
         digest: what the answers are kept under; the API has no digest of a model.
         limit: seconds for one answer.
         key: that the server asks for; empty for none.
@@ -39,14 +46,12 @@ class OpenAINode:
     limit: float = 1800.0
     key: str = field(default="", repr=False)
     _client: OllamaClient = field(init=False, repr=False)
-    _path: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raises OllamaError if `url` is no address of an API."""
-        match = URL.fullmatch(self.url)
-        server, path = (match[1], match[2] or "") if match else (self.url, "")
-        object.__setattr__(self, "_client", OllamaClient(server, idle_timeout=self.limit, deadline=self.limit))
-        object.__setattr__(self, "_path", path.rstrip("/"))
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        client = OllamaClient(self.url, port=80, idle_timeout=self.limit, deadline=self.limit, headers=headers)
+        object.__setattr__(self, "_client", client)
 
     def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
         """Return the answer to a prompt. Raises OllamaError.
@@ -65,31 +70,30 @@ class OpenAINode:
         }
         text: list[str] = []
         thinking: list[str] = []
-        began, first, reason, tokens = time.monotonic(), 0.0, "", 0
-        more = {"headers": self._headers(), "cancel": cancel, "first": self.limit}
-        for event in self._client.events(f"{self._path}/chat/completions", body, **more):
+        began, first, reason, tokens, read = time.monotonic(), 0.0, "", 0, 0
+        for event in self._client.events("/chat/completions", body, cancel=cancel, first=self.limit):
             for choice in _choices(event):
                 message = choice.get("delta") or choice.get("message") or {}
-                for name, parts in (("content", text), ("reasoning_content", thinking)):
+                # One field, two names: `reasoning` of Ollama and newer vLLM.
+                reasoning = "reasoning_content" if message.get("reasoning_content") else "reasoning"
+                for name, parts in (("content", text), (reasoning, thinking)):
                     part = message.get(name)
                     if part is not None and not isinstance(part, str):
-                        raise OllamaError("the reply of /chat/completions has no text")
-                    parts.append(
-                        (part or "").encode(errors="replace").decode()
-                    )  # a lone surrogate could not be written
+                        raise OllamaError("the reply of /chat/completions has no text", 500)
+                    # A lone surrogate could not be written.
+                    parts.append((part or "").encode(errors="replace").decode())
                 first = first or (time.monotonic() if message else 0.0)
                 tokens += bool(message)
                 reason = choice.get("finish_reason") or reason
-            tokens = _count(event.get("usage")) or tokens
+            tokens = count_of(event.get("usage"), "completion_tokens") or tokens
+            read = count_of(event.get("usage"), "prompt_tokens") or read
         if not reason:
             raise OllamaError("the reply of /chat/completions has no complete answer")
         seconds = time.monotonic() - began
         finished = "length" if reason == "length" else "stop"
         queued = first - began if len(text) > 1 else 0.0  # unknown where the answer comes in one piece
-        return Answer("".join(text), "".join(thinking), finished, tokens, queued, seconds)
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        truncated = seems_truncated(prompt.messages, read)
+        return Answer("".join(text), "".join(thinking), finished, tokens, queued, seconds, read, truncated)
 
     def probe(self) -> None:
         """Return if the server answers at all."""
@@ -97,7 +101,7 @@ class OpenAINode:
 
     def models(self, limit: float) -> list[str]:
         """Return the names of the models that the server lists within `limit` seconds. Raises OllamaError."""
-        found = self._client.get(f"{self._path}/models", deadline=limit, headers=self._headers()).get("data")
+        found = self._client.get("/models", deadline=limit).get("data")
         names = [each.get("id") for each in found if isinstance(each, dict)] if isinstance(found, list) else []
         return [name for name in names if isinstance(name, str)]
 
@@ -108,20 +112,18 @@ def _choices(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         isinstance(choice, dict) and isinstance(choice.get("delta") or choice.get("message") or {}, dict)
         for choice in found
     ):
-        raise OllamaError("the reply of /chat/completions has no answer")
+        raise OllamaError("the reply of /chat/completions has no answer", 500)
     yield from found[:1]
-
-
-def _count(usage: Any) -> int:
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else 0
-    return count if isinstance(count, int) and 0 <= count < 1 << 40 else 0
 
 
 def openai_teachers(urls: Sequence[str], model: str, limit: float) -> list[OpenAINode]:
     """Return the servers at these URLs, which all have the model. Raises UserError."""
     for url in urls:
-        if not URL.fullmatch(url):
-            raise UserError(f"teacher_url: got {quoted(url)}, expected the address of an API: http://10.0.0.5:8000/v1")
+        if not is_server_url(url):
+            shown = quoted(hide_password(url))
+            raise UserError(
+                f"teacher_url: got {shown}, expected the address of an API without user: http://10.0.0.5:8000/v1"
+            )
     key = os.environ.get(KEY, "")
     if not key.isprintable() or not key.isascii():
         raise UserError(f"teacher_url: the environment variable {KEY} has characters that no key has")

@@ -49,4 +49,6 @@ def _misfit(found: Found, model: str) -> str:
     """Return why a server writes no completions; empty if it does. An empty `model` is one that the run brings."""
     if why := found.error or adapter_misfit(found.version):
         return why
+    if found.facts.remote:
+        return f"{found.facts.remote} computes {printable(model, 80)}, which takes no adapters"
     return f"it has no model {printable(model, 80)}: run ollama pull there" if model and not found.digest else ""

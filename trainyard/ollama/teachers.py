@@ -10,6 +10,7 @@ from typing import Any
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
 from trainer.generation.ollama_client import OllamaClient, OllamaError, full_name
+from trainer.generation.ollama_models import ABSENT, ModelFacts, read_facts
 from trainyard import front_end
 from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teacher_nodes import OllamaNode
@@ -60,14 +61,19 @@ def _url(name: str, values: Mapping[str, Any]) -> str:
 
 @dataclass
 class Found:
-    """A server's reply about the model. `digest` is empty if it does not have it; `error` says why it does not
+    """A server's reply about the model. `facts` has no digest if it does not have it; `error` says why it does not
     answer."""
 
     candidate: Candidate
     client: OllamaClient | None = None
-    digest: str = ""
+    facts: ModelFacts = ABSENT
     error: str = ""
     version: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the model; empty if the server does not have it."""
+        return self.facts.digest
 
 
 def find_teachers(
@@ -76,7 +82,8 @@ def find_teachers(
     *,
     untrusted: bool = False,
     mixed: bool = False,
-    pull: bool = False,
+    remote: bool = False,
+    pull: bool | None = False,
     limit: float = 1800.0,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[OllamaNode]:
@@ -85,8 +92,9 @@ def find_teachers(
     Args:
         model: name of the model; without a tag `:latest`.
         untrusted: include machines that are not trusted.
-        mixed: accept different digests of the model.
-        pull: let servers without the model pull it.
+        mixed: accept different models of this name.
+        remote: accept a model that a cloud computes.
+        pull: let servers without the model pull it; None: the caller has no such option.
         limit: seconds for one answer.
 
     Raises:
@@ -98,6 +106,11 @@ def find_teachers(
             f"not trusted, so they get no prompts: {shown_names(left_out)}; to include them: {front_end.option('teachers', 'all')}"
         )
     found = ask_servers(allowed, lambda machine: find_model(machine, model))
+    how = (
+        "pull it with ollama pull"
+        if pull is None
+        else f"pull it with ollama pull, or {front_end.option('teacher_pull')}"
+    )
     missing = [each for each in found if not each.digest and not each.error]
     if missing and pull:
         report(f"pulling {printable(model, 80)} on {shown_names(each.candidate.name for each in missing)}")
@@ -110,18 +123,26 @@ def find_teachers(
         if each.error:
             report(f"{printable(each.candidate.name, 40)} does not teach: {each.error}")
     if missing:
-        report(
-            f"without {printable(model, 80)}: {shown_names(each.candidate.name for each in missing)}; to pull it there: "
-            f"{front_end.option('teacher_pull')}"
-        )
+        report(f"without {printable(model, 80)}: {shown_names(each.candidate.name for each in missing)}; {how}")
     teachers = [
-        OllamaNode(each.candidate.name, each.client, full_name(model), each.digest, limit)
+        OllamaNode(each.candidate.name, each.client, full_name(model), each.facts, limit)
         for each in found
         if each.digest and each.client
     ]
     if not teachers:
-        raise UserError(_none(model, machines, allowed, found))
-    if len({teacher.digest for teacher in teachers}) > 1 and not mixed:
+        raise UserError(_none(model, machines, allowed, found, how))
+    for teacher in teachers:
+        if teacher.facts.remote and not remote:
+            raise UserError(
+                f"teacher: {teacher.facts.remote} computes {model} of {teacher.name}: prompts would leave this network; choose "
+                f"another model, or permit it with {front_end.option('teacher_remote')}"
+            )
+        if not teacher.facts.chats:
+            raise UserError(f"teacher: {model} of {teacher.name} does not support chat: choose another model")
+    # The digest of a model that a server has created covers the folder of its files, too.
+    same = len({teacher.digest for teacher in teachers}) == 1
+    contents = {teacher.facts.contents for teacher in teachers}
+    if not same and (len(contents) > 1 or contents == {""}) and not mixed:
         shown = ", ".join(f"{teacher.name} {teacher.digest[:12]}" for teacher in teachers)
         raise UserError(
             f"teacher: the hosts have different models under the name {model} ({shown}): pull it again on them, or accept "
@@ -130,7 +151,9 @@ def find_teachers(
     return teachers
 
 
-def _none(model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate], found: Sequence[Found]) -> str:
+def _none(
+    model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate], found: Sequence[Found], how: str
+) -> str:
     if not allowed:
         others = (
             f" ({len(machines)} discovered machines are not trusted: {front_end.option('teachers', 'all')} asks them)"
@@ -140,8 +163,8 @@ def _none(model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate
         return f"teacher: the inventory has no host that may teach{others}: add hosts to the group cluster"
     if errors := [f"{each.candidate.name}: {each.error}" for each in found if each.error]:
         shown = "; ".join(errors[:MAX_SHOWN])
-        return f"teacher: no host has {model} ({shown}): start Ollama there, and pull it: {front_end.option('teacher_pull')}"
-    return f"teacher: no host has {model}: pull it with ollama pull, or with {front_end.option('teacher_pull')}"
+        return f"teacher: no host has {model} ({shown}): start Ollama there, and {how}"
+    return f"teacher: no host has {model}: {how}"
 
 
 def ask_servers(machines: Sequence[Candidate], question: Callable[[Candidate], Found]) -> list[Found]:
@@ -154,7 +177,7 @@ def find_model(machine: Candidate, model: str) -> Found:
     """Ask a server for a model."""
     try:
         client = OllamaClient(machine.url)
-        return Found(machine, client, client.digest(model), version=client.version())
+        return Found(machine, client, read_facts(client, model), version=client.version())
     except OllamaError as error:
         return Found(machine, error=str(error))
 

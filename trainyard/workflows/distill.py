@@ -22,6 +22,7 @@ from trainyard.ollama.prompts import read_evaluation, read_prompts
 from trainyard.ollama.teacher_nodes import OllamaNode
 from trainyard.ollama.teachers import candidates, find_teachers
 from trainyard.run.launch_options import LaunchOptions
+from trainyard.run.prepare.model_files import special_tokens
 from trainyard.run.session import RunSession
 from trainyard.run.types import Report
 from trainyard.wire.run_errors import RunError
@@ -102,7 +103,8 @@ def distill(
     with AnswerFile(answers_path(work, options.teacher)) as answers:
         allowed = all(spec.allows_dropped for spec in specs)
         how = (questions, evaluation, nodes, answers, work / "distill", report)
-        dataset, filtered = make_dataset(*how, allow_dropped=allowed, collect=collect)
+        special = {token for folder in models.values() if folder for token in special_tokens(Path(folder))}
+        dataset, filtered = make_dataset(*how, allow_dropped=allowed, special=special, collect=collect)
     report(f"dataset: {dataset}")
     made = {"changed": True, "dataset": str(dataset), "answers": len(filtered.samples), "students": {}}
     lines = [*filtered.lines(), f"dataset: {dataset}"]
@@ -185,6 +187,7 @@ def _ollama_teachers(options: DistillOptions, cluster: Cluster, report: Report, 
         options.teacher,
         untrusted=options.teachers == "all",
         mixed=options.teacher_mixed,
+        remote=options.teacher_remote,
         pull=options.teacher_pull and not check,
         limit=options.answer_limit,
         report=report,

@@ -101,7 +101,11 @@ def test_text_that_cannot_be_written_is_replaced(server: Server) -> None:
 def test_servers_that_cannot_teach_are_named(server: Server) -> None:
     for urls, model, message in (
         ([server.url], "x", rf"teacher_url: {server.url}: it has no model x, but m, n: set teacher to one of them"),
-        (["http://127.0.0.1:9/v1"], "m", r"127\.0\.0\.1:9/v1: connection refused: start the server, or remove it"),
+        (
+            ["http://127.0.0.1:9/v1"],
+            "m",
+            r"127\.0\.0\.1:9/v1: connection refused at 127.0.0.1 port 9: start the server, or remove it",
+        ),
         ([server.url, "https://h/v1"], "m", r"got 'https://h/v1', expected the address of an API"),
         ([server.url.removesuffix("/v1")], "m", "404"),
     ):

@@ -35,10 +35,10 @@ def test_servers_of_the_inventory_replace_cluster_and_all() -> None:
         ]
         lines: list[str] = []
         found = with_rollout_servers(make("cluster"), lambda: machines, lines.append)
+        assert "connection refused at 127.0.0.1 port " in lines.pop(1)
         assert found.rollout_servers == (teachers[0].url, teachers[2].url)
         assert lines == [
             "host1 writes no completions: Ollama 0.9.3 runs no adapters: update it to 0.30 or later",
-            "off writes no completions: connection refused",
             "completions are written by host0, host2, too",
         ]
         every = with_rollout_servers(make("all", rollout_model="teacher"), lambda: machines, lines.append)

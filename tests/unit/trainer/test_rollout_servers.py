@@ -155,7 +155,9 @@ def test_a_folder_that_the_server_does_not_see_is_named(vllm: FakeVLLM, tmp_path
 def test_vllm_without_a_port_is_at_that_of_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at that of Ollama."""
     asked = []
-    monkeypatch.setattr(OllamaClient, "get", lambda client, path, **more: asked.append((client.port, path)))
+    monkeypatch.setattr(
+        OllamaClient, "get", lambda client, path, **more: asked.append((client.port, client._path + path))
+    )
     for url in ("http://10.0.0.6/v1", "http://[::1]/v1/", "http://10.0.0.6:8000/v1"):
         VLLMServer("s", url, SAMPLING, lambda: adapter(tmp_path, 0), str(tmp_path)).probe()
     assert asked == [(80, "/v1/models"), (80, "/v1/models"), (8000, "/v1/models")]

@@ -116,6 +116,15 @@ def read_vocabulary(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def special_tokens(folder: Path) -> set[str]:
+    """Return the texts of the special tokens in the tokenizer.json of a model; none if it has none of the usual form."""
+    try:
+        added = json.loads(read_regular(folder / "tokenizer.json", _MAX_TOKENIZER)).get("added_tokens") or []
+        return {str(token["content"]) for token in added if token.get("special") and token["content"]}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
 def check_names(names: Collection[str], where: str, remedy: str, setting: str) -> None:
     """Check by the names of its files that a folder holds config, weights and tokenizer, and no adapter. Raises UserError."""
     if ADAPTER_CONFIG in names:
