@@ -168,12 +168,13 @@ def data(argv: list[str]) -> int:
     from trainer.data.text_tokenizer import TextTokenizer
     from trainer.data.tiny import with_tiny_model
     from trainer.model_files.adapter_folder import refuse_adapter
+    from trainer.model_files.model_shape import fit_to_model
 
     data_dir, samples = take_path(argv, "--data-dir") or Path.cwd(), take_value(argv, "--samples")
     view = View.of(samples, take_switch(argv, "--json"))
     spec = take_spec(argv, None)
     check_shown(spec)
-    spec = with_tiny_model(spec, data_dir / "store")
+    spec = fit_to_model(with_tiny_model(spec, data_dir / "store"))
     refuse_adapter(spec.model)
     with without_collector():
         from trainer.model_files.base_weights import embedding_rows
@@ -427,9 +428,10 @@ def run_rank(
 ) -> dict[str, Any]:
     """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
     from trainer.loop.run_dir import check_owner, claim, finished_result
+    from trainer.model_files.model_shape import fit_to_model
 
     previous = finished_result(run_dir)
-    started = True
+    spec, started = fit_to_model(spec), True
     if spec.strategy == AUTO or spec.automatic:
         from trainer.planner.decisions import decide_here
 

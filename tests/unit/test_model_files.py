@@ -14,7 +14,8 @@ from trainer.common.errors import UserError
 from trainer.spec import make_spec
 from trainyard.deploy.trained_run import read_tokens
 from trainyard.run.plan.choose_fields import spec_here
-from trainyard.run.prepare.model_files import _check_targets
+from trainyard.run.prepare.data import show_data
+from trainyard.run.prepare.model_files import fit_to_models
 from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.types import PreparedRun, StagedFile
 
@@ -104,6 +105,35 @@ def test_an_unusable_teacher_is_refused_before_a_host_is_asked(
         assert "\n" not in str(caught.value)
 
 
+def test_what_a_model_does_not_permit_is_found_before_a_rank_starts(
+    model_folder: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((model_folder / "config.json").read_text())
+    positions = config["max_position_embeddings"]
+    common = {"model": model_folder, "dataset": dataset}
+    for fields in ({}, {"seq_length": "auto"}):
+        made = prepared(tmp_path, **common, **fields)
+        assert made.spec.seq_length == min(1024, positions)
+    message = rf"^seq_length: .* has {positions} positions, got {2 * positions}: set seq_length={positions}$"
+    with pytest.raises(UserError, match=message):
+        prepared(tmp_path, seq_length=2 * positions, **common)
+    with pytest.raises(UserError, match=message):
+        show_data(
+            make_spec({name: str(value) for name, value in common.items()} | {"seq_length": 2 * positions}, "-e"),
+            1,
+            False,
+            tmp_path,
+            print,
+        )
+    stored = [described("model", config=json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))]
+    for fields, word in (({"lora_r": 0}, "lora_r=0"), ({"merge": True}, "merge=true")):
+        with pytest.raises(
+            UserError, match=f"^model: the weights of .* are stored quantized, which {word} cannot write: "
+        ):
+            fit_to_models(make_spec(fields | {"seq_length": 8}, "-e"), stored)
+    fit_to_models(make_spec({"seq_length": 8}, "-e"), stored)
+
+
 @pytest.mark.parametrize("where", ["src", "config"])
 def test_lora_targets_are_checked_before_a_rank_starts(
     where: str, model_folder: Path, dataset: Path, tmp_path: Path
@@ -113,13 +143,13 @@ def test_lora_targets_are_checked_before_a_rank_starts(
     model = described("model", str(model_folder)) if where == "src" else described("model", config=config)
     for targets in ("all-linear", "q_proj,model.layers.0.mlp.up_proj,lm_head,embed_tokens"):
         prepared(tmp_path, lora_targets=targets, **common)
-        _check_targets(make_spec({"lora_targets": targets}, "-e"), model)
+        fit_to_models(make_spec({"lora_targets": targets, "seq_length": 8}, "-e"), [model])
     refused = make_spec({"lora_targets": "q_proj,v_porj"}, "-e")
     with pytest.raises(
         UserError, match=r"^lora_targets: v_porj: no layer of .*: down_proj, embed_tokens, gate_proj, k_proj"
     ):
-        _check_targets(refused, model)
+        fit_to_models(refused, [model])
     with pytest.raises(UserError, match=r"^lora_targets: v_porj: no layer of "):
         prepared(tmp_path, lora_targets="q_proj,v_porj", **common)
-    _check_targets(refused, described("model", config='{"model_type": "mamba"}'))
+    fit_to_models(refused, [described("model", config='{"model_type": "mamba"}')])
     prepared(tmp_path, lora_targets="q_proj,v_porj", lora_r=0, **common)

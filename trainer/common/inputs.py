@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from trainer.common.errors import UserError
-from trainer.common.formats import quoted
+from trainer.common.formats import printable, quoted
 from trainer.supervise import run_files as files
 
 HOST_PREFIX = "host:"
+_LFS = b"version https://git-lfs."
 
 
 def user_path(text: str, what: str) -> Path:
@@ -87,3 +88,16 @@ def read_regular(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit // 1024} KiB", str(path))
     return data
+
+
+def refuse_lfs_pointer(path: Path, what: str) -> None:
+    """Check that a file is not what Git leaves in its place without Git LFS. `what`: the name of the setting. Raises UserError."""
+    try:
+        pointer = path.stat().st_size < 1024 and read_regular(path, 1024).startswith(_LFS)
+    except (OSError, ValueError):  # the reader of the file reports it
+        return
+    if pointer:
+        shown = printable(path, 4096)
+        raise UserError(
+            f"{what}: {shown} is a pointer of Git LFS, not the file: run git lfs pull in its folder, or download it again"
+        )

@@ -69,7 +69,11 @@ class BasicFields(BaseModel):
         "answer", "tokens that contribute to the loss: only the assistant's answers, or all"
     )
     seq_length: int = declare(
-        1024, "maximum length of a row; longer samples are truncated", unit="tokens", ge=8, le=1_048_576
+        1024,
+        "maximum length of a row; longer samples are truncated; unset or auto: at most the positions of the model",
+        unit="tokens",
+        ge=8,
+        le=1_048_576,
     )
     packing: Literal["auto"] | bool = declare(
         "auto", "pack several samples into one row, separated by their positions; auto: if the model keeps them apart"

@@ -226,6 +226,8 @@ class RunSpec(MethodFields):
         for name in given.keys() - known.keys():  # of a queued run that an earlier version has prepared
             if reason := replacement(given[name], REMOVED_FIELDS[name]):
                 raise ValueError(f"{name} {reason}")
+        if known.get("seq_length") == "auto":
+            del known["seq_length"]
         return preset_of(known) | with_automatic(known)
 
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
-from trainer.common.inputs import path_kind
+from trainer.common.inputs import path_kind, refuse_lfs_pointer
 from trainer.config import FORMER_DATASET, OBSERVATORY, RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.methods import METHODS, Data
@@ -164,6 +164,7 @@ def _folder_records(folder: Path, source: DatasetSource) -> Iterator[tuple[str, 
 
 def _file_records(path: Path, source: DatasetSource) -> Iterator[tuple[str, Any]]:
     shown = printable(path, 4096)
+    refuse_lfs_pointer(path, "dataset")
     if format_of(path) in TABLES:
         for number, record in csv_records(path, source.columns):
             yield f"{shown}: record {number}", record

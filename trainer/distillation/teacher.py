@@ -12,7 +12,8 @@ from trainer.config import RunSpec
 from trainer.method.method_base import places_of
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
-from trainer.models.model import load_tokenizer, read_causal_model
+from trainer.model_files.base_weights import load_causal_model
+from trainer.models.model import load_tokenizer
 from trainer.strategy import Batch
 
 
@@ -26,7 +27,7 @@ class TeacherModel:
         """Load the teacher of the spec.
 
         Raises:
-            UserError: the teacher cannot be loaded, or has too few positions or embeddings.
+            UserError: the teacher cannot be loaded, or has too few embeddings.
         """
         path = user_path(spec.teacher, "teacher")
         name = str(path) if path_kind(path) == "folder" else spec.teacher
@@ -36,7 +37,7 @@ class TeacherModel:
         self.vocabulary = len(tokenizer)
         # Under autocast the weights would be converted to bfloat16 anyway.
         dtype = torch.bfloat16 if spec.precision == "bf16-mixed" else torch.float32
-        model = read_causal_model(spec, "teacher", name, dtype=dtype)
+        model = load_causal_model(name, "teacher", spec.teacher, dtype=dtype)
         self.embeddings = int(model.get_input_embeddings().num_embeddings)
         if self.embeddings < self.vocabulary:
             raise UserError(

@@ -215,6 +215,40 @@ def model_type(spec: RunSpec) -> str:
     return str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
 
 
+def fit_to_model(spec: RunSpec, configs: Mapping[str, Any] | None = None) -> RunSpec:
+    """Return the spec with rows for which its models have positions, unless seq_length was given.
+
+    Args:
+        configs: {model or teacher: its config.json}; None: those that this machine has.
+
+    Raises:
+        UserError: seq_length was given, and a model has fewer positions; or the run writes weights that are stored quantized.
+    """
+    for setting in ("model", *(("teacher",) if spec.teacher else ())) if not spec.script else ():
+        name = getattr(spec, setting)
+        try:
+            config = (
+                configs.get(setting) if configs is not None else _config_of(spec.model_copy(update={"model": name}))
+            )
+        except UserError:  # the load of the model reports it
+            continue
+        config = config if isinstance(config, Mapping) else {}
+        if config.get("quantization_config") and setting == "model" and (spec.merge or not spec.lora_r):
+            raise UserError(
+                f"model: the weights of {name} are stored quantized, which {'merge=true' if spec.lora_r else 'lora_r=0'} cannot write: "
+                "train an adapter without merge, or choose the model that it was made from"
+            )
+        own = text if isinstance(text := config.get("text_config"), Mapping) else config
+        positions = own.get("max_position_embeddings", own.get("n_positions"))
+        if isinstance(positions, int) and 8 <= positions < spec.seq_length:
+            if "seq_length" in spec.model_fields_set:
+                raise UserError(
+                    f"seq_length: {name} has {positions} positions, got {spec.seq_length}: set seq_length={positions}"
+                )
+            spec = spec.model_copy(update={"seq_length": positions})
+    return spec
+
+
 def _config_of(spec: RunSpec) -> Any:
     from trainer.config import TINY
     from trainer.model_files.model_name import check_model_name

@@ -45,9 +45,9 @@ def adapted_model(spec: RunSpec, adapter: Path, dtype: torch.dtype | str = torch
     """
     from peft import PeftModel
 
-    from trainer.models.model import read_causal_model
+    from trainer.model_files.base_weights import load_causal_model
 
-    base = read_causal_model(spec, "model", spec.model, dtype=dtype)
+    base = load_causal_model(spec.model, dtype=dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".*tie_word_embeddings"

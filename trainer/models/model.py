@@ -18,6 +18,7 @@ from trainer.data.token_ids import set_padding
 from trainer.model_files.base_weights import embedding_rows, load_causal_model
 from trainer.model_files.model_name import check_model_name
 from trainer.model_files.model_shape import target_error, unknown_targets
+from trainer.models.expert_adapters import add_parameters, is_router, left_out, matrices
 from trainer.models.fused_lora import fuse_adapters
 from trainer.models.quantized import defer_quantization, nf4_config, prepare_quantized
 
@@ -85,7 +86,7 @@ def load_model(
     quantized = spec.quantize == "nf4"
     if quantized and not own_shard:
         options |= {"quantization_config": nf4_config(spec), "device_map": {"": device}}
-    model = read_causal_model(spec, "model", spec.model, **options)
+    model = load_causal_model(spec.model, **options)
     if "liger" in kernels:
         apply_liger(model)
     if quantized:
@@ -98,37 +99,6 @@ def load_model(
         model.to(device)
     model.train()
     return model
-
-
-def read_causal_model(spec: RunSpec, setting: str, name: str, **options: Any) -> Any:
-    """Return a model with positions for the rows of the spec.
-
-    Args:
-        setting: the field of the run spec that names the model.
-        name: its folder or its name on the hub.
-        options: options of `from_pretrained`.
-
-    Raises:
-        UserError: it cannot be loaded, its files do not match its config.json, or it has too few positions.
-    """
-    model = load_causal_model(name, setting, getattr(spec, setting), **options)
-    check_positions(spec, setting, model.config)
-    return model
-
-
-def check_positions(spec: RunSpec, setting: str, config: Any) -> None:
-    """Check that a model has positions for the rows of the spec. Raises UserError.
-
-    Args:
-        setting: the field of the run spec that names the model.
-        config: its configuration.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and spec.seq_length > positions:
-        raise UserError(
-            f"seq_length: {getattr(spec, setting)} has {positions} positions, got {spec.seq_length}: "
-            f"set seq_length={positions}"
-        )
 
 
 def fast_kernels(spec: RunSpec, device: torch.device) -> list[str]:
@@ -184,15 +154,24 @@ def add_lora(spec: RunSpec, model: Any, *, partial: bool = False) -> nn.Module:
     """
     config = lora_config(spec)
     unused = _MAMBA_UNUSED if getattr(model.config, "model_type", "") in _MAMBA else set()
-    if config.target_modules == "all-linear" and unused:
-        config.exclude_modules = unused
-    layers = sorted(target_names(model) - unused)
+    routers = {name for name, part in model.named_modules() if is_router(part)}
+    config.exclude_modules = routers | (unused if config.target_modules == "all-linear" else set()) or None
+    layers = sorted(target_names(model) - unused - {name.rpartition(".")[2] for name in routers})
+    every = matrices(model)
+    covered = add_parameters(spec, every, model, config)
     try:
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:
+        if "lora_dropout" in str(error):
+            raise UserError(
+                f"lora_dropout: the adapters of the experts of {spec.model} have none: set 0, or lora_targets without them"
+            ) from None
         raise target_error(first_line(error), layers) from None
+    found = adapted.base_model
     if not partial:
-        require_targets(spec, adapted.base_model.targeted_module_names, config.target_modules, layers)
+        wanted = [target for target in config.target_modules or () if target not in covered]
+        require_targets(spec, found.targeted_module_names, wanted, layers)
+    adapted.left_out = left_out(spec, every, [*found.targeted_module_names, *found.targeted_parameter_names])
     fuse_adapters(adapted)
     return adapted
 

@@ -22,7 +22,7 @@ from trainer.data.shapes import with_system_in_first_question
 from trainer.model_files.base_weights import load_causal_model
 from trainer.models.adapter_merge import adapted_model
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
-from trainer.models.model import load_tokenizer, read_causal_model
+from trainer.models.model import load_tokenizer
 from trainer.models.tokenizer_output import end_ids
 from trainer.spec import make_spec, read_spec
 
@@ -51,7 +51,7 @@ class Subject:
         gpu = torch.cuda.is_available()
         dtype = "auto" if gpu else torch.float32
         if self.base:
-            model = read_causal_model(spec, "model", spec.model, dtype=dtype)
+            model = load_causal_model(spec.model, dtype=dtype)
         elif spec.lora_r:
             model = adapted_model(spec, weights, dtype).get_base_model()
         else:

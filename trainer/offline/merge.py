@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from trainer.data.encode import encoded_dataset
 from trainer.data.order import held_out
 from trainer.data.packing import IGNORED, collate
 from trainer.method.module_with_loss import ModelWithLoss
+from trainer.model_files.base_digest import base_digest
 from trainer.model_files.base_weights import load_causal_model
 from trainer.models.adapter_merge import LogitCheck, adapted_model, merge_into_base, saved_model, untie_different
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
-from trainer.models.model import load_tokenizer, read_causal_model
+from trainer.models.model import load_tokenizer
 from trainer.models.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
 from trainer.spec import read_spec
 
@@ -49,20 +51,21 @@ class Part:
         return self.folder / ("adapter" if self.spec.lora_r else "model")
 
     @property
-    def rank(self) -> int:
-        """The rank of its adapter, which is not that of the spec after strategy=averaging. Raises UserError."""
+    def adapter(self) -> tuple[int, bool]:
+        """The rank of its adapter, which is not that of the spec after strategy=averaging, and whether it adapts experts. Raises UserError."""
         path = self.weights / "adapter_config.json"
         try:
-            return int(json.loads(path.read_text(encoding="utf-8"))["r"])
+            config = json.loads(path.read_text(encoding="utf-8"))
+            return int(config["r"]), bool(config.get("target_parameters"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"merge: {path}: cannot read the rank of the adapter: {first_line(error)}") from None
 
-    @property
-    def base(self) -> str:
-        """The identifier of the base model: the digest at the end of its name in the store, or its name."""
+    @cached_property
+    def base(self) -> tuple[str, str]:
+        """The digest of the base model's files, empty without them; and the digest at the end of its name in the store, or its name."""
         name = Path(self.spec.model).name
         digest = re.fullmatch(r".*-([0-9a-f]{12})", name)
-        return digest[1] if digest else name
+        return base_digest(self.spec.model), digest[1] if digest else name
 
 
 @dataclass(frozen=True)
@@ -96,16 +99,17 @@ def read_request(values: Mapping[str, Any]) -> MergeRequest:
         parts.append(part)
     first = parts[0]
     for part in parts[1:]:
-        if part.base != first.base:
+        digests = {part.base[0], first.base[0]}
+        if len(digests) > 1 if all(digests) else part.base[1] != first.base[1]:
             raise UserError(
-                f"merge: run {part.run} has another base model ({Path(part.spec.model).name}) than {first.run} "
-                f"({Path(first.spec.model).name}): merge runs of the same model"
+                f"merge: run {part.run} has another base model ({part.spec.model}) than {first.run} ({first.spec.model}): merge runs of "
+                "the same model"
             )
     _check_method(str(values["method"]), parts)
     return MergeRequest(
         parts=parts,
         method=str(values["method"]),
-        weights=values["weights"] or [1 / len(parts)] * len(parts),
+        weights=_weights(values, parts),
         density=float(values["density"]),
         target=Path(values["target"]),
         store=Path(values["store"]),
@@ -114,13 +118,29 @@ def read_request(values: Mapping[str, Any]) -> MergeRequest:
     )
 
 
+def _weights(values: Mapping[str, Any], parts: Sequence[Part]) -> list[float]:
+    """Return the weights of the parts. Those of full models add up to 1: otherwise the base would count as often as their sum. Raises UserError."""
+    weights = [float(weight) for weight in values["weights"]] or [1 / len(parts)] * len(parts)
+    if values["method"] != "soup":
+        return weights
+    if (total := sum(weights)) <= 0:
+        raise UserError(
+            f"merge: weights: they sum to {total:g}, and method=soup divides by the sum: give a sum above 0"
+        )
+    return [weight / total for weight in weights]
+
+
 def _check_method(method: str, parts: Sequence[Part]) -> None:
     full = [part.run for part in parts if not part.spec.lora_r]
     if method in ("soup", "vote"):
         return
     if full:
         raise UserError(f"merge: method {method} merges adapters, and run {full[0]} is a full model: use method=soup")
-    ranks = set() if method == "cat" else {part.rank for part in parts}
+    if experts := next((part.run for part in parts if part.adapter[1]), ""):
+        raise UserError(
+            f"merge: method {method} cannot merge adapters of experts, which run {experts} has: use method=soup"
+        )
+    ranks = set() if method == "cat" else {part.adapter[0] for part in parts}
     if len(ranks) > 1:
         raise UserError(f"merge: method {method} needs adapters of one rank, got {sorted(ranks)}: use method=cat")
 
@@ -239,7 +259,7 @@ def equal_parts(parts: Sequence[Part]) -> list[list[int]]:
 
 
 def _base(part: Part) -> Any:
-    return read_causal_model(part.spec, "model", part.spec.model, dtype=torch.float32)
+    return load_causal_model(part.spec.model, dtype=torch.float32)
 
 
 def _adapted(request: MergeRequest) -> Any:

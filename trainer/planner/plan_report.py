@@ -25,7 +25,7 @@ from trainer.costs.packing_forecast import packing_text
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.data.data_report import DataReport
 from trainer.method import METHODS, method_of
-from trainer.model_files.model_shape import Shape, shape_of
+from trainer.model_files.model_shape import Shape, fit_to_model, shape_of
 from trainer.planner.decisions import decide_here, this_host
 from trainer.planner.recommend import (
     LINK,
@@ -171,7 +171,7 @@ def plan(
     Raises:
         UserError: the model is unknown.
     """
-    shape = shape_of(spec)
+    shape, spec = shape_of(spec), fit_to_model(spec)
     facts = _facts(hosts, link, fast)
     spec, decisions = _decided(spec, facts, fast, data_dir)
     kernels: list[str] = []

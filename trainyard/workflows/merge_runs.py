@@ -47,7 +47,9 @@ class MergeOptions(PlaybookOptions):
         "adapters of one rank; soup: the mean of the full weights, as a full model; vote: merge nothing, let the runs "
         "answer a file of prompts",
     )
-    weights: Numbers = declare((), "weight of each run; empty: equal weights that sum to 1", max_length=100)
+    weights: Numbers = declare(
+        (), "weight of each run, which soup divides by their sum; empty: equal weights that sum to 1", max_length=100
+    )
     density: float = declare(0.5, "ties, dare_ties: share of the weights that are kept", gt=0, le=1)
     run: str = declare("merged", "name of the merged run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     prompts: str = declare("", "vote: file of prompts, as for playbooks/distill.yml")
@@ -69,6 +71,8 @@ def make_merge_options(values: Mapping[str, Any]) -> MergeOptions:
         raise UserError("merge: runs: name each run once, and give the result another name with run=")
     if options.weights and len(options.weights) != len(runs):
         raise UserError(f"merge: weights: expected {len(runs)} numbers, one per run, got {len(options.weights)}")
+    if options.method == "vote" and options.weights:
+        raise UserError("merge: weights: method=vote counts each run once: omit weights")
     if (options.method == "vote") != bool(options.prompts):
         raise UserError("merge: method=vote needs prompts=FILE, and no other method takes it")
     return options

@@ -113,10 +113,21 @@ def test_other_adapters_of_peft(adapter: dict[str, Any], tmp_path: Path) -> None
     assert_close(logits(merged(tmp_path, precision="32-true")), logits(model), rtol=0, atol=1e-5)
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4, "attention_chunk_size": 16, "intermediate_size_mlp": 48},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    },
+}  # fmt: skip
+
+
 def experts(folder: Path, kind: str) -> Any:
     """Write a random model with experts and an adapter of the default targets, as the trainer makes it; return both."""
     torch.manual_seed(1)
-    sizes = SMALL | ({"num_local_experts": 4} if kind == "mixtral" else {})
+    sizes = SMALL | EXPERTS.get(kind, {})
     config = AutoConfig.for_model(kind, **sizes, vocab_size=96)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     spec = make_spec({"model": str(folder / "base"), "seq_length": 64, "lora_r": 4, "precision": "32-true"}, "here")
@@ -128,7 +139,7 @@ def experts(folder: Path, kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "olmoe"])
+@pytest.mark.parametrize("kind", [*EXPERTS, "olmoe"])
 def test_merged_experts_equal_base_with_adapter(kind: str, tmp_path: Path) -> None:
     model = experts(tmp_path, kind)
     changed = [layer.parameter_name for layer in model.modules() if hasattr(layer, "parameter_name")]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MllamaConfig, MllamaF
 
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
+from trainer.data.samples import read_samples
 from trainer.distributed.world import World
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.model_files.base_weights import load_causal_model
@@ -187,6 +188,18 @@ def test_an_adapter_as_a_model_is_refused_in_the_same_words(whole: bool, tmp_pat
         UserError, match=r"^teacher: /m on the hosts holds an adapter \(adapter_config.json\), .* set teacher to"
     ):
         check_names(["adapter_config.json", "adapter_model.safetensors"], "/m on the hosts", "remedy", "teacher")
+
+
+def test_a_pointer_of_git_lfs_is_no_weights(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    (folder / "model.safetensors").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    )
+    (line,) = refusals(folder)
+    assert line.startswith(f"model: {folder}/model.safetensors is a pointer of Git LFS, not the file: run git lfs pull")
+    pointer = (folder / "model.safetensors").rename(tmp_path / "data.csv")
+    with pytest.raises(UserError, match=r"^dataset: .*data.csv is a pointer of Git LFS"):
+        read_samples(pointer)
 
 
 def test_an_adapter_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,14 @@ def test_cat_is_the_exact_mean_of_the_updates(
     assert len({result["base_loss"], result["eval_loss"], *(part["eval_loss"] for part in result["parts"])}) == 5
 
 
+def test_weights_of_a_soup_add_up_to_1(runs: list[dict[str, str]], tmp_path: Path) -> None:
+    made = merge.read_request(request(runs[:2], tmp_path / "soup", "soup", weights=[1, 3]))
+    assert made.weights == [0.25, 0.75]
+    assert merge.read_request(request(runs[:2], tmp_path / "cat", weights=[1, 3])).weights == [1, 3]
+    with pytest.raises(UserError, match=r"^merge: weights: they sum to 0, and method=soup divides by the sum"):
+        merge.read_request(request(runs[:2], tmp_path / "soup", "soup", weights=[1, -1]))
+
+
 def test_soup_equals_cat(runs: list[dict[str, str]], model_folder: Path, tmp_path: Path) -> None:
     """The mean of the full weights is the base with the mean of the updates."""
     soup = merge.merge(merge.read_request(request(runs, tmp_path / "soup", "soup")))
@@ -158,11 +167,17 @@ def test_what_does_not_go_together(
     (other / "adapter/adapter_config.json").write_text(json.dumps(config | {"r": 8}))
     spec = yaml.safe_load((Path(runs[0]["folder"]) / "spec.yml").read_text())
     values = {}
+    twin = shutil.copytree(spec["model"], tmp_path / "twin" / Path(spec["model"]).name)
+    (twin / "config.json").write_text((twin / "config.json").read_text().replace("{", '{"note": 1,', 1))
     for change, method, message in (
         ({}, "linear", r"needs adapters of one rank, got \[4, 8\]"),
-        ({"model": "/another"}, "cat", r"has another base model \(another\)"),
+        ({"model": "/another"}, "cat", r"has another base model \(/another\)"),
+        ({"model": str(twin)}, "cat", r"has another base model \(.*/twin/.*\) than run0"),
+        ({"experts": True}, "cat", "cannot merge adapters of experts, which run other has: use method=soup"),
         ({"lora_r": 0}, "cat", "run other has no model"),
     ):
+        experts = {"target_parameters": ["mlp.experts.down_proj"]} if change.pop("experts", False) else {}
+        (other / "adapter/adapter_config.json").write_text(json.dumps(config | {"r": 8} | experts))
         (other / "spec.yml").write_text(yaml.safe_dump(spec | change))
         values = request([runs[0], {"run": "other", "folder": str(other)}], tmp_path / "merged", method)
         with pytest.raises(UserError, match=message):

@@ -11,8 +11,9 @@ from trainer.data.encode import Encoder
 from trainer.data.samples import samples_of
 from trainer.data.show import View, check_shown, show
 from trainer.data.text_tokenizer import TextTokenizer
+from trainer.model_files.model_shape import fit_to_model
 from trainyard.run.prepare.hub import fetch_on_controller, is_offline
-from trainyard.run.prepare.model_files import model_folder
+from trainyard.run.prepare.model_files import config_of, model_folder
 from trainyard.run.prepare.spec_files import dataset_file
 from trainyard.run.types import Report
 
@@ -43,6 +44,7 @@ def show_data(spec: RunSpec, samples: int | None, as_json: bool, work: Path, rep
         raise UserError(
             f"model: {folder} has no tokenizer.json, or special tokens that only transformers knows: {_ELSEWHERE}"
         )
+    spec = fit_to_model(spec, {"model": config_of(folder)})
     show(samples_of(spec), Encoder.of(spec, tokenizer), view)
 
 

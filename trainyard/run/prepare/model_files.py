@@ -17,7 +17,7 @@ from trainer.config import SMOLLM2, TINY, RunSpec
 from trainer.data.dataset_files import is_hub_id
 from trainer.model_files.adapter_folder import ADAPTER_CONFIG, adapter_error, refuse_adapter
 from trainer.model_files.model_name import check_model_name, in_hub_cache
-from trainer.model_files.model_shape import read_shape
+from trainer.model_files.model_shape import fit_to_model, read_shape
 from trainyard.remote.digests import Digests
 from trainyard.run.prepare.host_files import HostAccess, HostFiles
 from trainyard.run.prepare.hub import fetch_again, fetch_on_controller, fetch_on_host, is_offline
@@ -78,19 +78,34 @@ def model_entries(
             file = replace(file, bytes=0)  # a model that teaches itself is copied once
         files.append(replace(file, kind=setting))
     check_vocabularies(spec, [Path(file.src) for file in files if file.src])
-    if files and not spec.script:
-        _check_targets(spec, files[0])
     return files
 
 
-def _check_targets(spec: RunSpec, model: StagedFile) -> None:
-    """Check `lora_targets` as far as the controller knows the layers of the model. The ranks check them fully. Raises UserError."""
+def fit_to_models(spec: RunSpec, files: Files) -> RunSpec:
+    """Return the spec as `fit_to_model` does, after a check of `lora_targets` as far as the controller knows the layers of the model.
+
+    Args:
+        files: the models.
+
+    Raises:
+        UserError: the run cannot train the model so. The ranks check the rest.
+    """
+    configs = {file.kind: config_of(Path(file.src), file.config) for file in files if file.src or file.config}
     try:
-        text = model.config or read_regular(Path(model.src) / "config.json", _MAX_CONFIG)
-        shape = read_shape(json.loads(text))
-    except (UserError, OSError, ValueError, RecursionError):  # of a kind that the planner does not know, or damaged
-        return
-    shape.check_targets(spec)
+        shape = read_shape(configs.get("model", {}))
+    except UserError:  # of a kind that the planner does not know, or damaged
+        pass
+    else:
+        shape.check_targets(spec)
+    return fit_to_model(spec, configs)
+
+
+def config_of(folder: Path, text: str | bytes = "") -> Any:
+    """Return the config.json of a model, from its `text` if there is one; empty if it cannot be read."""
+    try:
+        return json.loads(text or read_regular(folder / "config.json", _MAX_CONFIG))
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def check_vocabularies(spec: RunSpec, folders: Sequence[Path]) -> None:

@@ -26,7 +26,13 @@ from trainyard import front_end
 from trainyard.remote.digests import Digests
 from trainyard.run.prepare.host_files import HostAccess, HostFiles, describe_files
 from trainyard.run.prepare.hub import fetch_on_controller, fetch_on_host, is_offline
-from trainyard.run.prepare.model_files import TINY_NEEDS_DATASET, check_names, model_entries, model_settings
+from trainyard.run.prepare.model_files import (
+    TINY_NEEDS_DATASET,
+    check_names,
+    fit_to_models,
+    model_entries,
+    model_settings,
+)
 from trainyard.run.types import Files, PreparedRun, Report, StagedFile
 from trainyard.wire.trainer_archive import trainer_archive
 
@@ -59,6 +65,8 @@ def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None
     complete = len(datasets) == len(spec.sources)
     models = model_entries(spec, datasets if complete else [], on_hosts, access, digests, work, report)
     files += models
+    if models and not spec.script:
+        spec = fit_to_models(spec, models)
     data = _check_data(spec, files, datasets if complete else [], work, read)
     identity |= {file.kind: file.digest for file in models}
     if spec.script:

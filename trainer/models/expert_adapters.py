@@ -1,0 +1,100 @@
+"""Where the adapters of a model with experts go. peft alone leaves out dense layers and shared experts of some models, the stacked weights
+of the experts of others, and adapts routers that return tuples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+
+from trainer.config import RunSpec
+
+_FUSED = {"gate_up_proj": ({"gate_proj", "up_proj"}, {"w1", "w3"}), "down_proj": ({"w2"},)}  # names in transformers 4
+Matrices = Mapping[str, tuple[nn.Module, nn.Parameter]]
+
+
+def matrices(model: Any) -> Matrices:
+    """Return the matrices between embedding and head, and the stacks of them that experts have, by the names of the parameters."""
+    head = model.get_output_embeddings()
+    return {
+        f"{place}.{leaf}": (module, parameter)
+        for place, module in model.named_modules()
+        if module is not head and not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        for leaf, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3 or (leaf == "weight" and (parameter.dim() == 2 or isinstance(module, nn.Linear)))
+    }
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return whether a linear layer returns more than a product, so that it cannot have an adapter."""
+    kind = type(module)
+    own = kind.__module__.startswith("transformers.models.") and kind.forward is not nn.Linear.forward
+    return isinstance(module, nn.Linear) and own
+
+
+def add_parameters(spec: RunSpec, every: Matrices, model: Any, config: LoraConfig) -> set[str]:
+    """Add to a configuration of peft the parameters that it would leave out; return the targets of the spec that name them.
+
+    An adapter of a parameter has no dropout, and a quantized weight cannot have one.
+    """
+    read = copy.deepcopy(config)
+    try:
+        convert_peft_config_for_transformers(read, model, None)
+    except ValueError:  # get_peft_model raises it, too
+        return set()
+    mapped = (
+        read.target_parameters is not None
+    )  # peft finds stacks by the names of layers, but no layer with these names
+    found: dict[str, set[str]] = {}
+    for name, (module, parameter) in every.items():
+        place, leaf = name.rpartition(".")[::2]
+        lost = (
+            isinstance(module, nn.Linear) and not is_router(module) and not _matches(place, read.target_modules or ())
+        )
+        if parameter.is_floating_point() and (lost if mapped else parameter.dim() == 3 and not spec.lora_dropout):
+            found[name] = _targets_of(spec, place, leaf)
+    config.target_parameters = [name for name, targets in found.items() if targets] or None
+    return set().union(*found.values())
+
+
+def left_out(spec: RunSpec, every: Matrices, adapted: Collection[str]) -> str:
+    """Return a line about the matrices that `lora_targets` names, or all without names, which have no adapter; empty if all have one.
+
+    Args:
+        every: those of the model before it had adapters.
+        adapted: names of the layers and the parameters with an adapter.
+    """
+    sizes = {
+        name: getattr(module, "in_features", 0) * getattr(module, "out_features", 0) or parameter.numel()
+        for name, (module, parameter) in every.items()
+    }
+    places = {name: name.rpartition(".")[::2] for name in every}
+    lost = [
+        name
+        for name, (place, leaf) in places.items()
+        if not {name, place} & {*adapted} and _targets_of(spec, place, leaf)
+    ]
+    names = sorted({".".join(name.removesuffix(".weight").split(".")[-2:]) for name in lost})
+    share = 100 * sum(sizes[name] for name in lost) / max(1, sum(sizes.values()))
+    return (
+        f"lora_targets: no adapter in {', '.join(names)}: {share:.2g} % of the matrix weights stay as they are"
+        if names
+        else ""
+    )
+
+
+def _targets_of(spec: RunSpec, place: str, leaf: str) -> set[str]:
+    """Return the targets of the spec that name a parameter, its layer, or all layers that it is fused from."""
+    wanted = set(spec.lora_targets)
+    if wanted == {"all-linear"}:
+        return wanted
+    parts = [each for each in _FUSED.get(leaf, ()) if wanted >= each]
+    return {each for each in wanted if _matches(place, [each]) or _matches(f"{place}.{leaf}", [each])}.union(*parts)
+
+
+def _matches(name: str, targets: Iterable[str]) -> bool:
+    return any(f".{name}".endswith(f".{target}") for target in targets)
