@@ -11,6 +11,7 @@ from trainer.common.errors import UserError
 from trainer.common.formats import counted, printable
 
 _MANY, _MOST = 10, 2  # a tenth, a half
+LOUD = "WARNING"  # begins notes that are one
 ALLOW = "keep_going=dropped"
 
 
@@ -118,7 +119,12 @@ class DataReport:
 
     def lines(self, label: str = "") -> list[str]:
         """Return the totals, and what a user must know about them. `label` begins the first line."""
-        notes = [f"note: {counted(count, 'sample')}: {printable(note, 400)}" for note, count in self.notes.items()]
+        notes = [
+            f"{printable(note, 400)} ({counted(count, 'sample')})"
+            if note.startswith(LOUD)
+            else f"note: {counted(count, 'sample')}: {printable(note, 400)}"
+            for note, count in self.notes.items()
+        ]
         return [label + self.line(), *notes, *filter(None, [self.loss.warning()])]
 
 

@@ -61,7 +61,7 @@ def collate(
 
     Returns:
         ids, positions, labels: int64 [rows, T] each. Positions restart at 0 with every sample, which separates packed
-        samples. Labels are -100 where there is no loss.
+        samples; padding has the complement ~position (below 0). Labels are -100 where there is no loss.
     """
     spans = [[slice(corpus.starts[sample], corpus.starts[sample + 1]) for sample in row] for row in rows]
     return lay_out([[(corpus.tokens[span], corpus.trained[span]) for span in row] for row in spans], pad, length)
@@ -87,6 +87,6 @@ def lay_out(
             positions[index, start:end] = np.arange(end - start)
             labels[index, start:end] = np.where(trained, tokens, IGNORED)
         # The padding continues the positions of the last sample: no label depends on it, and a row with one sample
-        # then needs no attention mask.
-        positions[index, end:] = np.arange(width - end) + (positions[index, end - 1] + 1 if end else 0)
+        # then needs no attention mask. The complement marks it.
+        positions[index, end:] = ~(np.arange(width - end) + (positions[index, end - 1] + 1 if end else 0))
     return ids, positions, labels

@@ -185,6 +185,7 @@ def train_step(
         work = batches.prepare(update, step)
         for _ in range(inputs.module.method.iterations):
             remaining, weight = len(work.parts), weight + work.weight
+            inputs.module.part = work.weight / max(1, remaining)
             for part in work.parts:
                 batch = batches.with_teacher_targets(work, part)
                 # The seed for dropout depends only on the step, the rank and the position in the step, so that a resumed

@@ -30,6 +30,7 @@ from trainer.model_files.base_digest import base_digest
 from trainer.model_files.base_weights import embedding_rows
 from trainer.models.model import load_tokenizer, require_compiler
 from trainer.models.packing_check import resolve_packing
+from trainer.models.tokenizer_output import untrained_end
 from trainer.records.telemetry import Heartbeat
 from trainer.rewards.reward_file import check_reward_file
 from trainer.strategy import Strategy, plan_of
@@ -141,15 +142,30 @@ def load_inputs(
         spec = settle(spec, _steps_about(spec, train_set))
     heartbeat("starting", note="loading the model")
     module = plan_of(spec).load_module(spec, world)
-    if spec.lora_r and spec.lora_dropout and not module.method.keeps_dropout and world.rank == 0:
-        print(
-            f"lora_dropout: {spec.lora_dropout:g} stays on with method={spec.method}, unlike in TRL: set 0 for its losses"
-        )
+    for line in filter(None, notes_of(spec, module, tokenizer) if world.rank == 0 else ()):
+        print(line)
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
     return TrainingInputs(
         spec, tokenizer, module, corpus, train_set, eval_set, data, len(set(chosen)), teacher, shown_date, base
     )
+
+
+def notes_of(spec: RunSpec, module: ModelWithLoss, tokenizer: Any) -> list[str]:
+    """Return lines about what a run does not train as the files of its model, or its spec, may suggest; empty ones among them."""
+    model: Any = module.model
+    base = model.get_base_model() if spec.lora_r else model
+    lost, dropout = (
+        module.router_loss.left_out,
+        spec.lora_dropout if spec.lora_r and not module.method.keeps_dropout else 0,
+    )
+    return [
+        getattr(model, "left_out", ""),
+        lost and f"{lost} of the model's config: no such loss is trained, as transformers computes none for this model",
+        dropout
+        and f"lora_dropout: {dropout:g} stays on with method={spec.method}, unlike in TRL: set 0 for its losses",
+        untrained_end(spec, base, tokenizer),
+    ]
 
 
 def _steps_about(spec: RunSpec, train_set: Corpus) -> int:

@@ -1,6 +1,7 @@
 """The model as the strategies call it: a micro-batch in, the loss of the method out."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from trainer.data.packing import IGNORED
 from trainer.method.method_base import Batch, Method
 from trainer.method.sft import SFT
 from trainer.models.chunked_loss import Tail
+from trainer.models.router_loss import RouterLoss
+from trainer.models.sample_rope import SampleRope
 
 
 class ModelWithLoss(nn.Module):
@@ -21,9 +24,14 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         self.model, self.method = model, method or SFT()
         self._loss_positions: torch.Tensor | None = None
+        self._balance: torch.Tensor | None = None  # the auxiliary loss of the last pass with gradients
+        self.part: float | None = (
+            None  # of the weight of the update, that the auxiliary loss of a micro-batch has; None: its labels
+        )
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Flash attention separates packed samples by their positions only within a single row.
         self._single_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
+        self.router_loss, self._rope = RouterLoss(base), SampleRope(base)
         head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         self._tail = Tail.of(base, compiled=compiled)
         whole = compiled and self._tail is None  # what is compiled has no hooks
@@ -57,10 +65,15 @@ class ModelWithLoss(nn.Module):
 
         Args:
             ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
-                every packed sample, by which transformers separates them (this requires ``use_cache=False``).
+                every packed sample, by which transformers separates them (this requires ``use_cache=False``), and are the
+                complement in padding.
             extra, places: see `Batch`.
         """
-        return self.method.loss(self, Batch(ids, positions, labels, extra, places))
+        loss = self.method.loss(self, Batch(ids, positions, labels, extra, places))
+        if (balance := self._balance) is not None:
+            self._balance = None
+            loss = loss + balance * ((labels[:, 1:] != IGNORED).sum() if self.part is None else self.part)
+        return loss
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.
@@ -96,13 +109,26 @@ class ModelWithLoss(nn.Module):
         """Return what the model returns as its logits. `selected`: the places that its head receives; None: all."""
         if self._single_row:
             ids, positions = ids.view(1, -1), positions.view(1, -1)
+        balanced = self.router_loss.weight and torch.is_grad_enabled()
+        options = {"output_router_logits": True} if balanced else {}
         self._loss_positions = selected
         try:
-            with self._tail.running() if self._tail else nullcontext():
-                found: torch.Tensor = self._run(input_ids=ids, position_ids=positions, use_cache=False).logits
+            with self._tail.running() if self._tail else nullcontext(), self.placed(positions) as places:
+                found = self._run(input_ids=ids, position_ids=places, use_cache=False, **options)
         finally:
             self._loss_positions = None
-        return found
+        if balanced and found.router_logits:
+            self._balance = self.router_loss(found.router_logits, positions < 0)
+        logits: torch.Tensor = found.logits
+        return logits
+
+    @contextmanager
+    def placed(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the positions as the model takes them, for a pass within the block. `positions`: see `forward`."""
+        padding = positions < 0
+        places = torch.where(padding, ~positions, positions)
+        with self._rope.lengths(places, padding):
+            yield places
 
     def selected_logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens at the selected places alone, [n, V]; arguments as for `logits`."""

@@ -90,7 +90,8 @@ class Tail:
             return output
         self._hidden = output[0].flatten(0, -2)[self._wanted[0]]
         self._output_type = type(output)
-        return self._output_type(last_hidden_state=self._hidden[None, :0])
+        routers = {"router_logits": found} if (found := getattr(output, "router_logits", None)) is not None else {}
+        return self._output_type(last_hidden_state=self._hidden[None, :0], **routers)
 
     def _return_loss(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self._wanted is not None and self._hidden is not None:

@@ -23,7 +23,7 @@ from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
 from trainer.model_files.base_weights import WeightDifferences, unexpected_names
 from trainer.model_files.model_shape import shape_of
-from trainer.models.model import add_lora, base_dtype, check_positions
+from trainer.models.model import add_lora, base_dtype
 from trainer.models.quantized import Quantizer
 from trainer.strategy.base import Batch
 from trainer.strategy.pipeline_split import PIPELINE_KINDS, check_ranks
@@ -174,7 +174,8 @@ class StageLoss(ModelWithLoss):
             if self.division.last:
                 loss: torch.Tensor = self(*batch)
                 return loss
-            output = self._decoder(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
+            with self.placed(batch.positions) as places:
+                output = self._decoder(input_ids=batch.ids, position_ids=places, use_cache=False)
             state: torch.Tensor = output.last_hidden_state
             return state
         finally:
@@ -194,7 +195,6 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     except Exception as error:
         raise UserError(f"model: cannot load {spec.model}: {first_line(error)}") from None
     parts = parts_of(spec, str(config.model_type))
-    check_positions(spec, "model", config)
     if getattr(config, "quantization_config", None):  # its tensors have scales, which a stage would ignore
         raise UserError(
             f"model: {spec.model} is quantized already, which strategy=pipeline cannot load: set another strategy"

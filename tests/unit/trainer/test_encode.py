@@ -97,6 +97,16 @@ def test_only_marked_answers_carry_loss(tokenizer: Any, template: str) -> None:
     assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
+def test_an_end_of_a_turn_that_is_no_token_is_a_warning(tokenizer: Any) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>\n{% endfor %}"
+    for end, wanted in (("<|im_end|>", "'<|im_end|>', which is no special token"), ("<|end|>", ""), ("", "")):
+        notes = encoder(tokenizer, template=template.replace("<|im_end|>", end)).encode(TALK).notes
+        assert [note.startswith("WARNING: the chat template ends a turn with ") for note in notes] == [True] * bool(
+            wanted
+        )
+        assert wanted in "".join(notes)
+
+
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, UNMARKED])
 def test_tool_calls_are_refused_by_a_template_without_them(tokenizer: Any, template: str) -> None:
     with pytest.raises(
@@ -226,7 +236,7 @@ def test_collate_lays_samples_out(corpus: Corpus, rows: list[list[int]], fixed: 
             end += last - first
         assert (ids[place, end:] == 2).all() and (labels[place, end:] == -100).all()
         # Positions restart once per sample: the padding is not a separate sample.
-        assert (positions[place] == 0).sum() == max(1, len(row))
+        assert ((positions[place] == 0) | (positions[place] == ~0)).sum() == max(1, len(row))
     if not rows:
         assert (labels == -100).all()
 

@@ -28,8 +28,9 @@ from trainer.data.template_text import end_of_turn, without_generation
 from trainer.gguf.special import complete
 from trainer.loop.final_export import save_in_parts
 from trainer.models import greedy_answers
-from trainer.models.model import load_tokenizer
-from trainer.models.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer
+from trainer.models.model import add_lora, load_tokenizer
+from trainer.models.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer, untrained_end
+from trainer.spec import make_spec
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -119,6 +120,33 @@ def test_what_ends_a_turn(template: str | None, end: str) -> None:
         unchanged = added is None or (isinstance(known, list) and added in known)
         assert changed != unchanged
         assert config.eos_token_id == (known if unchanged else [*([known] if known == 7 else known), added])
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "warns"),
+    [
+        ("zero", {}, True),
+        ("mean", {}, True),
+        ("twin", {}, True),
+        ("own", {}, False),
+        ("zero", {"lora_targets": "lm_head,embed_tokens"}, False),
+        ("zero", {"lora_r": 0}, False),
+    ],
+)
+def test_an_end_of_a_turn_that_was_never_trained(row: str, fields: dict[str, Any], warns: bool) -> None:
+    tokenizer = make_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    weight = model.lm_head.weight.data
+    weight[3] = {"zero": 0 * weight[3], "mean": weight.mean(0), "twin": weight[9], "own": weight[3]}[row]
+    spec = make_spec({"lora_targets": "q_proj", **fields}, "here")
+    base = add_lora(spec, model).get_base_model() if spec.lora_r else model
+    line = untrained_end(spec, base, tokenizer)
+    assert bool(line) == warns
+    if warns:
+        assert line.startswith(
+            "WARNING: <|im_end|>, which ends a turn, was never trained in this model's lm_head, and adapters leave"
+        )
 
 
 def test_a_gguf_file_knows_what_ends_a_turn(tmp_path: Path) -> None:
