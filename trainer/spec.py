@@ -1,11 +1,11 @@
 """Build and check a run spec from a YAML file, flags or ``-e`` values, and compare two specs. Importable without torch."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
@@ -163,10 +163,26 @@ def changed_fields(before: RunSpec, now: RunSpec, *, resumes: bool = True) -> li
     Args:
         resumes: whether the run starts anew, which may change some fields; one that waits or runs takes no change.
     """
-    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    may_differ = MUTABLE if resumes else {"run", "resume"}
+    return _changes(before.model_dump(mode="json"), now.model_dump(mode="json"), may_differ)
+
+
+def fixed_values(spec: RunSpec) -> dict[str, Any]:
+    """Return the fields that a resumed run must not change, as JSON data that is the same on every host: of a path, its name."""
+    paths = {name: Path(getattr(spec, name)).name for name in ("model", "teacher", "script")}
+    named = spec.model_copy(update=paths).with_dataset_paths([Path(source.path).name for source in spec.sources])
+    named = named.with_reward_files([Path(file).name for file in spec.reward_files])
+    return named.model_dump(mode="json", exclude={*MUTABLE, "automatic"})
+
+
+def changed_since(fixed: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the differences of two `fixed_values` as `changed_fields` does; a field that an earlier version did not have had its default."""
+    return _changes({name: to_jsonable_python(FIELDS[name].default) for name in now} | dict(fixed), dict(now), MUTABLE)
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], may_differ: Collection[str]) -> list[str]:
     if (old["packing"], new["packing"]) in ((True, "auto"), ("auto", True), ("auto", False)):
         old["packing"] = new["packing"]  # RunState.restore compares what auto chose
-    may_differ = MUTABLE if resumes else {"run", "resume"}
     names = [name for name in FIELDS if name not in may_differ and old[name] != new[name]]
     return [f"{name}: {_change(old[name], new[name])}" for name in names]
 

@@ -59,7 +59,8 @@ def check_owner(spec: RunSpec, run_dir: Path) -> None:
         changes = changed_fields(read_spec(file, {}, str(file)), spec)
         if changes:
             raise UserError(
-                f"run {spec.run} exists with a different spec ({'; '.join(changes)}): set another run name with run="
+                f"run {spec.run} exists with another spec ({'; '.join(changes)}): repeat the options with which it was started, set "
+                f"another run name with run=, or delete {run_dir}"
             )
         if spec.resume == "never" and (run_dir / "checkpoints").exists():
             raise UserError(

@@ -1,5 +1,6 @@
 """The training loop: from a spec to trained weights."""
 
+import functools
 import math
 import socket
 import time
@@ -27,6 +28,7 @@ from trainer.records.checkpoint import Saver, complete_checkpoints, find_checkpo
 from trainer.records.run_state import RunState
 from trainer.records.step_metrics import Reduced, StepMetrics
 from trainer.records.telemetry import Heartbeat, Recorder, drop_invalid_records, gpu_usage, replicate_metrics
+from trainer.spec import changed_since, fixed_values
 from trainer.strategy import Batch, Strategy, Update, make_strategy
 
 
@@ -265,9 +267,10 @@ def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpe
     """Load the newest checkpoint of the hosts, if there is one. Every rank calls it.
 
     Raises:
-        UserError: no checkpoint is usable, or it is that of other data or another base model.
+        UserError: no checkpoint is usable, or it is of another spec, other data or another base model.
     """
-    if newest := find_checkpoint(checkpoints, strategy.world, print, strategy.per_host_files):
+    differences = functools.partial(changed_since, now=state.spec)
+    if newest := find_checkpoint(checkpoints, strategy.world, print, strategy.per_host_files, differences):
         strategy.load(newest)
         state.restore(newest, spec)
         print(f"resuming from step {state.step} of {state.steps}")
@@ -349,13 +352,14 @@ def train(
     inputs = load_inputs(spec, data_dir / "store", world, heartbeat, run_dir, settle)
     strategy = make_strategy(inputs.spec, world, inputs.module)
     inputs = with_packing(inputs, strategy, world)
+    fixed = fixed_values(spec.model_copy(update={"torch_compile": inputs.spec.torch_compile}))
     spec, steps = inputs.spec, inputs.steps
     all_ranks, world = world, strategy.world
     inputs = compare_untrained(inputs, strategy, data_dir / "store", heartbeat)
     strategy.weigh = inputs.weigh
     batches = Batches(inputs, world, strategy, heartbeat)
     packed = bool(spec.packing)
-    state = RunState(steps, world.size, inputs.data, packed, spec.backend, inputs.template_date, inputs.base)
+    state = RunState(steps, world.size, inputs.data, packed, spec.backend, inputs.template_date, inputs.base, fixed)
 
     def waiting() -> bool:
         heartbeat("training", note="waiting for slower ranks")

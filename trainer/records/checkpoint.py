@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -286,7 +287,11 @@ class HostCheckpoint:
 
 
 def find_checkpoint(
-    folder: Path, world: World, log: Callable[[str], None], per_host_files: Collection[str] = ()
+    folder: Path,
+    world: World,
+    log: Callable[[str], None],
+    per_host_files: Collection[str] = (),
+    differences: Callable[[Mapping[str, Any]], list[str]] = lambda spec: [],
 ) -> Path | None:
     """Return the folder of the newest finite checkpoint that the hosts together hold, after copying missing files to each host.
 
@@ -296,21 +301,28 @@ def find_checkpoint(
     Args:
         log: receives a line about every checkpoint that is ignored or copied.
         per_host_files: files that differ between hosts; a host without them receives those of another.
+        differences: returns those of the run's spec from that of a checkpoint.
 
     Returns:
         The folder of the checkpoint, or None if there is none.
 
     Raises:
-        UserError: there are checkpoints, but none is complete and finite.
+        UserError: a host has one of another spec; or there are checkpoints, but none is complete and finite.
         DiskError: the disk of this host is full or not writable.
     """
     steps = complete_checkpoints(folder, log=log if world.is_host_leader else None, per_host_files=per_host_files)
     local = {step: HostCheckpoint.read(folder / f"step-{step:08d}", per_host_files) for step in steps}
     damaged = folder.is_dir() and any(_NAME.fullmatch(path.name) for path in folder.iterdir()) and not local
-    gathered = world.gather(({step: copy.as_list() for step, copy in local.items()}, damaged))
+    foreign = _foreign(folder, local, differences)
+    gathered = world.gather(({step: copy.as_list() for step, copy in local.items()}, damaged, foreign))
+    if foreign := next(filter(None, (each for *_, each in gathered)), ""):
+        raise UserError(
+            f"checkpoint: {foreign}: repeat the options with which that run was started, set another run name with run=, or "
+            "delete its folder on that host"
+        )
     all_hosts = [
         ({int(step): HostCheckpoint.from_list(copy, per_host_files) for step, copy in found.items()}, lacks)
-        for found, lacks in gathered
+        for found, lacks, _ in gathered
     ]
     for step, digest in _newest_first([found for found, _ in all_hosts]):
         holders = [copy if (copy := found.get(step)) and copy.digest == digest else None for found, _ in all_hosts]
@@ -332,6 +344,18 @@ def find_checkpoint(
             "restore one, or set another run name (or delete the folder) to start from step 0"
         )
     return None
+
+
+def _foreign(folder: Path, steps: Iterable[int], differences: Callable[[Mapping[str, Any]], list[str]]) -> str:
+    """Return which checkpoint of this host belongs to another spec, and the differences; an empty string if none does.
+
+    Those of earlier versions have no spec; `check_owner` and the controller compare the spec.yml beside them.
+    """
+    for path in (folder / f"step-{step:08d}" for step in steps):
+        spec = json.loads((path / STATE).read_text(encoding="utf-8")).get("spec")
+        if spec and (changes := differences(spec)):
+            return f"{path} on {socket.gethostname()} is of another spec ({'; '.join(changes)})"
+    return ""
 
 
 def _newest_first(all_ranks: list[dict[int, HostCheckpoint]]) -> list[tuple[int, str]]:

@@ -67,7 +67,8 @@ class RunState:
 
     `step` counts the steps that this rank has finished; `synced_step` is the newest step after which all ranks had the same
     model. `data` is the digest of the encoded dataset; `packing` says whether rows are packed; `template_date` is the date that the chat
-    template prints, empty if it prints none; `base` is the digest of the base model's files, empty if it is unknown.
+    template prints, empty if it prints none; `base` is the digest of the base model's files, empty if it is unknown; `spec` are its
+    `fixed_values`.
     """
 
     steps: int
@@ -77,6 +78,7 @@ class RunState:
     backend: str = "peft"
     template_date: str = ""
     base: str = ""
+    spec: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     synced_step: int = 0
     totals: dict[str, Any] = field(default_factory=_no_totals)
@@ -127,6 +129,7 @@ class RunState:
             "packing": self.packing,
             "backend": self.backend,
             **({"template_date": self.template_date} if self.template_date else {}),
+            **({"spec": self.spec} if self.spec else {}),
         }
 
     def begin(self, start: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -285,11 +286,21 @@ def test_a_different_spec_with_the_same_name_is_rejected(here: Here) -> None:
     assert here(**FEW) == 0
     kept = (here.run_dir() / "spec.yml").read_text()
     assert here(lr=0.5, **FEW) == 1
-    assert error(here) == "run r exists with a different spec (lr: was 0.01, now 0.5): set another run name with run="
+    changed = "(lr: was 0.01, now 0.5): repeat the options with which it was started, set another run name with run=, or delete"
+    assert error(here) == f"run r exists with another spec {changed} {here.run_dir()}"
     assert (here.run_dir() / "spec.yml").read_text() == kept
     assert here(resume="never", **FEW) == 1
     assert "has checkpoints in" in error(here) and "resume is never" in error(here)
     assert here(checkpoint_keep=5, **FEW) == 0, "a resumed run may change this field"
+    for name in ("spec.yml", "result.json"):  # as on a host whose folder another host's run has left
+        (here.run_dir() / name).unlink()
+    assert here(lr=0.5, **FEW) == 1
+    (path,) = re.findall(
+        r"checkpoint: (\S+) on \S+ is of another spec \(lr: was 0.01, now 0.5\): repeat the", error(here)
+    )
+    assert Path(path).parent == here.run_dir() / "checkpoints"
+    (here.run_dir() / "spec.yml").unlink()
+    assert here(**FEW) == 0, "its own"
 
 
 def test_a_changed_dataset_or_base_model_is_rejected(here: Here, tmp_path: Path) -> None:

@@ -320,4 +320,4 @@ def test_a_finished_run_without_checkpoints_keeps_its_spec(here: Here) -> None:
     assert here(max_steps=2, precision="32-true", batch_size="auto") == 0
     assert "auto: this run started with" in here.out and "is finished" in here.out
     assert here(max_steps=2, precision="32-true", batch_size="auto", lr=0.5) != 0
-    assert "run r exists with a different spec (lr: was 0.01, now 0.5)" in here.err
+    assert "run r exists with another spec (lr: was 0.01, now 0.5)" in here.err

@@ -13,7 +13,7 @@ from trainer.model_files import base_digest as digests
 from trainer.model_files.base_digest import base_digest
 from trainer.records.run_state import RunHistory, RunState
 from trainer.records.step_metrics import RankUse, StepMetrics
-from trainer.spec import changed_fields, make_spec
+from trainer.spec import changed_fields, changed_since, fixed_values, make_spec
 
 SPEC = make_spec({"run": "r", "dataset": "d.jsonl"}, "")
 
@@ -220,3 +220,20 @@ def test_the_digest_of_a_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "lacking.safetensors"}}))
     assert base_digest(str(tmp_path)) == "", "a host that lacks a file does not know the model"
     assert base_digest("no/such-model") == ""
+
+
+def test_the_spec_of_a_checkpoint_is_that_of_any_host_and_of_any_version() -> None:
+    def fixed(home: str, **more: Any) -> dict[str, Any]:
+        paths = {
+            "model": f"{home}/m",
+            "dataset": [{"path": f"{home}/d.jsonl"}],
+            "reward": [f"{home}/r.py", {"use": "regex", "pattern": "a/b"}],
+        }
+        return fixed_values(make_spec({"method": "grpo", "run": home[1:], **paths, **more}, "the test"))
+
+    here = fixed("/a")
+    assert here == fixed("/b", checkpoint_keep=7) and json.loads(json.dumps(here)) == here
+    without = {name: value for name, value in here.items() if name not in ("lora_targets", "grpo_beta", "packing")}
+    assert changed_since(without, here) == [] == changed_since(here | {"packing": True}, here), "an earlier version"
+    assert changed_since(without, fixed("/a", grpo_beta=0.1)) == ["grpo_beta: was 0.0, now 0.1"]
+    assert changed_since(here, fixed("/a", reward="/c/r.py")) != []

@@ -90,7 +90,7 @@ def plan_run(
         return RunPlan(entries, "running", port, [f"run {run} is already running: following it"], spec)
     if previous.begun and any(h.facts["stop_wanted"] and _attempt(h) == last_attempt for h in hosts):  # by a user
         return RunPlan(entries, "stopped", port, [stopped_line(run)], spec)
-    phase: Phase = "finished" if is_finished(hosts, prepared.spec_on(entries[0].data_dir, spec)) else "new"
+    phase: Phase = "finished" if is_finished(hosts, prepared, spec) else "new"
     if phase == "finished" and not preview:
         return RunPlan(entries, phase, port, [], spec)
     done = f"run {run} is finished and will not start again: this is its plan, which a run of another name would have"
@@ -234,23 +234,22 @@ def check_running_spec(head: HostState, prepared: PreparedRun, data_dir: str, sp
         )
 
 
-def is_finished(hosts: list[HostState], spec: RunSpec) -> bool:
+def is_finished(hosts: list[HostState], prepared: PreparedRun, spec: RunSpec) -> bool:
     """Return whether the run has finished on every host.
 
     Raises:
-        PlanError: its folder holds another spec, or checkpoints while `resume` is never.
+        PlanError: the run's folder on a host holds another spec, or checkpoints while `resume` is never.
     """
-    facts = hosts[0].facts
-    if facts["spec"] is not None:
-        if different := changed_fields(staged_spec(hosts[0]), spec):
+    another = f"choose another name with {front_end.option('run', 'NAME')}"
+    for host in (host for host in hosts if host.facts["spec"] is not None):
+        folder = f"{host.host.data_dir}/runs/{spec.run}"
+        if different := changed_fields(staged_spec(host), prepared.spec_on(host.host.data_dir, spec)):
             raise PlanError(
-                f"run {spec.run} exists with another spec ({'; '.join(different)}): repeat the options with which it was started, "
-                f"or choose another name with {front_end.option('run', 'NAME')}"
+                f"run {spec.run} exists with another spec ({'; '.join(different)}) on {host.name}: repeat the options with which "
+                f"it was started, {another}, or delete {folder} there"
             )
-        if spec.resume == "never" and (facts["result"] or {}).get("status") != "finished":
-            raise PlanError(
-                f"run {spec.run} has checkpoints and resume is never: choose another name with {front_end.option('run', 'NAME')}"
-            )
+        if spec.resume == "never" and (host.facts["result"] or {}).get("status") != "finished":
+            raise PlanError(f"run {spec.run} has checkpoints on {host.name} and resume is never: {another}")
     return all((host.facts["result"] or {}).get("status") == "finished" for host in hosts)
 
 
