@@ -12,13 +12,13 @@ from trainer.common.formats import printable, quoted
 from trainer.config.aliases import MUTABLE, is_of_a_run, resolve_aliases, suggest
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
-from trainer.config.fields import is_off, mismatch
+from trainer.config.fields import as_text, is_off, metadata, mismatch
 from trainer.config.reward_source import RewardSource
 from trainer.config.run_spec import FIELDS, RunSpec
 from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import read_yaml
-from trainer.method import METHODS, method_named, method_of
-from trainer.strategy import AUTO, STRATEGIES, plan_of
+from trainer.method import method_of
+from trainer.strategy import AUTO, plan_of
 from trainer.strategy.deepspeed_file import derived_fields
 
 MAX_LISTED = 5  # unknown names in an error message
@@ -87,36 +87,40 @@ def _unknown_key(problem: ErrorDetails) -> bool:
 
 
 def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
-    """Check that the strategy and the method use every field that a user gave. Raises UserError.
+    """Check that every field that a user gave has an effect, unless it is off or has its default. Raises UserError.
 
     Args:
         given: names of fields. Most of them are in the file of a run, which is not checked.
     """
     given = [name for name in given if name in FIELDS]
-    if is_of_a_run(given):
-        return
-    _check_method(spec, given, source)
-    if spec.strategy == AUTO:
-        return
-    used = plan_of(spec).field_prefixes(spec)
-    for name in given:
-        prefix = name.partition("_")[0]
-        asks = not is_off(getattr(spec, name)) or getattr(spec, name) != FIELDS[name].default
-        if asks and prefix in (*STRATEGIES, "replica") and prefix not in used:
-            owner = "diloco" if prefix == "replica" else prefix
-            raise UserError(
-                f"run spec: {name} has no effect with strategy={spec.strategy}: set strategy={owner}, or omit {name} ({source})"
-            )
+    for name in () if is_of_a_run(given) else given:
+        if missing := missing_for(spec, name):
+            raise UserError(f"run spec: {name} has no effect {missing[0]}: {missing[1]}, or omit {name} ({source})")
 
 
-def _check_method(spec: RunSpec, given: Iterable[str], source: str) -> None:
-    """Check that the method uses every field of a method that a user gave. Raises UserError."""
-    for name in set(given) - method_of(spec).fields:
-        users = [method for method in METHODS if name in method_named(method).fields]
-        if users and getattr(spec, name) != FIELDS[name].default:
-            raise UserError(
-                f"run spec: {name} has no effect with method={spec.method}: set method={' or '.join(users)}, or omit {name} ({source})"
-            )
+def missing_for(spec: RunSpec, name: str) -> tuple[str, str] | None:
+    """Return without what a field has no effect in a run, and what to do; None if it has one, or asks for nothing.
+
+    The declaration of a field says what it `needs`. What strategy=auto will choose is not known.
+    """
+    if (value := getattr(spec, name)) == FIELDS[name].default or is_off(value):
+        return None
+    for need in metadata(FIELDS[name])["needs"].split():
+        left, _, right = need.partition("=")
+        values = {other: as_text(getattr(spec, other)) for other in left.split("|")}
+        found, words = {*values.values()}, {*right.split("|")}
+        if left == "strategy":
+            words |= {AUTO}
+            found |= {spec.replica_strategy} if spec.strategy == "diloco" else set()
+        # The least value that a number may have, such as one iteration, asks for nothing.
+        least = {f"{limit.ge}" for other in values for limit in FIELDS[other].metadata if hasattr(limit, "ge")}
+        if found.isdisjoint(words) if right else all(is_off(said) or said in least for said in found):
+            shown = [
+                f"with {other}={said}" if said not in ("", "()") else f"without {other}"
+                for other, said in values.items()
+            ]
+            return " and ".join(shown), f"set {need.replace('|', ' or ')}"
+    return None
 
 
 def read_spec(

@@ -17,7 +17,7 @@ from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config import parse_mapping
-from trainer.spec import make_spec
+from trainer.spec import check_given, make_spec
 from trainyard.cli import __main__ as program
 from trainyard.import_file.import_options import ImportOptions
 from trainyard.import_file.spec_text import import_files, tool_of
@@ -49,7 +49,7 @@ def imported(folder: Path, *files: dict[str, Any], **how: Any) -> tuple[dict[str
     """Return the fields that a spec sets, and its text."""
     text = "\n".join(import_files(written(folder, *files), **how).lines)
     values = parse_mapping(text, "the spec")
-    make_spec(values, "the spec")
+    check_given(make_spec(values, "the spec"), values, "the spec")
     return values, text
 
 

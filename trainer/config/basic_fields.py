@@ -45,28 +45,34 @@ class BasicFields(BaseModel):
         "'observatory' (part of trainyard), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         expected=EXPECTED["dataset"],
+        needs="fake_data=false",
     )
-    dataset_split: str = declare("train", "split of a hub dataset or a folder", min_length=1)
-    dataset_config: str = declare("", "configuration (subset) of a hub dataset")
+    dataset_split: str = declare("train", "split of a hub dataset or a folder", min_length=1, needs="fake_data=false")
+    dataset_config: str = declare("", "configuration (subset) of a hub dataset", needs="fake_data=false")
     columns: Columns = declare(
         {},
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
         expected=EXPECTED["columns"],
+        needs="fake_data=false",
     )
     keep_going: Words = declare(
         (),
         "what a run ignores instead of refusing it: keys of records and messages, such as score or weight; dropped: that more than "
         "half of the samples, or of a teacher's answers, are dropped",
+        needs="fake_data=false",
     )
     system: Literal["keep", "prepend"] = declare(
         "keep",
         "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
         "for templates without a system role",
         expected="keep or prepend (the system message of a distillation is system_message)",
+        needs="fake_data=false",
     )
     fake_data: bool = declare(False, "train on random tokens instead of the dataset, to measure speed")
     train_on: Literal["answer", "all"] = declare(
-        "answer", "tokens that contribute to the loss: only the assistant's answers, or all"
+        "answer",
+        "tokens that contribute to the loss: only the assistant's answers, or all",
+        needs="method=sft fake_data=false",
     )
     seq_length: int = declare(
         1024,

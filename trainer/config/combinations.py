@@ -70,8 +70,6 @@ def _check_script(spec: RunSpec) -> None:
 
 def _check_distillation(spec: RunSpec) -> None:
     """Check the fields of a run with a teacher. Raises ValueError with one line."""
-    if spec.gkd_beta and not spec.teacher:
-        raise ValueError(f"gkd_beta: {spec.gkd_beta:g} requires a teacher model: set teacher, or gkd_beta=0")
     if spec.distill_alpha and not spec.teacher:
         raise ValueError(
             f"distill_alpha: {spec.distill_alpha:g} requires a teacher model, whose probabilities the ranks compute: "

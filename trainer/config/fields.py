@@ -34,6 +34,7 @@ def declare(
     expected: str = "",
     minus_one: int | None = None,
     automatic: bool = False,
+    needs: str = "",
     **constraints: Any,
 ) -> Any:
     """Declare one field of a schema.
@@ -50,6 +51,8 @@ def declare(
         minus_one: the value that other tools write as -1, such as 0 for a limit that 0 disables.
         automatic: whether the value `auto`, which is the default then, leaves the field to the hosts; `default` stands in until
             they have decided.
+        needs: without which the field has no effect: conditions with spaces between them, such as ``method=dpo|kto`` and ``lora_r``,
+            which is a field that is not off, or has more than its least value; of ``a|b``, one suffices.
         constraints: passed on to pydantic (``ge=1``, ``pattern=...``).
     """
     extra: dict[str, Any] = {
@@ -60,6 +63,7 @@ def declare(
         "expected": expected,
         "minus_one": minus_one,
         "automatic": automatic,
+        "needs": needs,
     }
     if isinstance(default, float):
         constraints["allow_inf_nan"] = False
@@ -105,7 +109,7 @@ def as_text(value: Any) -> str:
 
 def is_off(value: Any) -> bool:
     """Return whether a value of an option that has no words of its own disables it."""
-    return as_text(value) in (*NO_WORDS, "0", "", "{}")
+    return as_text(value) in (*NO_WORDS, "0", "0.0", "", "{}", "[]", "()")
 
 
 def meant_word(value: Any, words: Collection[str]) -> str:

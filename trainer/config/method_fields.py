@@ -18,10 +18,7 @@ class MethodFields(BasicFields):
         le=1,
     )
     distill_temperature: float = declare(
-        1.0,
-        "temperature of teacher and student in the KL term",
-        ge=0.01,
-        le=100,
+        1.0, "temperature of teacher and student in the KL term", ge=0.01, le=100, needs="teacher"
     )
     teacher: str = declare(
         "",
@@ -33,12 +30,14 @@ class MethodFields(BasicFields):
         "divergence from the teacher: 0: KL(teacher, student); 1: KL(student, teacher); between: generalised Jensen-Shannon",
         ge=0,
         le=1,
+        needs="teacher",
     )
     reward: Rewards = declare(
         (),
         "grpo: what rates a completion, each with a weight after a colon: Python files, and exact, regex, length, format and json; "
         "see docs/rewards.md",
         expected=EXPECTED_REWARD,
+        needs="method=grpo",
     )
     reward_timeout: float = declare(
         60.0,
@@ -47,58 +46,89 @@ class MethodFields(BasicFields):
         le=MAX_SECONDS,
         unit="seconds",
         mutable=True,
+        needs="method=grpo",
     )
-    grpo_group_size: int = declare(8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096)
+    grpo_group_size: int = declare(
+        8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096, needs="method=grpo"
+    )
     grpo_max_tokens: int | None = declare(
         None,
         "grpo: maximum length of a completion; the prompt has the rest of seq_length; unset: half of seq_length",
         ge=1,
         le=1_048_576,
         unit="tokens",
+        needs="method=grpo",
     )
     grpo_temperature: float = declare(
-        1.0, "grpo: temperature at which the model writes completions, and of their probabilities", ge=0.01, le=100
+        1.0,
+        "grpo: temperature at which the model writes completions, and of their probabilities",
+        ge=0.01,
+        le=100,
+        needs="method=grpo",
     )
     grpo_beta: float = declare(
         0.0,
         "grpo: weight of the KL divergence from the model without its adapter; requires LoRA",
         ge=0,
         le=MAX_NUMBER,
+        needs="method=grpo",
     )
     grpo_epsilon: float = declare(
-        0.2, "grpo: clip the ratio of new to old probabilities below at 1 - grpo_epsilon", ge=0, lt=1
+        0.2,
+        "grpo: clip the ratio of new to old probabilities below at 1 - grpo_epsilon",
+        ge=0,
+        lt=1,
+        needs="method=grpo grpo_iterations|rollout_servers",
     )
     grpo_epsilon_high: float = declare(
-        0.0, "grpo: clip the ratio above at 1 + grpo_epsilon_high; 0: grpo_epsilon", ge=0, le=MAX_NUMBER
+        0.0,
+        "grpo: clip the ratio above at 1 + grpo_epsilon_high; 0: grpo_epsilon",
+        ge=0,
+        le=MAX_NUMBER,
+        needs="method=grpo grpo_iterations|rollout_servers",
     )
     grpo_iterations: int = declare(
-        1, "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped", ge=1, le=1000
+        1,
+        "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped",
+        ge=1,
+        le=1000,
+        needs="method=grpo",
     )
     grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = declare(
         "dapo",
         "grpo: mean of the loss over all tokens of a step (dapo), over the means of the completions (grpo), or of the sums of "
         "completions over grpo_max_tokens (dr_grpo)",
+        needs="method=grpo",
     )
     grpo_scale_rewards: Literal["group", "batch", "none"] = declare(
         "group",
         "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
+        needs="method=grpo",
     )
     rollout_servers: Words = declare(
         (),
         "grpo: servers that write completions with the newest adapter, beside the ranks: addresses of Ollama (http://10.0.0.5:11434) "
         "and of vLLM (http://10.0.0.6:8000/v1), or cluster or all: the Ollama servers of the cluster, or of the inventory",
         mutable=True,
+        needs="method=grpo",
     )
     rollout_model: str = declare(
         "",
         "grpo: name of the base model on the Ollama servers, such as smollm2:135m; empty: they get that of the run, in 16 bits",
         mutable=True,
+        needs="method=grpo rollout_servers",
     )
     rollout_ranks: bool = declare(
-        True, "grpo: ranks write completions, too, if there are rollout_servers", mutable=True
+        True,
+        "grpo: ranks write completions, too, if there are rollout_servers",
+        mutable=True,
+        needs="method=grpo rollout_servers",
     )
     rollout_folder: str = declare(
-        "", "grpo: folder that the first host shares with vLLM servers, in which they find the adapters", mutable=True
+        "",
+        "grpo: folder that the first host shares with vLLM servers, in which they find the adapters",
+        mutable=True,
+        needs="method=grpo rollout_servers",
     )
     max_staleness: int = declare(
         1,
@@ -108,6 +138,7 @@ class MethodFields(BasicFields):
         le=64,
         unit="steps",
         mutable=True,
+        needs="method=grpo rollout_servers",
     )
     preference_beta: float = declare(
         0.1,
@@ -115,17 +146,29 @@ class MethodFields(BasicFields):
         gt=0,
         le=1000,
         suggested_names=["beta"],
+        needs="method=dpo|orpo|kto",
     )
     preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = declare(
-        "sigmoid", "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing"
+        "sigmoid",
+        "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing",
+        needs="method=dpo",
     )
     preference_label_smoothing: float = declare(
-        0.0, "dpo: fraction of the pairs with the wrong order, for preference_loss=robust", ge=0, lt=0.5
+        0.0,
+        "dpo: fraction of the pairs with the wrong order, for preference_loss=robust",
+        ge=0,
+        lt=0.5,
+        needs="method=dpo",
     )
     preference_precompute: bool = declare(
         False,
         "dpo, kto: compute the log-probabilities of the reference before the first step, and keep them in the store; "
         "always without LoRA and in pipelines. Otherwise every step computes them with the adapter switched off",
+        needs="method=dpo|kto",
     )
-    kto_desirable_weight: float = declare(1.0, "kto: weight of the loss of good answers", gt=0, le=1000)
-    kto_undesirable_weight: float = declare(1.0, "kto: weight of the loss of bad answers", gt=0, le=1000)
+    kto_desirable_weight: float = declare(
+        1.0, "kto: weight of the loss of good answers", gt=0, le=1000, needs="method=kto"
+    )
+    kto_undesirable_weight: float = declare(
+        1.0, "kto: weight of the loss of bad answers", gt=0, le=1000, needs="method=kto"
+    )

@@ -42,14 +42,9 @@ def rollout_error(spec: RunSpec) -> str:
     """Return why the servers of a run cannot write completions, or an empty string."""
     servers = spec.rollout_servers
     if not servers:
-        given = {
-            "rollout_ranks": not spec.rollout_ranks,
-            "rollout_model": spec.rollout_model,
-            "rollout_folder": spec.rollout_folder,
-            "max_staleness": spec.max_staleness != type(spec).model_fields["max_staleness"].default,
-        }
-        name = next((name for name, value in given.items() if value), "")
-        return f"{name}: without rollout_servers, only ranks write: omit {name}" if name else ""
+        return (
+            "" if spec.rollout_ranks else "rollout_ranks: without rollout_servers, only ranks write: omit rollout_ranks"
+        )
     for each in servers:
         found = _ADDRESS.fullmatch(each)
         if each not in FOUND and not (found and 0 < int((found[2] or ":1")[1:]) < 65536):

@@ -14,49 +14,23 @@ from trainer.config.presets import FORMER_DATASET, OBSERVATORY
 if TYPE_CHECKING:
     from trainer.config.run_spec import RunSpec
 
-# Fields that count only if they are set, so that a run of an earlier version keeps its default name.
-_LATER_FIELDS = (
-    "script",
-    "dataset_config",
-    "columns",
-    "system",
-    "distill_alpha",
-    "distill_temperature",
-    "teacher",
-    "gkd_beta",
-    "averaging_rank",
-    "comm_dtype",
-    "shared_seed",
-    "data_part",
-    "method",
-    "grpo_group_size",
-    "grpo_max_tokens",
-    "grpo_temperature",
-    "grpo_beta",
-    "grpo_epsilon",
-    "grpo_epsilon_high",
-    "grpo_iterations",
-    "grpo_loss",
-    "grpo_scale_rewards",
-    "preference_beta",
-    "preference_loss",
-    "preference_label_smoothing",
-    "preference_precompute",
-    "kto_desirable_weight",
-    "kto_undesirable_weight",
+# Fields that always count, as in the first version. Any other counts only if it asks for something, so that it renames no earlier run.
+_FIRST_FIELDS = (
+    "model backend dataset dataset_split keep_going fake_data train_on seq_length packing epochs max_steps batch_size "
+    "gradient_accumulation total_batch_size lr schedule warmup weight_decay max_grad_norm lora_r lora_alpha quantize lora_dropout "
+    "lora_targets precision optimizer kernels gradient_checkpointing torch_compile strategy fsdp_shard local_steps outer_lr "
+    "outer_momentum replica_hosts replica_strategy seed eval_split"
 )
 
 
 def spec_digest(spec: RunSpec) -> str:
     """Return 6 hex digits that identify all fields of a spec that a resumed run must not change."""
-    fields = type(spec).model_fields
+    fields, first = type(spec).model_fields, _FIRST_FIELDS.split()
     # Fields keep their former names here for the same reason.
     fixed = {
         name: value
         for name, value in spec.model_dump(mode="json").items()
-        if not metadata(fields[name])["mutable"]
-        and not (name in _LATER_FIELDS and value == fields[name].default)
-        and not (name == "reward" and not value)  # a list, which as JSON does not equal its default
+        if not metadata(fields[name])["mutable"] and (name in first or getattr(spec, name) != fields[name].default)
     }
     if fixed["dataset"] == OBSERVATORY and (fixed.get("script") or fixed["fake_data"]):
         fixed["dataset"] = FORMER_DATASET  # they have no dataset, and the default was another

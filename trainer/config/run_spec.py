@@ -51,7 +51,12 @@ class RunSpec(MethodFields):
         16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, suggested_names=["lora", "r", "rank"]
     )
     lora_alpha: float = declare(
-        32.0, "scaling of the adapters: lora_alpha / lora_r", gt=0, le=MAX_NUMBER, suggested_names=["alpha"]
+        32.0,
+        "scaling of the adapters: lora_alpha / lora_r",
+        gt=0,
+        le=MAX_NUMBER,
+        suggested_names=["alpha"],
+        needs="lora_r",
     )
     quantize: Literal["none", "nf4"] = declare(
         "none",
@@ -64,12 +69,14 @@ class RunSpec(MethodFields):
         ge=0,
         lt=1,
         suggested_names=["dropout"],
+        needs="lora_r",
     )
     lora_targets: Words = declare(
         ("all-linear",),
         "names of the layers that get an adapter, all of which must exist, or all-linear",
         min_length=1,
         max_length=1000,
+        needs="lora_r",
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
         "32-true",
@@ -105,11 +112,13 @@ class RunSpec(MethodFields):
     fsdp_shard: Literal["all", "gradients", "host"] = declare(
         "all",
         "fsdp: shard over all ranks; gradients: as all, but layers stay gathered from the forward to the backward pass; host: one model per host, over its ranks",
+        needs="strategy=fsdp",
     )
     fsdp_offload: bool = declare(
         False,
         "fsdp: keep weights, gradients and optimizer state in host memory; every pass copies layers to the GPU",
         mutable=True,
+        needs="strategy=fsdp",
     )
     deepspeed_stage: int = declare(
         2,
@@ -118,34 +127,54 @@ class RunSpec(MethodFields):
         le=3,
         mutable=True,
         suggested_names=["zero_optimization"],
+        needs="strategy=deepspeed",
     )
     deepspeed_offload: Literal["none", "optimizer", "all"] = declare(
         "none",
         "deepspeed: what ZeRO offloads to host memory: optimizer state, or with stage 3 all (also weights)",
         mutable=True,
+        needs="strategy=deepspeed",
     )
     deepspeed_config: DeepSpeedOptions = declare(
         {},
         "deepspeed: options of DeepSpeed that no field has, such as bucket sizes; a path is replaced by the file's contents",
         mutable=True,
         expected="the path of a JSON file, or options of DeepSpeed as a mapping",
+        needs="strategy=deepspeed",
     )
     local_steps: int = declare(
-        10, "diloco: inner steps between two synchronizations of the replicas", ge=1, le=100_000, unit="steps"
+        10,
+        "diloco: inner steps between two synchronizations of the replicas",
+        ge=1,
+        le=100_000,
+        unit="steps",
+        needs="strategy=diloco",
     )
-    outer_lr: float = declare(0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER)
-    outer_momentum: float = declare(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
+    outer_lr: float = declare(
+        0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER, needs="strategy=diloco"
+    )
+    outer_momentum: float = declare(
+        0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1, needs="strategy=diloco"
+    )
     replica_hosts: int = declare(
-        1, "diloco, averaging: number of consecutive hosts that form one replica", ge=1, le=4096, unit="hosts"
+        1,
+        "diloco, averaging: number of consecutive hosts that form one replica",
+        ge=1,
+        le=4096,
+        unit="hosts",
+        needs="strategy=diloco|averaging",
     )
     averaging_rank: int = declare(
         0,
         "averaging: rank of the averaged adapter; 0: exact, the sum of the workers' ranks; less: the best approximation",
         ge=0,
         le=4096,
+        needs="strategy=averaging lora_r",
     )
     replica_strategy: Literal["ddp", "fsdp", "pipeline"] = declare(
-        "ddp", "diloco: strategy within a replica; fsdp shards the model, pipeline divides its layers"
+        "ddp",
+        "diloco: strategy within a replica; fsdp shards the model, pipeline divides its layers",
+        needs="strategy=diloco",
     )
     comm_dtype: Annotated[Literal["auto", "32", "bf16"], _WORD] = declare(
         "auto",
@@ -159,6 +188,7 @@ class RunSpec(MethodFields):
         max_length=MAX_TEXT,
         pattern=r"^([0-9]{1,4}(,[0-9]{1,4})*)?$",
         expected="numbers separated by commas, such as 10,6",
+        needs="strategy=pipeline",
     )
     automatic: Annotated[tuple[AutomaticName, ...], BeforeValidator(split_words)] = declare(
         AUTOMATIC,
@@ -180,12 +210,21 @@ class RunSpec(MethodFields):
         pattern=r"^(shard:[0-9]{1,4}/[0-9]{1,4}|bootstrap)?$",
         expected="shard:2/4, bootstrap, or nothing",
     )
-    eval_split: float = declare(0.05, "fraction of the samples held out for evaluation; 0: none", ge=0, le=0.5)
+    eval_split: float = declare(
+        0.05, "fraction of the samples held out for evaluation; 0: none", ge=0, le=0.5, needs="fake_data=false"
+    )
     eval_interval: Interval = declare(
-        100, "steps between evaluations; epoch: after each epoch; 0: only at the end", expected=_INTERVAL, mutable=True
+        100,
+        "steps between evaluations; epoch: after each epoch; 0: only at the end",
+        expected=_INTERVAL,
+        mutable=True,
+        needs="eval_split fake_data=false",
     )
     eval_start: bool = declare(
-        False, "also evaluate before the first step: the loss of the untrained model", mutable=True
+        False,
+        "also evaluate before the first step: the loss of the untrained model",
+        mutable=True,
+        needs="eval_split fake_data=false",
     )
     checkpoint_interval: Interval = declare(
         25, "steps between checkpoints; epoch: after each epoch; 0: only at the end", expected=_INTERVAL, mutable=True
@@ -197,7 +236,10 @@ class RunSpec(MethodFields):
         "auto", "auto: resume from the newest complete checkpoint; never: fail if the run has one", mutable=True
     )
     merge: bool = declare(
-        False, "also write base model and adapter merged into one model: merged/ on the head", mutable=True
+        False,
+        "also write base model and adapter merged into one model: merged/ on the head",
+        mutable=True,
+        needs="lora_r",
     )
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(split_words)] = declare(
         ("tensorboard",), "metric loggers", mutable=True, min_length=1

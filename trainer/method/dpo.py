@@ -39,7 +39,6 @@ else:
 class DPOPlan(PreferencePlan):
     """The plan of DPO. A pair is one sample with two sequences."""
 
-    fields = frozenset(("preference_beta", "preference_loss", "preference_label_smoothing", "preference_precompute"))
     sequences = 2
     sums = PAIR_SUMS
     has_reference = True

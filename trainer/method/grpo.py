@@ -41,17 +41,11 @@ else:
 STRATEGIES = ("ddp", "diloco", AUTO)
 _KEY = 0x6B6403  # separates these random numbers from those of other purposes
 _EXAMPLES = 4  # completions of a step that are kept for a person to read
-_FIELDS = (
-    "reward reward_timeout grpo_group_size grpo_max_tokens grpo_temperature grpo_beta grpo_epsilon grpo_epsilon_high "
-    "grpo_iterations grpo_loss grpo_scale_rewards rollout_servers rollout_model rollout_ranks rollout_folder max_staleness"
-)
 _SUMS = "completions rated reward spread groups flat written ended kl low high own write_seconds"
 
 
 class GRPOPlan(MethodPlan):
     """The plan of group relative policy optimization."""
-
-    fields = frozenset(_FIELDS.split())
 
     def validate(self, spec: RunSpec) -> None:
         if not spec.reward:

@@ -44,7 +44,6 @@ _PARTNER_KEY = 0x4B70  # separates the permutation of partners from those of oth
 class KTOPlan(PreferencePlan):
     """The plan of KTO."""
 
-    fields = frozenset(("preference_beta", "preference_precompute", "kto_desirable_weight", "kto_undesirable_weight"))
     sums = ("good", "bad", "good_rewards", "bad_rewards", "good_logps", "bad_logps", "kl")
     has_reference = True
 

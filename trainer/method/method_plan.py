@@ -22,8 +22,6 @@ class MethodPlan:
     `trainer.config.methods.METHODS`. The defaults describe supervised fine-tuning.
     """
 
-    # Fields of the run spec that only methods use, and that this one uses.
-    fields: ClassVar[frozenset[str]] = frozenset()
     sequences: ClassVar[int] = 1  # sequences of one sample in a pass with gradients; each takes a row of a micro-batch
     has_reference: ClassVar[bool] = False  # the loss compares the model with the untrained one
     # The work of a step is that of its tokens: no reference, no completions, no second sequence. MFU is known then.

@@ -30,7 +30,6 @@ else:
 class ORPOPlan(PreferencePlan):
     """The plan of ORPO. A pair is one sample with two sequences."""
 
-    fields = frozenset(("preference_beta",))
     sequences = 2
     sums = (*PAIR_SUMS, "cross_entropy")
 

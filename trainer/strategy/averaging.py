@@ -42,13 +42,6 @@ _STOP = "averaging/stop"
 class AveragingPlan(StrategyPlan):
     """The plan of averaging. The defaults apply: no communication within a step."""
 
-    def field_prefixes(self, spec: RunSpec) -> set[str]:
-        return {spec.strategy, "replica"}
-
-    def validate(self, spec: RunSpec) -> None:
-        if spec.averaging_rank and not spec.lora_r:
-            raise ValueError("averaging_rank: full weights have no rank: set lora_r, or remove averaging_rank")
-
     def strategy_class(self, spec: RunSpec) -> type[Strategy]:
         return Averaging
 

@@ -104,9 +104,6 @@ class DiLoCoPlan(StrategyPlan):
     def needs_own_gpus(self, spec: RunSpec) -> bool:
         return _INNER_PLANS[spec.replica_strategy].needs_own_gpus(spec)
 
-    def field_prefixes(self, spec: RunSpec) -> set[str]:
-        return {spec.strategy, spec.replica_strategy, "replica"}
-
     def sharded_weights(self, spec: RunSpec) -> bool:
         return spec.replica_strategy != "ddp"
 

@@ -57,10 +57,6 @@ class StrategyPlan:
     def validate(self, spec: RunSpec) -> None:
         """Check that the fields of the spec can be combined. Raises ValueError with one line."""
 
-    def field_prefixes(self, spec: RunSpec) -> set[str]:
-        """Return the prefixes of the spec's fields that the strategy uses beside those of every run."""
-        return {spec.strategy}
-
     def needs_packages(self, spec: RunSpec) -> dict[str, str]:
         """Return {Python package: the setting that needs it} beyond the packages of every run."""
         return {}

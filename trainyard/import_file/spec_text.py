@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 from trainer.common.formats import counted, printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, parse_mapping
-from trainer.spec import make_spec
+from trainer.spec import make_spec, missing_for
 from trainyard.import_file.config_file import read_names
 from trainyard.import_file.import_options import ImportOptions
 from trainyard.import_file.parallelism import keep_deepspeed, settle_deepspeed, settle_strategy
@@ -100,6 +100,10 @@ def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> I
         each.set_defaults(found)
     if found.accumulation or any(each.trains for each in tools):
         found.count_rows(tools[0].name)
+    spec = make_spec(found.values, f"the spec from {printable(files[0])}")
+    for name, missing in [(name, missing_for(spec, name)) for name in found.values]:
+        if missing:
+            found.drop(name, f"{name} has no effect {missing[0]}", unused=True)
     return _written(found, files, tools)
 
 

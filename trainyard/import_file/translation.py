@@ -152,9 +152,9 @@ class Translation:
             self.values[name] = converted
             self.note(name, key, given, note)
 
-    def drop(self, name: str, reason: str) -> None:
-        """Take back a field that cannot be combined with others: the names that set it are refused, if they ask for something."""
-        where = self.unused if self.values.pop(name, None) is False else self.impossible
+    def drop(self, name: str, reason: str, *, unused: bool = False) -> None:
+        """Take back a field that cannot be combined with others, or is `unused`: the names that set it are refused, if they ask for something."""
+        where = self.unused if self.values.pop(name, None) is False or unused else self.impossible
         for origin in self.origins.pop(name, []):
             if not origin.startswith(BY_DEFAULT) and origin not in where.setdefault(reason, []):
                 where[reason].append(origin)

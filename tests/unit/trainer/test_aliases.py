@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -17,6 +19,10 @@ from tables import table
 from trainer.common.errors import UserError
 from trainer.config import ALIASES, FIELDS, SUGGESTED, is_known, parse_flags, parse_mapping
 from trainer.config.aliases import ACCUMULATION, resolve_aliases, takes_no_value
+from trainer.config.fields import is_off, metadata
+from trainer.config.methods import METHODS
+from trainer.config.run_spec import RunSpec
+from trainer.config.strategies import STRATEGIES
 from trainer.spec import make_spec, read_spec
 from trainyard.cli.command_flags import parse
 from trainyard.commands.groups import SPEC
@@ -128,6 +134,58 @@ def test_options_of_fsdp_that_cannot_be_honoured(options: Any, message: str, tmp
     file.write_text(json.dumps(options))
     with pytest.raises(UserError, match=message):
         spec_of(f"--fsdp_config {file}")
+
+
+EFFECTS = table("field_effects")
+
+
+def another_value(name: str) -> Any:
+    """Return a value that a field accepts, and that differs from its default and from off."""
+    field = RunSpec.model_fields[name]
+    for value in [*(get_args(field.annotation) if get_origin(field.annotation) is Literal else ()), *EFFECTS["values"]]:
+        with contextlib.suppress(ValueError):
+            found = getattr(RunSpec.model_validate({name: value}), name)
+            if not (is_off(found) or found == field.default):
+                return value
+    raise AssertionError(f"no value of {name}")
+
+
+@pytest.mark.slow
+def test_a_field_without_effect_is_refused_with_every_method_and_strategy() -> None:
+    only = {name: set(users) for names, users in EFFECTS["only_with"].items() for name in names.split()}
+    given, tried = {name: another_value(name) for name in FIELDS.keys() - EFFECTS["not_tried"]}, 0
+    choices = [*((each, "ddp") for each in STRATEGIES), ("diloco", "fsdp"), ("diloco", "pipeline")]
+    for method, (strategy, replica) in itertools.product(METHODS, choices):
+        base = {"model": "m", "dataset": "d.jsonl", "method": method, "strategy": strategy, "collective_timeout": 9e4}
+        base |= {"replica_strategy": replica} if strategy == "diloco" else {}
+        base |= {"reward": "exact"} if method == "grpo" else {}
+        try:
+            make_spec(base, "the test")
+        except UserError:  # the method needs another strategy
+            continue
+        tried += 1
+        for name, value in given.items():
+            said, users = "", only.get(name)
+            try:
+                read_spec(None, base | {name: value}, "the test", strict=True)
+            except UserError as error:
+                said = str(error)
+            used = users is None or not users.isdisjoint({method, strategy, replica if strategy == "diloco" else ""})
+            right = f": {name} has no effect" not in said if used else said.startswith(f"run spec: {name}")
+            assert right, (base, name, said)
+    assert tried > 25
+
+
+def test_a_field_that_only_some_methods_or_strategies_read_needs_them() -> None:
+    """A field whose only readers, beside the plan of a run, are files of methods and strategies has an effect with these alone."""
+    readers: dict[str, set[str]] = {name: set() for name in FIELDS}
+    for path in (TOP / "trainer").rglob("*.py"):
+        if path.parent.name not in ("config", "costs", "planner", "tools"):
+            for name in set(re.findall(r"\.(\w+)\b", path.read_text())) & FIELDS.keys():
+                readers[name].add(path.stem)
+    for name, found in readers.items():
+        if found and found <= {*METHODS, *STRATEGIES}:
+            assert metadata(FIELDS[name])["needs"], f"{name}: only {found} read it: declare what it needs"
 
 
 @pytest.mark.parametrize("source", ["flags", "file", "-e"])

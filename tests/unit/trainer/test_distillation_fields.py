@@ -16,7 +16,6 @@ TAUGHT = {"teacher": "t", "distill_alpha": 1}
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"gkd_beta": 0.5}, "gkd_beta: 0.5 requires a teacher model"),
         ({"distill_alpha": 0.5}, "distill_alpha: 0.5 requires a teacher model"),
         ({"teacher": "t"}, "teacher: it has no effect with distill_alpha 0"),
         ({"teacher": "tiny", "distill_alpha": 1}, "teacher: tiny has random weights"),

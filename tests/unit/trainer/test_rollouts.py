@@ -682,4 +682,4 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None
         check = make(**fields)
         from trainer.spec import check_given
 
-        check_given(check, ["rollout_servers"], "test")
+        check_given(check, ["rollout_servers", "rollout_model"], "test")
