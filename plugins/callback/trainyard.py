@@ -7,11 +7,12 @@ name: trainyard
 type: stdout
 short_description: Default screen output with one-line errors and tables
 description:
-  - The output of P(ansible.builtin.default#callback), with six differences.
+  - The output of P(ansible.builtin.default#callback), with seven differences.
   - A failed result with C(plain=true), and any failure of M(ansible.builtin.fail), M(ansible.builtin.assert) and
     M(ansible.builtin.validate_argument_spec), is printed as one line, C(error. host. message), without the host if the task runs once for all hosts.
   - In the message of M(ansible.builtin.fail) and M(ansible.builtin.assert), text after an empty line is printed unchanged
     after that line.
+  - A refusal of sudo is printed as one line with the remedy.
   - An unreachable host is printed as one line, C(error. host does not answer. last line of ssh).
   - The strings in the C(lines) of a result are printed unchanged, instead of C(ok) or after the error.
   - Before the recap of C(site.yml), one line names the roles that changed something, and the hosts.
@@ -24,6 +25,7 @@ requirements:
 """
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,13 @@ except ModuleNotFoundError as error:
         "run make setup, or pip install '.[controller]', in the project's folder"
     ) from None
 
+SUDO_ERRORS = {  # of what Ansible or sudo says, as regular expressions
+    r"sudo: (command )?not found|sudo: No such file": "sudo is not installed: install it as root (apt-get install sudo), or set ansible_user: root",
+    "must have a tty|no tty present": "sudo wants a terminal: add `Defaults:USER !requiretty` for the login user with visudo",
+    "Incorrect sudo password": "sudo refuses the password that -K or ansible_become_password gave",
+    "Missing sudo password|password is required": "sudo needs a password: give it with -K, or allow the login user NOPASSWD with visudo",
+    "not in the sudoers|is not allowed to|may not run": "sudo refuses the login user: add it to the group sudo as root (usermod -aG sudo USER)",
+}
 MESSAGE_ONLY = ("fail", "assert", "validate_argument_spec")  # their message is for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
 SILENT = ("preflight", "deploy", "undeploy", "queue", "plan-python")
@@ -78,6 +87,8 @@ class CallbackModule(Default):
         items = result.result.get("results") if result.task.loop else None
         if items and any(is_plain(result.task, item) for item in items if item.get("failed")):
             return  # the items have been printed
+        if line := sudo_error(result.result):
+            result.result.update(msg=line, plain=True)
         if not is_plain(result.task, result.result):
             super().v2_runner_on_failed(result, ignore_errors)
             return
@@ -140,6 +151,15 @@ def action_name(task: Any) -> str:
 def is_live(task: Any) -> bool:
     """Return whether a task prints while it runs."""
     return action_name(task) == "trainyard" and task.args.get("command") not in SILENT
+
+
+def sudo_error(result: dict[str, Any]) -> str:
+    """Return the cause and the remedy if sudo, and not the module, failed; otherwise an empty string."""
+    message = str(result.get("msg", ""))
+    if not message.endswith("sudo password") and "deserialization failed" not in message:
+        return ""
+    said = f"{message} {result.get('module_stderr', '')} {result.get('module_stdout', '')}"
+    return next((line for pattern, line in SUDO_ERRORS.items() if re.search(pattern, said)), "")
 
 
 def is_plain(task: Any, result: dict[str, Any]) -> bool:

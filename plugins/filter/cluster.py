@@ -5,12 +5,30 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
+from trainyard.queue.slurm_conf import SLURM_NAME
+
 
 def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
     """Return `{host: address at which its peers reach it}` in the order of the inventory."""
     return {
         host: str(hostvars[host].get("cluster_address") or hostvars[host].get("ansible_host") or host) for host in hosts
     }
+
+
+def inventory_problems(hostvars: Any, hosts: list[str]) -> list[str]:
+    """Return a line for each fault that the inventory alone tells: an address of two hosts, or a name that Slurm refuses."""
+    problems, seen = [], {}
+    for host, address in cluster_addresses(hostvars, hosts).items():
+        values = hostvars[host]
+        if str(values.get("ansible_connection", "")).endswith("local"):
+            continue
+        if other := seen.setdefault(address.lower(), host) != host and seen[address.lower()]:
+            problems.append(f"{other} and {host} both have the address {address}: set ansible_host or cluster_address of one")
+        if len(hosts) > 1 and (address.startswith("127.") or address in ("::1", "localhost")):
+            problems.append(f"{host} has the address {address}, which its peers cannot reach: set cluster_address to that of its network")
+        if values.get("queue_state") == "present" and not SLURM_NAME.fullmatch(host):
+            problems.append(f"{host}: Slurm takes letters, digits, dots and dashes in a name: rename it in the inventory")
+    return problems
 
 
 def _is_address(name: str) -> bool:
@@ -110,6 +128,7 @@ class FilterModule:
     def filters(self) -> dict[str, Any]:
         return {
             "cluster_addresses": cluster_addresses,
+            "inventory_problems": inventory_problems,
             "peer_names": peer_names,
             "peer_host_keys": peer_host_keys,
             "peer_keys": peer_keys,

@@ -174,14 +174,24 @@ class Firewall:
             DEFAULTS.write_text(changed if changed != text else f"{text}\nIPV6={value}\n", encoding="utf-8")
 
 
-def desired_rules(module: AnsibleModule) -> tuple[list[Rule], list[Rule]]:
-    """Return the rules for SSH and the rules that the parameters ask for."""
+def desired_rules(module: AnsibleModule, current: list[Rule]) -> tuple[list[Rule], list[Rule]]:
+    """Return the rules for SSH and the rules that the parameters ask for.
+
+    If the user limits or denies SSH, that rule stays, and SSH is open to the controller and the sources of the parameters: ufw
+    has one action for a port and a source.
+    """
     ssh: list[Rule] = []
     rules: list[Rule] = []
     session = ssh_session()
+    sources = {entry["source"] for entry in module.params["rules"]} - {"controller", "any"}
+    sources |= {session.peer} if session else set()
+    others = {rule.identity[2:] for rule in current if rule.action != "allow"}
     try:
         for port in ssh_ports(module):
-            ssh += allow_rules(str(port), "tcp", "any", f"{MARK}: SSH")
+            anywhere = allow_rules(str(port), "tcp", "any", f"{MARK}: SSH")
+            ssh += [rule for rule in anywhere if rule.identity[2:] not in others]
+            if any(rule.identity[2:] in others for rule in anywhere):
+                ssh += [rule for source in sorted(sources) for rule in allow_rules(str(port), "tcp", source, f"{MARK}: SSH")]
         for entry in module.params["rules"]:
             comment = f"{MARK}: {entry['why']}".replace("'", "")
             source = session.peer if session and entry["source"] == "controller" else entry["source"]
@@ -212,9 +222,9 @@ def save_state(module: AnsibleModule, state: dict[str, Any]) -> None:
 
 def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     """Add and delete rules, enable ufw, and return the result of the module."""
-    ssh, rules = desired_rules(module)
     reject_firewalld(module)
     state, current = current_state(), current_rules()
+    ssh, rules = desired_rules(module, current)
     target = {**state, "enabled": True, "ipv6": state["ipv6"] or Path("/proc/net/if_inet6").exists()}
     if state["incoming"] == "allow":
         target["incoming"] = "deny"
@@ -237,6 +247,11 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
         firewall.add(rule, rule.identity in first)
     for rule in delete:
         firewall.delete(rule)
+    # ufw answers "Skipping inserting existing rule" with exit code 0 if the same connections have another action.
+    there = {rule.identity for rule in current_rules()}
+    for rule in [] if module.check_mode else add:
+        if rule.identity not in there:
+            module.fail_json(msg=f"firewall: ufw does not add `{describe(rule)}` beside a rule of its own: delete that rule", plain=True)
     if target["incoming"] != state["incoming"]:
         firewall.ufw("default", target["incoming"], "incoming")
     if not state["enabled"]:

@@ -22,7 +22,7 @@ NEWER_BY = 2
 USABLE = 0.95  # of the memory: the system needs the rest, and a new kernel may report a little less
 MEMORY_STEP = 64  # MiB
 MAX_GPUS = 64
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")  # no brackets or commas, which Slurm expands
+SLURM_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")  # no brackets or commas, which Slurm expands
 _DEVICE = re.compile(r"/dev/[a-z0-9]{1,20}")
 _VERSION = re.compile(r"(\d{2}\.\d{2})\.")
 
@@ -80,7 +80,7 @@ def queue_nodes(
 
 def _node(name: str, facts: Mapping[str, Any], address: str, wanted: Any) -> QueueNode:
     for value, what in ((name, "its name"), (facts["hostname"], "its hostname")):
-        if not _NAME.fullmatch(str(value)):
+        if not SLURM_NAME.fullmatch(str(value)):
             raise ValueError(f"{name}: {what} is {quoted(str(value))}: Slurm needs letters, digits, dots and dashes")
     cpus, memory = int(facts["cpus"]), int(facts["memory_mib"])
     if not 1 <= cpus <= 65_533 or not 1 <= memory <= 1 << 30 or len(facts["gpus"]) > MAX_GPUS:
