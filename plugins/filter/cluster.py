@@ -23,11 +23,17 @@ def inventory_problems(hostvars: Any, hosts: list[str]) -> list[str]:
         if str(values.get("ansible_connection", "")).endswith("local"):
             continue
         if other := seen.setdefault(address.lower(), host) != host and seen[address.lower()]:
-            problems.append(f"{other} and {host} both have the address {address}: set ansible_host or cluster_address of one")
+            problems.append(
+                f"{other} and {host} both have the address {address}: set ansible_host or cluster_address of one"
+            )
         if len(hosts) > 1 and (address.startswith("127.") or address in ("::1", "localhost")):
-            problems.append(f"{host} has the address {address}, which its peers cannot reach: set cluster_address to that of its network")
+            problems.append(
+                f"{host} has the address {address}, which its peers cannot reach: set cluster_address to that of its network"
+            )
         if values.get("queue_state") == "present" and not SLURM_NAME.fullmatch(host):
-            problems.append(f"{host}: Slurm takes letters, digits, dots and dashes in a name: rename it in the inventory")
+            problems.append(
+                f"{host}: Slurm takes letters, digits, dots and dashes in a name: rename it in the inventory"
+            )
     return problems
 
 

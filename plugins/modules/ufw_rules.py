@@ -191,7 +191,9 @@ def desired_rules(module: AnsibleModule, current: list[Rule]) -> tuple[list[Rule
             anywhere = allow_rules(str(port), "tcp", "any", f"{MARK}: SSH")
             ssh += [rule for rule in anywhere if rule.identity[2:] not in others]
             if any(rule.identity[2:] in others for rule in anywhere):
-                ssh += [rule for source in sorted(sources) for rule in allow_rules(str(port), "tcp", source, f"{MARK}: SSH")]
+                ssh += [
+                    rule for source in sorted(sources) for rule in allow_rules(str(port), "tcp", source, f"{MARK}: SSH")
+                ]
         for entry in module.params["rules"]:
             comment = f"{MARK}: {entry['why']}".replace("'", "")
             source = session.peer if session and entry["source"] == "controller" else entry["source"]
@@ -251,7 +253,10 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
     there = {rule.identity for rule in current_rules()}
     for rule in [] if module.check_mode else add:
         if rule.identity not in there:
-            module.fail_json(msg=f"firewall: ufw does not add `{describe(rule)}` beside a rule of its own: delete that rule", plain=True)
+            module.fail_json(
+                msg=f"firewall: ufw does not add `{describe(rule)}` beside a rule of its own: delete that rule",
+                plain=True,
+            )
     if target["incoming"] != state["incoming"]:
         firewall.ufw("default", target["incoming"], "incoming")
     if not state["enabled"]:

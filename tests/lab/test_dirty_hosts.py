@@ -48,13 +48,17 @@ def test_a_dirty_host_is_configured_and_says_what_was_left_out(lab: Lab, hosts: 
     played = site(lab)
     assert played.rc == 0, played.stdout
     said = " ".join(played.stdout.split())
-    assert "an apt source does not answer" in said and "http://127.0.0.1:9/cuda" in said and "run site.yml again" in said
+    assert (
+        "an apt source does not answer" in said and "http://127.0.0.1:9/cuda" in said and "run site.yml again" in said
+    )
     hosts_file = lab.inside(dirty, "cat -v /etc/hosts; ufw status")
     assert "trainyard:node1" in hosts_file and "BM-|ro" in hosts_file, "the lines of others stay"
     assert "LIMIT" in hosts_file, "the user's rule stays"
     rules = lab.inside(dirty, "ufw status numbered").splitlines()
     limit = next(number for number, line in enumerate(rules) if "LIMIT" in line)
-    assert sum("trainyard: SSH" in line for line in rules[:limit]) == len(hosts), "the controller and the peers come before the limit"
+    assert sum("trainyard: SSH" in line for line in rules[:limit]) == len(hosts), (
+        "the controller and the peers come before the limit"
+    )
     again = site(lab)
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
