@@ -56,7 +56,7 @@ class Batches:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sum values over the ranks that share the gradient of an update."""
-        return self._strategy.sum_update(values)
+        return self._strategy.update_group.sum(values)
 
     def waiting(self, note: str) -> None:
         """Report that this rank is alive, and what it does."""

@@ -64,7 +64,6 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     sharded: bool = False,
-    own_shard: bool = False,
     kernels: Sequence[str] = (),
 ) -> nn.Module:
     """Load the model on `device`, with LoRA unless lora_r is 0. It is equal on every rank: the seed defines new weights.
@@ -72,7 +71,6 @@ def load_model(
     Args:
         dtype: of the base model's weights; None: `base_dtype`.
         sharded: leave the model in host memory, because the strategy shards it first.
-        own_shard: keep the data type of the files: the strategy reads its shard only, and converts it.
         kernels: the fast kernels to use (see `fast_kernels`).
 
     Raises:
@@ -80,17 +78,17 @@ def load_model(
     """
     torch.manual_seed(spec.seed)
     # With dtype "auto" weights stay memory-mapped until they are read: FSDP reads only its shard.
-    options: dict[str, Any] = {"dtype": "auto" if own_shard else dtype or base_dtype(spec)}
+    options: dict[str, Any] = {"dtype": "auto" if sharded else dtype or base_dtype(spec)}
     if "flash attention" in kernels:
         options["attn_implementation"] = "flash_attention_2"
     quantized = spec.quantize == "nf4"
-    if quantized and not own_shard:
+    if quantized and not sharded:
         options |= {"quantization_config": nf4_config(spec), "device_map": {"": device}}
     model = load_causal_model(spec.model, **options)
     if "liger" in kernels:
         apply_liger(model)
     if quantized:
-        model = defer_quantization(spec, model) if own_shard else prepare_quantized(model)
+        model = defer_quantization(spec, model) if sharded else prepare_quantized(model)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if spec.lora_r:

@@ -36,7 +36,7 @@ from trainer.planner.recommend import (
     options,
     recommend,
 )
-from trainer.strategy import AUTO, possible_plans
+from trainer.strategy import AUTO
 from trainer.supervise.cpu import multiplies_bfloat16
 
 if TYPE_CHECKING:
@@ -309,5 +309,4 @@ def lines(
         f"memory of {chosen.strategy} in MiB, besides Python and its libraries (about {BASE} on a CPU): {parts}",
         *([host_memory] if chosen.host_memory else []),
         f"recommended: strategy={strategy}: {why}" if strategy else why,
-        *dict.fromkeys(note for each in possible_plans(spec) for note in each.notes(spec, shape)),
     ]

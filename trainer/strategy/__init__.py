@@ -27,13 +27,7 @@ def plan_named(name: str) -> StrategyPlan:
 
 
 def plan_of(spec: RunSpec) -> StrategyPlan:
-    """Return the plan of the spec's strategy."""
     return plan_named(spec.strategy)
-
-
-def possible_plans(spec: RunSpec) -> list[StrategyPlan]:
-    """Return the plans that can apply to the spec: that of its strategy, or all of them with `auto`."""
-    return [plan_named(name) for name in STRATEGIES] if spec.strategy == AUTO else [plan_of(spec)]
 
 
 def make_strategy(spec: RunSpec, world: World, module: ModelWithLoss) -> Strategy:
@@ -52,5 +46,4 @@ __all__ = [
     "make_strategy",
     "plan_named",
     "plan_of",
-    "possible_plans",
 ]

@@ -56,16 +56,20 @@ PLAN = AveragingPlan()
 
 
 class Averaging(DDP):
-    """One of several workers."""
-
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
+        from trainer.models.adapters import lora_factors
+
         self.workers = Replicas.find(spec, world)
         replica_group = world.subgroup(self.workers.ranks, spec.collective_timeout)
         super().__init__(spec, world, module, replica_group)
         self.all, self.world = world.with_untimed_group(), replica_group
         self._checked = 0.0
-        if spec.lora_r and len(self.workers) > 1:
-            _check_factors(module)
+        for factors in lora_factors(module.model) if spec.lora_r and len(self.workers) > 1 else ():
+            if len(factors.a) != factors.b.shape[1]:  # no matrices that can be concatenated
+                kind = type(factors.layer.get_base_layer()).__name__
+                raise UserError(
+                    f"strategy: averaging cannot average the adapter of a grouped {kind}: remove it from lora_targets"
+                )
 
     def local_rows(self, rows: Rows) -> Rows:
         return rows[share(len(rows), [len(ranks) for ranks in self.workers.ranks], self.workers.mine)]
@@ -92,7 +96,10 @@ class Averaging(DDP):
         parts = [everyone[ranks[0]] for ranks in self.workers.ranks]
         tokens = sum(part["trained_tokens"] for part, _ in parts)
         weight = totals["trained_tokens"] / tokens
-        self._free_optimizer()
+        # Gradients and moments are freed before the averaged adapter, which can be as large, is allocated.
+        self.module = self.plain  # DDP holds the buckets of gradients
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
         if self.spec.lora_r and len(self.workers) > 1:
             adapter = self._average_updates(weight)
         else:
@@ -102,14 +109,11 @@ class Averaging(DDP):
         # Taken from one rank: processors of different types may round differently.
         average = self.all.gather(evaluate())[0]
         summed = {name: sum(part[name] for part, _ in parts) for name in ("tokens", "trained_tokens", "samples")}
-        means = {
-            name: sum(part[name] * part["trained_tokens"] for part, _ in parts) / tokens
-            for name in ("loss_first", "loss_last")
-        }
+        for name in ("loss_first", "loss_last"):
+            summed[name] = sum(part[name] * part["trained_tokens"] for part, _ in parts) / tokens
         seconds = max(part["seconds"] for part, _ in parts)
         return {
             **summed,
-            **means,
             "seconds": seconds,
             "tokens_per_second": summed["tokens"] / seconds if seconds else 0.0,
             "world_size": self.all.size,
@@ -120,12 +124,6 @@ class Averaging(DDP):
                 for ranks, (part, eval_loss) in zip(self.workers.ranks, parts, strict=True)
             ],
         }
-
-    def _free_optimizer(self) -> None:
-        """Free gradients and moments before the averaged adapter, which can be as large, is allocated."""
-        self.module = self.plain  # DDP holds the buckets of gradients
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.state.clear()
 
     def _sum_of_workers(self, value: torch.Tensor) -> None:
         """Sum a tensor over workers, in place. All ranks of a worker hold equal values: only the first one contributes."""
@@ -172,9 +170,10 @@ class Averaging(DDP):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        (folder / "worker.json").write_text(
-            json.dumps({"worker": self.workers.mine, "workers": len(self.workers)}), encoding="utf-8"
-        )
+        (folder / "worker.json").write_text(json.dumps(self._place()), encoding="utf-8")
+
+    def _place(self) -> dict[str, int]:
+        return {"worker": self.workers.mine, "workers": len(self.workers)}
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote.
@@ -182,23 +181,10 @@ class Averaging(DDP):
         Raises:
             UserError: the checkpoint is that of another worker. Some samples would be trained on twice, others never.
         """
-        kept = json.loads((folder / "worker.json").read_text(encoding="utf-8"))
-        now = {"worker": self.workers.mine, "workers": len(self.workers)}
+        kept, now = json.loads((folder / "worker.json").read_text(encoding="utf-8")), self._place()
         if kept != now:
             raise UserError(
                 f"strategy: averaging: the checkpoint of this host is that of worker {kept['worker'] + 1} of {kept['workers']}, but "
                 f"the host is now worker {now['worker'] + 1} of {now['workers']}: resume on the original hosts, in their order"
             )
         super().load(folder)
-
-
-def _check_factors(module: ModelWithLoss) -> None:
-    """Check that the factors of all adapters are matrices that can be concatenated. Raises UserError."""
-    from trainer.models.adapters import lora_factors
-
-    for factors in lora_factors(module.model):
-        if len(factors.a) != factors.b.shape[1]:
-            kind = type(factors.layer.get_base_layer()).__name__
-            raise UserError(
-                f"strategy: averaging cannot average the adapter of a grouped {kind}: remove it from lora_targets"
-            )

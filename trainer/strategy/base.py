@@ -38,7 +38,6 @@ class Update(NamedTuple):
 
     @property
     def computed(self) -> Rows:
-        """The rows of this rank's micro-batches."""
         return self.mine if self.passed is None else self.passed
 
 
@@ -103,7 +102,6 @@ class Strategy(ABC):
         return [self.divide(rows)]
 
     def divide(self, rows: Rows) -> Update:
-        """Return this rank's part of `rows`."""
         return Update(rows, rows[share(len(rows), self.shares(len(rows)), self.world.rank)])
 
     def divide_among(self, rows: Rows, group: World) -> Update:
@@ -124,12 +122,7 @@ class Strategy(ABC):
 
     @property
     def update_group(self) -> World:
-        """The ranks that share the gradient of an update."""
         return self.world
-
-    def sum_update(self, values: list[float]) -> list[float]:
-        """Return values summed over the ranks that share the gradient of an update. All of them call it."""
-        return self.update_group.sum(values)
 
     def all_finished(self, finished: bool, waiting: Callable[[], bool]) -> bool:
         """Return whether all ranks have finished their last step. `finished`: whether this rank has."""

@@ -6,7 +6,6 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,15 +45,7 @@ def gradient_copies(spec: RunSpec, ranks: int, world: int) -> int:
     return 2 if ranks > 1 and micro_batches(spec, world) > 1 else 1
 
 
-def _buffer_option() -> str:
-    """Return the option of DistributedDataParallel for buffers that are sent before every pass: its name before torch 2.13 is deprecated."""
-    options = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
-
-
 class DDPPlan(StrategyPlan):
-    """The plan of DistributedDataParallel."""
-
     auto = "exact"
     shares_rows_by_speed = True
 
@@ -126,7 +117,7 @@ class DDP(Strategy):
                 gradient_as_bucket_view=True,
                 # Every rank loads the same files, so the frozen base weights are not broadcast.
                 init_sync=False,
-                **{_buffer_option(): False},
+                forward_sync_buffers=False,
             )
             if spec.comm_dtype == "bf16":
                 # DDP compares the annotations with its types; `from __future__ import annotations` makes them strings.
@@ -194,9 +185,7 @@ class DDP(Strategy):
             self._forwards.append(time.perf_counter() - start)
 
     def rank_seconds(self) -> float:
-        total = self._total(self._forwards)
-        self._waited = 0.0
-        return total
+        return self._total(self._forwards)
 
     def comm_seconds(self) -> float:
         return self._total(self._backwards)
@@ -244,7 +233,6 @@ class DDP(Strategy):
             return self.plain(*batch)
 
     def full_params(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights by name."""
         return {name: parameter.detach() for name, parameter in self.trained.items()}
 
     def set_params(self, values: Mapping[str, torch.Tensor] | None, host: World) -> None:
@@ -260,14 +248,8 @@ class DDP(Strategy):
         from safetensors.torch import save_file
 
         save_file({name: p.detach().contiguous() for name, p in self.trained.items()}, folder / "trained.safetensors")
-        torch.save(
-            {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                **(self.balance.state() if self.balance else {"costs": []}),
-            },
-            folder / "optimizer.pt",
-        )
+        state = {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        torch.save(state | (self.balance.state() if self.balance else {"costs": []}), folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
         from safetensors.torch import load_file

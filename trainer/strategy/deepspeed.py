@@ -269,8 +269,6 @@ def _shard(deepspeed: Any, model: nn.Module, config: dict[str, Any], world: Worl
 
 
 class DeepSpeedZeRO(Strategy):
-    """DeepSpeed's engine on any number of ranks."""
-
     lockstep = True
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:

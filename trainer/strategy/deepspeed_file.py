@@ -19,25 +19,18 @@ _MAX_NUMBER = 10**12
 AUTO = "auto"  # transformers and accelerate fill such a value from their own arguments
 _ACCUMULATION = "gradient_accumulation_steps"
 # Options that change neither the result nor the files of a run, and their types.
+_ZERO_FLAGS = (
+    "overlap_comm contiguous_gradients reduce_scatter allgather_partitions round_robin_gradients "
+    "stage3_gather_16bit_weights_on_model_save offload_optimizer.pin_memory offload_param.pin_memory"
+)
+_ZERO_NUMBERS = (
+    "reduce_bucket_size allgather_bucket_size stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_max_live_parameters stage3_max_reuse_distance sub_group_size"
+)
 FREE: dict[str, type[bool] | type[int]] = {
-    "zero_optimization.overlap_comm": bool,
-    "zero_optimization.contiguous_gradients": bool,
-    "zero_optimization.reduce_scatter": bool,
-    "zero_optimization.allgather_partitions": bool,
-    "zero_optimization.round_robin_gradients": bool,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": bool,
-    "zero_optimization.reduce_bucket_size": int,
-    "zero_optimization.allgather_bucket_size": int,
-    "zero_optimization.stage3_prefetch_bucket_size": int,
-    "zero_optimization.stage3_param_persistence_threshold": int,
-    "zero_optimization.stage3_max_live_parameters": int,
-    "zero_optimization.stage3_max_reuse_distance": int,
-    "zero_optimization.sub_group_size": int,
-    "zero_optimization.offload_optimizer.pin_memory": bool,
-    "zero_optimization.offload_param.pin_memory": bool,
-    "zero_allow_untested_optimizer": bool,
-    "zero_force_ds_cpu_optimizer": bool,
-    "wall_clock_breakdown": bool,
+    **{f"zero_optimization.{name}": bool for name in _ZERO_FLAGS.split()},
+    **{f"zero_optimization.{name}": int for name in _ZERO_NUMBERS.split()},
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown"), bool),
     "steps_per_print": int,
 }
 # Of the loss scale. They have no effect, because the factor of the loss is that of the trainer, with any strategy.
@@ -129,13 +122,10 @@ def owned(spec: RunSpec) -> dict[str, tuple[Any, str]]:
         "scheduler.params.cos_min_ratio": (0, "schedule"),
         "bf16.enabled": (spec.precision == "bf16-mixed", "precision"),
         "fp16.enabled": (spec.precision == "fp16-mixed", "precision"),
-        "communication_data_type": (
-            ("bf16", "bfp16") if spec.comm_dtype == "bf16" else "fp32",
-            "comm_dtype",
-        ),
+        "communication_data_type": (("bf16", "bfp16") if spec.comm_dtype == "bf16" else "fp32", "comm_dtype"),
         "zero_optimization.offload_optimizer.device": (device, "deepspeed_offload"),
         "zero_optimization.offload_param.device": (
-            "cpu" if spec.deepspeed_offload == "all" else "none",
+            device if spec.deepspeed_offload == "all" else "none",
             "deepspeed_offload",
         ),
     }

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.common.errors import NonFiniteError
 from trainer.common.lazy import LazyModule
@@ -46,8 +46,6 @@ _INNER: dict[str, type[DDP] | type[FSDP] | type[Pipeline]] = {"ddp": DDP, "fsdp"
 
 
 class _ReplicaPipelinePlan(PipelinePlan):
-    """The plan of a pipeline that is a replica."""
-
     def pipeline_hosts(self, spec: RunSpec) -> int:
         return spec.replica_hosts
 
@@ -57,7 +55,7 @@ _INNER_PLANS: dict[str, DDPPlan | FSDPPlan | PipelinePlan] = {
     "ddp": DDPPlan(),
     "fsdp": FSDPPlan(),
     "pipeline": _PIPELINE,
-}  # values of `replica_strategy`
+}
 
 
 def _outer_bytes(spec: RunSpec, shape: Shape) -> int:
@@ -80,8 +78,6 @@ def _comm_parts(spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> t
 
 
 class DiLoCoPlan(StrategyPlan):
-    """The plan of DiLoCo."""
-
     auto = "low_communication"
     concessions = 1
     shares_steps_by_speed = True
@@ -111,7 +107,6 @@ class DiLoCoPlan(StrategyPlan):
         return spec.replica_hosts if self._staged(spec) else None
 
     def _staged(self, spec: RunSpec) -> bool:
-        """Return whether every replica is a pipeline."""
         return spec.replica_strategy == "pipeline"
 
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
@@ -176,7 +171,7 @@ class DiLoCoPlan(StrategyPlan):
         if self._staged(spec):
             inside, outer = _comm_parts(spec, shape, layout, gloo=True)
             passing = communication * inside / ((inside + outer) or 1.0)
-            compute, exposed = _PIPELINE.passing_seconds(spec, shape, layout, rows, part, optimizer, passing)
+            compute, exposed = _PIPELINE.step_seconds(spec, shape, layout, rows, part, optimizer, passing)
             return compute, exposed + communication - passing
         return super().step_seconds(spec, shape, layout, rows, part, optimizer, communication)
 
@@ -199,8 +194,9 @@ class DiLoCo(Strategy):
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss) -> None:
         super().__init__(spec, world.with_untimed_group(), module)
-        groups = self.find_replicas(spec, world)
-        timeout = spec.collective_timeout
+        replicas, timeout = Replicas.find(spec, world), spec.collective_timeout
+        groups, self.mine = replicas.ranks, replicas.mine
+        self.sizes = [float(len(ranks)) for ranks in groups]
         self.replica_group = world.subgroup(groups, timeout)
         self.inside = _INNER[spec.replica_strategy](spec, world, module, self.replica_group)
         self.lockstep = self.inside.lockstep
@@ -217,8 +213,6 @@ class DiLoCo(Strategy):
         # This replica's tokens, seconds and inner steps in this round, and the seconds per inner step of every replica.
         self.tokens, self.seconds, self.inner_steps = 0.0, 0.0, 0
         self.costs = [0.0] * len(self.sizes)
-        # The full trained weights, on the first rank of every host during a synchronization.
-        self.local_params: dict[str, torch.Tensor] = {}
         initial = self.inside.full_params()
         if world.is_host_leader:
             self.outer = {name: nn.Parameter(value.cpu().clone()) for name, value in initial.items()}
@@ -226,40 +220,25 @@ class DiLoCo(Strategy):
                 self.outer.values(), lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0
             )
 
-    def find_replicas(self, spec: RunSpec, world: World) -> list[list[int]]:
-        """Set the index of this replica (`mine`) and the number of ranks of all (`sizes`); return the ranks of all replicas."""
-        replicas = Replicas.find(spec, world)
-        self.sizes, self.mine = [float(len(ranks)) for ranks in replicas.ranks], replicas.mine
-        return replicas.ranks
-
     def updates(self, step: int, rows: Rows) -> list[Update]:
         """Split the rows of the step into equal portions, and return those of this replica, one inner step each."""
-        self._step = step
-        if step % self.spec.local_steps == 0 or not self.owners:
-            self.owners = self.assign(len(self.sizes) * self.spec.local_steps)
+        self._step, count, place = step, len(self.sizes), step % self.spec.local_steps
+        if place == 0 or not self.owners:
+            # By the ranks of the replicas, or by measured speed if that shortens a round.
+            speeds = by_speed(self.sizes, self.costs) if self.spec.balance == "auto" else self.sizes
+            self.owners = apportion(count * self.spec.local_steps, speeds)
         self._began = time.perf_counter()
-        assigned = []
-        for owner, portion in self.portions(step, rows):
-            if portion and owner == self.mine:
-                assigned.append(self.inside.divide_among(portion, self.replica_group))
-        return assigned
-
-    def portions(self, step: int, rows: Rows) -> Iterator[tuple[int, Rows]]:
-        """Yield the portions of the rows of `step` with the replicas that train on them."""
-        count = len(self.sizes)
-        first = step % self.spec.local_steps * count
-        for number in range(count):
-            yield self.owners[first + number], rows[share(len(rows), [1] * count, number)]
+        owners = self.owners[place * count : (place + 1) * count]
+        portions = [
+            rows[share(len(rows), [1] * count, number)] for number, owner in enumerate(owners) if owner == self.mine
+        ]
+        return [self.inside.divide_among(portion, self.replica_group) for portion in portions if portion]
 
     def divide(self, rows: Rows) -> Update:
         if not self.inside.staged:
             return super().divide(rows)
         own = rows[share(len(rows), [1] * len(self.sizes), self.mine)]
         return self.inside.divide_among(own, self.replica_group)
-
-    def assign(self, turns: int) -> list[int]:
-        """Return the replica of each of the `turns` portions of a round."""
-        return apportion(turns, self._speeds(self.sizes, self.costs))
 
     def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
         self.tokens += total if last else 0
@@ -284,10 +263,6 @@ class DiLoCo(Strategy):
     def model_to_save(self) -> nn.Module:
         return self.inside.model_to_save()
 
-    def _speeds(self, even: list[float], costs: list[float]) -> list[float]:
-        """Return the relative speed of the replicas: `even` by their ranks, or measured if that shortens a round."""
-        return by_speed(even, costs) if self.spec.balance == "auto" else even
-
     def step(self, lr: float) -> float:
         norm = self.inside.step(lr)
         now = time.perf_counter()
@@ -303,76 +278,41 @@ class DiLoCo(Strategy):
         Raises:
             NonFiniteError: the weights of a rank are not finite; all ranks raise it.
         """
-        tokens = self.exchange_counts(waiting)
-        self.local_params = self.inside.full_params()
-        if self.world.is_host_leader:
-            weight = tokens[self.mine] / max(1.0, sum(tokens))
-            for names in self.chunks(CHUNK):
-                gradient = self.pseudo_gradient(names, weight, self.world.device)
-                if self.replica_leaders.size > 1:
-                    dist.all_reduce(gradient, group=self.replica_leaders.group)
-                self.broadcast_gradient(names, gradient)
-        self.outer_step()
-
-    def exchange_counts(self, waiting: Callable[[], bool]) -> list[float]:
-        """End the round: exchange the replicas' tokens, which are returned, and speeds. Raises NonFiniteError as `sync` does."""
         count, mine = len(self.sizes), self.mine
-        numbers = [0.0] * (2 * count)
-        numbers[mine], numbers[count + mine] = (value / self.replica_group.size for value in self.round_counts())
-        numbers.append(float(not self.weights_finite()))
-        *numbers, not_finite = self.world.sum_without_timeout(numbers, waiting)
-        self.reject_not_finite(not_finite)
-        self.end_round(numbers[count:])
-        return numbers[:count]
-
-    def reject_not_finite(self, ranks: float) -> None:
-        """Raise NonFiniteError if the weights of any of the `ranks` are not finite: the outer step would pass them on to all."""
-        if ranks:
+        numbers = [0.0] * (2 * count)  # the tokens of every replica in this round, and its seconds per inner step
+        numbers[mine] = self.tokens / self.replica_group.size
+        numbers[count + mine] = self.seconds / max(1, self.inner_steps) / self.replica_group.size
+        *numbers, not_finite = self.world.sum_without_timeout([*numbers, float(not self.weights_finite())], waiting)
+        if not_finite:  # the outer step would pass them on to all
             raise NonFiniteError("weights are not finite", self._step + 1, self.spec.lr)
-
-    def round_counts(self) -> tuple[float, float]:
-        """Return the tokens of this round, and the seconds per inner step on this rank."""
-        return self.tokens, self.seconds / max(1, self.inner_steps)
-
-    def end_round(self, costs: list[float]) -> None:
-        """Update the seconds per inner step of all replicas, and start a new round. 0: the replica ran no step."""
-        known = [(old or now, now or old) for old, now in zip(self.costs, costs, strict=True)]
+        known = [(old or now, now or old) for old, now in zip(self.costs, numbers[count:], strict=True)]  # 0: no step
         self.costs = [old + _NEWEST * (now - old) for old, now in known]
         self.tokens, self.seconds, self.inner_steps = 0.0, 0.0, 0
-
-    def pseudo_gradient(self, names: list[str], weight: float, device: torch.device) -> torch.Tensor:
-        """Return the change of this replica's weights times `weight`, flat and in the data type of communication."""
-        with torch.no_grad():
-            change = [(self.outer[n].to(device) - self.local_params[n].to(device)).flatten() for n in names]
-            gradient = torch.cat(change) * weight
-            return gradient.to(torch.bfloat16 if self.spec.comm_dtype != "32" else torch.float32)
-
-    def broadcast_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
-        """Set the sum of the replicas' pseudo-gradients on all hosts of this replica."""
-        with torch.no_grad():
-            if self.host_leaders.size > 1:
-                dist.broadcast(gradient, group=self.host_leaders.group, group_src=0)
-            self.set_gradient(names, gradient)
-
-    def set_gradient(self, names: list[str], gradient: torch.Tensor) -> None:
-        """Set the gradient of the outer optimizer on this host."""
-        parts = gradient.float().cpu().split([self.outer[name].numel() for name in names])
-        for name, part in zip(names, parts, strict=True):
-            self.outer[name].grad = part.view_as(self.outer[name])
-
-    def outer_step(self) -> None:
-        """Run the outer optimizer, and set the weights on all ranks of this replica."""
-        self.local_params = {}
+        weights = self.inside.full_params()  # on the first rank of every host
         if self.world.is_host_leader:
-            self.update_outer()
+            self._set_gradients(weights, numbers[mine] / max(1.0, sum(numbers[:count])))
+        del weights
+        if self.world.is_host_leader:
+            for group in self.outer_optimizer.param_groups:
+                group["momentum"] = self._momentum()
+            self.outer_optimizer.step()
+            self.outer_optimizer.zero_grad()
         self.inside.set_params(self.outer if self.world.is_host_leader else None, self.host)
 
-    def update_outer(self) -> None:
-        """Run the outer optimizer on the weights that have a gradient."""
-        for group in self.outer_optimizer.param_groups:
-            group["momentum"] = self._momentum()
-        self.outer_optimizer.step()
-        self.outer_optimizer.zero_grad()
+    def _set_gradients(self, weights: dict[str, torch.Tensor], weight: float) -> None:
+        """Set the gradients of the outer optimizer: the change of this replica's weights times `weight`, summed over replicas."""
+        dtype, device = torch.bfloat16 if self.spec.comm_dtype != "32" else torch.float32, self.world.device
+        with torch.no_grad():
+            for names in self._chunks():
+                change = [(self.outer[name].to(device) - weights[name].to(device)).flatten() for name in names]
+                gradient = (torch.cat(change) * weight).to(dtype)
+                if self.replica_leaders.size > 1:
+                    dist.all_reduce(gradient, group=self.replica_leaders.group)
+                if self.host_leaders.size > 1:
+                    dist.broadcast(gradient, group=self.host_leaders.group, group_src=0)
+                parts = gradient.float().cpu().split([self.outer[name].numel() for name in names])
+                for name, part in zip(names, parts, strict=True):
+                    self.outer[name].grad = part.view_as(self.outer[name])
 
     def _momentum(self) -> float:
         """Return the outer momentum of this step. It is reduced in proportion to the learning rate, and for short rounds.
@@ -387,11 +327,11 @@ class DiLoCo(Strategy):
         rate = learning_rate(self.spec, self._step, self.steps) / self.spec.lr
         return self.spec.outer_momentum * rate * min(1.0, self.spec.local_steps / _LONG_ROUND)
 
-    def chunks(self, most: int) -> Iterator[list[str]]:
-        """Yield the names of the weights in groups of at most `most` numbers, or one tensor."""
+    def _chunks(self) -> Iterator[list[str]]:
+        """Yield the names of the weights in groups of at most CHUNK numbers, or one tensor."""
         names: list[str] = []
         for name in self.outer:
-            if names and sum(self.outer[n].numel() for n in [*names, name]) > most:
+            if names and sum(self.outer[n].numel() for n in [*names, name]) > CHUNK:
                 yield names
                 names = []
             names.append(name)
@@ -400,11 +340,7 @@ class DiLoCo(Strategy):
     def save(self, folder: Path) -> None:
         self.inside.save(folder)
         if self.world.is_host_leader:
-            torch.save(self.outer_state(), folder / "outer.pt")
-
-    def outer_state(self) -> dict[str, Any]:
-        """Return the contents of `outer.pt`, which are equal on all hosts."""
-        return {"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}
+            torch.save({"optimizer": self.outer_optimizer.state_dict(), "costs": self.costs}, folder / "outer.pt")
 
     def load(self, folder: Path) -> None:
         self.inside.load(folder)

@@ -98,8 +98,6 @@ def _gathered_layer(spec: RunSpec, shape: Shape) -> int:
 
 
 class FSDPPlan(StrategyPlan):
-    """The plan of FSDP2."""
-
     auto = "exact"
 
     def strategy_class(self, spec: RunSpec) -> type[FSDP]:
@@ -223,11 +221,6 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [part for part in base.modules() if type(part).__name__ in kinds]
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return value.to_local() if isinstance(value, tensor.DTensor) else value
-
-
 class ShardedWriting:
     """A sharded checkpoint that PyTorch writes in a background thread from a copy of the state."""
 
@@ -241,20 +234,17 @@ class ShardedWriting:
         try:
             self._writing.result()
         except Exception as error:
-            raise DiskError(f"checkpoint: {_why(error)}: free disk space and start the run again") from error
+            failures = getattr(error, "failures", {})  # CheckpointException: rank -> (its exception, traceback)
+            rank, (why, *_) = next(iter(failures.items()), (None, (error,)))
+            what = "a shard could not be written" if rank is None else f"rank {rank} could not write its shard"
+            raise DiskError(
+                f"checkpoint: {what}: {disk_failure(why) or why}: free disk space and start the run again"
+            ) from error
         # PyTorch writes it on the first rank only, and every host needs it.
         mine = (self._folder / METADATA).read_bytes() if self._world.rank == 0 else b""
         metadata = self._world.gather_bytes(mine)[0]
         if self._world.is_host_leader:
             (self._folder / METADATA).write_bytes(metadata)
-
-
-def _why(error: BaseException) -> str:
-    """Return which rank failed to write its shard, and why."""
-    failures = getattr(error, "failures", {})  # CheckpointException: rank -> (its exception, traceback)
-    for rank, failure in failures.items():
-        return f"rank {rank} could not write its shard: {disk_failure(failure[0]) or failure[0]}"
-    return f"a shard could not be written: {disk_failure(error) or error}"
 
 
 class FSDP(Strategy):
@@ -352,7 +342,8 @@ class FSDP(Strategy):
             clipped = nn.utils.clip_grad_norm_(parameters, limit)
             return float(clipped.full_tensor() if isinstance(clipped, tensor.DTensor) else clipped)
         # Offloaded gradients are in host memory, where NCCL cannot add up their norms.
-        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        found = [p.grad for p in parameters if p.grad is not None]
+        gradients = [grad.to_local() if isinstance(grad, tensor.DTensor) else grad for grad in found]
         if self.scale.enabled:
             torch._foreach_mul_(gradients, 1 / self.scale.value)
         own = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
@@ -395,7 +386,6 @@ class FSDP(Strategy):
             self._copy_shard(parameter.detach(), value)
 
     def _copy_shard(self, shard: Any, value: torch.Tensor) -> None:
-        """Copy this rank's shard of a full tensor."""
         with torch.no_grad():
             own = tensor.distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
             shard.to_local().copy_(own.to_local())

@@ -41,12 +41,10 @@ class LossScale:
         return self.enabled and self.value < MIN_SCALE
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint."""
         if self.enabled:
             (folder / _FILE).write_text(json.dumps([self.value, self._good]), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
         if self.enabled:
             value, good = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             self.value, self._good = float(value), int(good)

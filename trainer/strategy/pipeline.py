@@ -16,11 +16,13 @@ from trainer.common.lazy import LazyModule
 from trainer.costs.cost import (
     Layout,
     Memory,
+    RowStats,
     activation_bytes,
     autocast_bytes,
     exported_bytes,
     micro_batches,
 )
+from trainer.model_files.model_shape import shape_of
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.pipeline_costs import boundary_bytes, layer_costs, one_pipeline, speeds_of, stage_state
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainer.config import RunSpec
-    from trainer.costs.cost import RowStats
     from trainer.distributed.world import World
     from trainer.method.module_with_loss import ModelWithLoss
     from trainer.model_files.model_shape import Shape
@@ -47,13 +48,8 @@ if TYPE_CHECKING:
 else:
     torch, dist, nn = LazyModule("torch"), LazyModule("torch.distributed"), LazyModule("torch.nn")
 
-_ROWS = (
-    (1.0, 1.0),
-    (1.0, 0.5),
-    (1.0, 0.2),
-    (0.5, 0.2),
-    (0.01, 0.01),
-)  # assumed parts of a row, and of its tokens with loss
+# Assumed parts of a row, and of its tokens with loss.
+_ROWS = ((1.0, 1.0), (1.0, 0.5), (1.0, 0.2), (0.5, 0.2), (0.01, 0.01))
 
 
 def check_stages(spec: RunSpec, field: str) -> None:
@@ -86,9 +82,7 @@ class PipelinePlan(StrategyPlan):
         return False
 
     def load_module(self, spec: RunSpec, world: World) -> ModelWithLoss:
-        from trainer.costs.cost import RowStats
         from trainer.distributed.pipelines import Pipelines
-        from trainer.model_files.model_shape import shape_of
         from trainer.strategy.pipeline_measure import divide_model
         from trainer.strategy.pipeline_stage import load_stage
 
@@ -137,7 +131,6 @@ class PipelinePlan(StrategyPlan):
             return divide_layers(shape.layers, [replace(fact, room=None) for fact in facts], costs, micro)
 
     def memory(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool = False) -> Memory:
-        """Return the peak memory of the rank that needs most."""
         return max(self.memories(spec, shape, layout, rows, cuda=cuda), key=lambda each: each.total)
 
     def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
@@ -174,14 +167,10 @@ class PipelinePlan(StrategyPlan):
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         """Return the bytes that a rank sends to its neighbours: activations to the next, their gradients to the one before."""
-        from trainer.costs.cost import RowStats
-
         return min(2, layout.world - 1) * micro_batches(spec, 1) * boundary_bytes(spec, shape, RowStats.full(spec))
 
     def replica_comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, micro: int, *, gloo: bool) -> float:
         """Return the bytes that a process sends in a step within a replica of `layout`, of which every rank had `micro` micro-batches."""
-        from trainer.costs.cost import RowStats
-
         directions = min(2, layout.world - 1)
         return directions * micro * layout.world * boundary_bytes(spec, shape, RowStats.full(spec))
 
@@ -195,17 +184,9 @@ class PipelinePlan(StrategyPlan):
         optimizer: float,
         communication: float,
     ) -> tuple[float, float]:
-        return self.passing_seconds(spec, shape, layout, rows, part, optimizer, communication)
+        """Every rank counts once, while the pipeline fills and drains, and the slowest for all further micro-batches.
 
-    def passing_seconds(
-        self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, part: float, optimizer: float, passing: float
-    ) -> tuple[float, float]:
-        """Return the seconds of a step in computation, and in passing hidden states that computation does not hide.
-
-        Every rank counts once, while the pipeline fills and drains, and the slowest for all further micro-batches.
-
-        Args:
-            passing: seconds in which a rank passes the hidden states and gradients of all micro-batches to its neighbours.
+        `communication`: seconds in which a rank passes the hidden states and gradients of all micro-batches to its neighbours.
         """
         counts = self.layers(spec, shape, layout, rows, cuda=False)
         pipeline, count = one_pipeline(self.pipeline_hosts(spec), layout)
@@ -220,7 +201,7 @@ class PipelinePlan(StrategyPlan):
         compute = sum(seconds) + (micro - 1) * slowest + optimizer * steps / shape.layers
         if len(counts) == 1:
             return compute, 0.0
-        crossing = passing / micro  # seconds of one micro-batch in both directions
+        crossing = communication / micro  # seconds of one micro-batch in both directions
         hop = crossing / min(2, len(counts) - 1)
         # The first micro-batch crosses every link twice. Further ones travel while ranks compute.
         return compute, 2 * (len(counts) - 1) * hop + (micro - 1) * max(0.0, crossing - slowest)
@@ -232,9 +213,7 @@ PLAN = PipelinePlan()
 class Pipeline(Strategy):
     """Pipeline parallel training, one stage per rank."""
 
-    lockstep = True
-
-    staged = True
+    lockstep = staged = True
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:
         """`replica_group`: the ranks of this pipeline, if it is a replica whose gradients are its own."""

@@ -26,7 +26,6 @@ _PATIENCE = 10.0  # s that the next checkpoint, or the end of the run, waits for
 
 
 def stage_file(number: int) -> str:
-    """Return the name of the file of a stage."""
     return f"stage-{number:05d}.safetensors"
 
 

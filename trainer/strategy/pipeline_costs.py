@@ -92,5 +92,4 @@ def one_pipeline(hosts: int, layout: Layout) -> tuple[Layout, int]:
 
 
 def speeds_of(layout: Layout, ranks: int) -> tuple[float, ...]:
-    """Return the relative speeds of the first `ranks` ranks."""
     return layout.speeds[:ranks] or (1.0,) * ranks

@@ -43,13 +43,9 @@ class StageLink:
     """One direction between this rank and a neighbour: tensors arrive in the order in which they are sent."""
 
     def __init__(self, peer: int, group: Any, device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        """Create the end of a link.
+        """`peer`: rank of the neighbour in the group. `dtypes`: of the model's tensors, in memory and in transit.
 
-        Args:
-            peer: rank of the neighbour in the group.
-            group: process group of this direction; each direction has its own, so that NCCL cannot block one by the other.
-            device: device of the model's tensors.
-            dtypes: data types of the model's tensors, in memory and in transit.
+        `group`: process group of this direction; each direction has its own, so that NCCL cannot block one by the other.
         """
         self._peer, self._group, self._device = peer, group, device
         self._native, self._transit = dtypes
@@ -85,13 +81,7 @@ class Neighbours:
     """The links of this rank to the ranks before and after it in the pipeline."""
 
     def __init__(self, pipelines: Pipelines, native: torch.dtype, transit: torch.dtype, timeout: float) -> None:
-        """Create the links. Every rank calls it.
-
-        Args:
-            native: data type in the model.
-            transit: data type between ranks.
-            timeout: seconds after which a send or a receive fails.
-        """
+        """Every rank calls it. `native`, `transit`: data types in the model, and between ranks. `timeout`: seconds for an operation."""
         world = pipelines.stages
         self._rank, self._ranks = world.rank, world.size
         self.first, self.last = world.rank == 0, world.rank == world.size - 1
@@ -100,12 +90,10 @@ class Neighbours:
             return
         forward, backward = pipelines.own(timeout).group, pipelines.own(timeout).group
         dtypes, device = (native, transit), world.device
-        if not self.first:
-            self._links["previous activations"] = StageLink(world.rank - 1, forward, device, dtypes)
-            self._links["previous gradients"] = StageLink(world.rank - 1, backward, device, dtypes)
-        if not self.last:
-            self._links["next activations"] = StageLink(world.rank + 1, forward, device, dtypes)
-            self._links["next gradients"] = StageLink(world.rank + 1, backward, device, dtypes)
+        for side, peer in (("previous", world.rank - 1), ("next", world.rank + 1)):
+            if 0 <= peer < world.size:
+                self._links[f"{side} activations"] = StageLink(peer, forward, device, dtypes)
+                self._links[f"{side} gradients"] = StageLink(peer, backward, device, dtypes)
 
     def forward(
         self, shape: Sequence[int], compute: Callable[[torch.Tensor | None], torch.Tensor], *, posted: bool = False
@@ -145,8 +133,11 @@ class Neighbours:
         posted = 0
         for place, (is_forward, number) in enumerate(order):
             for operation in order[posted : place + _AHEAD + 1]:
-                self._post(operation, shapes)
                 posted += 1
+                if operation.forward and not self.first:
+                    self._links["previous activations"].post(shapes[operation.micro])
+                elif not operation.forward and not self.last:
+                    self._links["next gradients"].post(shapes[operation.micro])
             if is_forward:
                 self.forward(shapes[number], lambda value, number=number: forward(number, value), posted=True)  # type: ignore[misc]
                 continue
@@ -155,12 +146,6 @@ class Neighbours:
                 assert gradient is not None
                 self._links["previous gradients"].send(gradient, pending=warmup(0, self._ranks) + 1)
         self.flush()
-
-    def _post(self, operation: Operation, shapes: Sequence[Sequence[int]]) -> None:
-        if operation.forward and not self.first:
-            self._links["previous activations"].post(shapes[operation.micro])
-        if not operation.forward and not self.last:
-            self._links["next gradients"].post(shapes[operation.micro])
 
     def flush(self) -> None:
         """Wait until everything that this rank sent has arrived."""

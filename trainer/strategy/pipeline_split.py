@@ -10,19 +10,8 @@ from heapq import heapify, heappop, heapreplace
 from trainer.common.errors import UserError
 
 # Model types of transformers that a pipeline supports; trainer.strategy.pipeline_stage names their parts.
-PIPELINE_KINDS = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "smollm3",
-    "gpt2",
-)
+PIPELINE_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2")
+PIPELINE_KINDS += ("smollm3", "gpt2")
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,6 @@ def divide_layers(layers: int, facts: Sequence[RankFacts], costs: LayerCosts, mi
         seconds = [1.0] * ranks
 
     def most(rank: int) -> int:
-        """Return the number of layers that the memory of a rank permits."""
         room = facts[rank].room
         if room is None:
             return layers

@@ -101,7 +101,6 @@ class Division:
 
     @property
     def first(self) -> bool:
-        """Whether this rank holds the embedding."""
         return self.rank == 0
 
     @property
@@ -110,11 +109,9 @@ class Division:
         return self.rank == len(self.layers) - 1
 
     def owner(self, layer: int) -> int:
-        """Return the rank that holds a layer."""
         return next(rank for rank, end in enumerate(accumulate(self.layers)) if layer < end)
 
     def describe(self) -> str:
-        """Return the layers of every rank as text."""
         ends = list(accumulate(self.layers))
         shown = (f"{end - count}-{end - 1}" for count, end in zip(self.layers, ends, strict=True))
         return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown))
@@ -256,7 +253,6 @@ def whole_model(spec: RunSpec) -> nn.Module:
 
 
 def _mine(model: Any, parts: Parts, division: Division) -> list[nn.Module]:
-    """Return the modules that this rank holds."""
     decoder = getattr(model, parts.decoder)
     layers = getattr(decoder, parts.layers)
     found = [layer for number, layer in enumerate(layers) if division.owner(number) == division.rank]
@@ -337,7 +333,10 @@ def _trained_weights(
     own(getattr(decoder, parts.norm), last)
     own(getattr(model, parts.head), last)
     # Where weights are tied, the embedding or the head of this rank is no longer the parameter of the other one.
-    head_name, embedding_name = _names_of(whole, getattr(model, parts.head)), _names_of(whole, _embedding(model, parts))
+    head_name, embedding_name = (
+        _names_of(whole, getattr(model, parts.head)),
+        _names_of(whole, getattr(decoder, parts.embedding)),
+    )
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     alias = dict(zip(head_name, embedding_name, strict=False)) if tied else {}
     trained: dict[str, TrainedWeight] = {}
@@ -353,11 +352,6 @@ def _trained_weights(
         if parameter.device.type != "meta":
             held[canonical] = parameter
     return trained, held
-
-
-def _embedding(model: Any, parts: Parts) -> nn.Module:
-    module: nn.Module = getattr(getattr(model, parts.decoder), parts.embedding)
-    return module
 
 
 def _names_of(whole: nn.Module, module: nn.Module) -> list[str]:

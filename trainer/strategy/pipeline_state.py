@@ -171,14 +171,9 @@ def load_stages(folder: Path, stage: StageLoss, world: World, optimizer: torch.o
             for rank in weight.holders:
                 if world.rank == rank and key in files:
                     places[key].copy_(read(key))
-                elif key not in have[rank]:
-                    _transfer(key, owner, rank, world, places, read)
-
-
-def _transfer(key: str, owner: int, rank: int, world: World, places: dict[str, torch.Tensor], read: Any) -> None:
-    if world.rank == owner:
-        dist.send(read(key).to(world.device), rank)
-    elif world.rank == rank:
-        buffer = torch.empty_like(places[key]).contiguous()
-        dist.recv(buffer, owner)
-        places[key].copy_(buffer)
+                elif key not in have[rank] and world.rank == owner:
+                    dist.send(read(key).to(world.device), rank)
+                elif key not in have[rank] and world.rank == rank:
+                    buffer = torch.empty_like(places[key]).contiguous()
+                    dist.recv(buffer, owner)
+                    places[key].copy_(buffer)

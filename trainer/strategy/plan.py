@@ -66,16 +66,12 @@ class StrategyPlan:
         return False
 
     def sharded_weights(self, spec: RunSpec) -> bool:
-        """Return whether no rank holds the full model on its device."""
+        """Return whether no rank holds the full model on its device, or reads more than its shard of the model's files."""
         return False
 
     def pipeline_hosts(self, spec: RunSpec) -> int | None:
         """Return the number of hosts of one pipeline, 0 for all; None if ranks form no pipeline."""
         return None
-
-    def reads_own_shard(self, spec: RunSpec) -> bool:
-        """Return whether a rank reads only its shard of the model's files, in their data type."""
-        return self.sharded_weights(spec)
 
     def supports_fast_kernels(self, spec: RunSpec) -> bool:
         """Return whether Liger kernels and FlashAttention may be used."""
@@ -96,7 +92,6 @@ class StrategyPlan:
                 world.device,
                 dtype=dtype,
                 sharded=self.sharded_weights(spec),
-                own_shard=self.reads_own_shard(spec),
                 kernels=fast_kernels(spec, world.device) if self.supports_fast_kernels(spec) else (),
             )
         return ModelWithLoss(model, compiled=spec.torch_compile, method=method_of(spec).create(spec))
@@ -104,7 +99,6 @@ class StrategyPlan:
     # Costs --------------------------------------------------------------------------------------------------------------
 
     def runs_on(self, spec: RunSpec, shape: Shape, layout: Layout) -> bool:
-        """Return whether the model can be divided over these ranks."""
         return True
 
     def memories(self, spec: RunSpec, shape: Shape, layout: Layout, rows: RowStats, *, cuda: bool) -> list[Memory]:
@@ -138,7 +132,6 @@ class StrategyPlan:
         return 0.0
 
     def bytes_per_weight(self, spec: RunSpec) -> int:
-        """Return the bytes of one weight of the base model in memory."""
         return 2 if spec.lora_r and spec.precision == "bf16-mixed" and not self.uniform_dtype else 4
 
     def autocast_copies(self, spec: RunSpec, shape: Shape) -> int:
@@ -164,6 +157,7 @@ class StrategyPlan:
         state = self.state(spec, shape, layout, cuda=cuda)
         state = replace(state, base=state.base + self.autocast_copies(spec, shape))
         activations, logits = activation_bytes(spec, shape, rows, cuda=cuda)
+        outside = 0 if cuda else self.outside_step(spec, shape, layout, state)
         return Memory(
             weights=state.weights + state.gathered,
             gradients=state.gradients,
@@ -172,13 +166,9 @@ class StrategyPlan:
             logits=round(logits),
             buffers=state.buffers,
             library=0 if cuda else self.library_bytes,
-            outside_step=0 if cuda else self._outside_step(spec, shape, layout, state),
+            outside_step=outside + teacher_weights(spec) if outside else 0,
             teacher=teacher_memory(spec, shape.vocabulary, rows),
         )
-
-    def _outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:
-        peak = self.outside_step(spec, shape, layout, state)
-        return peak + teacher_weights(spec) if peak else 0
 
     def comm_bytes(self, spec: RunSpec, shape: Shape, layout: Layout, *, gloo: bool) -> float:
         """Return the bytes that one process sends in an optimizer step (mean over steps).
@@ -247,10 +237,6 @@ class StrategyPlan:
             f"config accelerate: accelerate has no strategy {spec.strategy}: set strategy=ddp, fsdp or deepspeed, or use "
             "config launcher"
         )
-
-    def notes(self, spec: RunSpec, shape: Shape) -> list[str]:
-        """Return lines about costs that the planner's table does not show."""
-        return []
 
 
 def _free_part(needed: float, room: float | None) -> float | None:

@@ -32,20 +32,15 @@ class Replicas:
         nodes = world.gather(world.node_rank)
         places = [node // spec.replica_hosts for node in nodes]
         ranks = [[rank for rank, place in enumerate(places) if place == number] for number in sorted(set(places))]
-        check_rows(spec, len(ranks))
+        if len(ranks) > spec.rows_per_step:
+            raise UserError(
+                f"strategy: {spec.strategy} has {len(ranks)} replicas, but a step has {spec.rows_per_step} rows: "
+                f"set total_batch_size to {len(ranks)} or more"
+            )
         return cls(ranks, next(number for number, group in enumerate(ranks) if world.rank in group))
 
     def __len__(self) -> int:
         return len(self.ranks)
-
-
-def check_rows(spec: RunSpec, count: int) -> None:
-    """Check that every step has a row for each of `count` replicas. Raises UserError."""
-    if count > spec.rows_per_step:
-        raise UserError(
-            f"strategy: {spec.strategy} has {count} replicas, but a step has {spec.rows_per_step} rows: "
-            f"set total_batch_size to {count} or more"
-        )
 
 
 def by_speed(shares: list[float], costs: list[float]) -> list[float]:

@@ -66,7 +66,7 @@ def refusals(folder: Path) -> set[str]:
     for load in (
         lambda: load_causal_model(str(folder), dtype=torch.float32),
         lambda: load_model(spec_of(folder), CPU),
-        lambda: load_model(spec_of(folder), CPU, sharded=True, own_shard=True),
+        lambda: load_model(spec_of(folder), CPU, sharded=True),
         lambda: load_stage(pipeline, Division((1, 1), 0), ALONE),  # also a stage that does not need the tensor
         lambda: load_stage(pipeline, Division((1, 1), 1), ALONE),
     ):

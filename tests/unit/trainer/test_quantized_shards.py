@@ -49,7 +49,7 @@ def test_layers_are_quantized_as_those_of_a_whole_model(
     spec = make_spec(
         {"model": str(folder), "seq_length": 16, "lora_r": 4, "quantize": "nf4", "precision": precision}, "here"
     )
-    whole, parts = load_model(spec, CPU).eval(), load_model(spec, CPU, sharded=True, own_shard=True).eval()
+    whole, parts = load_model(spec, CPU).eval(), load_model(spec, CPU, sharded=True).eval()
     layers = [module for module in parts.modules() if hasattr(module, "unquantized")]
     assert layers and all(layer.unquantized.dtype == dtype for layer in layers), "weights stay as they are in the files"
     quantize_layers(parts, base_dtype(spec), CPU)
@@ -92,4 +92,4 @@ def test_weights_that_are_quantized_already_are_refused(tmp_path: Path) -> None:
     spec = make_spec({"model": str(tmp_path / "packed"), "seq_length": 16, "quantize": "nf4"}, "here")
     AutoModelForCausalLM.from_pretrained(folder, quantization_config=nf4_config(spec)).save_pretrained(spec.model)
     with pytest.raises(UserError, match=r"^model: .* is quantized already, which strategy=fsdp cannot load"):
-        load_model(spec, CPU, sharded=True, own_shard=True)
+        load_model(spec, CPU, sharded=True)
