@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.config.automatic import DECIDED
@@ -24,8 +21,14 @@ def agree(spec: RunSpec, started: bool, world: World) -> RunSpec:
         UserError: `strategy=auto`, and ranks chose different ones.
     """
     found = world.gather({name: getattr(spec, name) for name in DECIDED} | {"started": started})
-    kept = next((values for values in found if values["started"]), None)
-    values = kept or _decided(found)
+    values = next((values for values in found if values["started"]), None)
+    if values is None:
+        if len({each["strategy"] for each in found}) > 1:
+            raise UserError(
+                "strategy: auto chooses differently on different hosts: set a strategy, or start with train.yml"
+            )
+        open_fields = [name for name in found[0]["automatic"] if all(name in each["automatic"] for each in found)]
+        values = common(found) | {"automatic": open_fields}
     decided = {name: values[name] for name in DECIDED}
     return spec.model_copy(update=decided | {"automatic": tuple(values["automatic"])})
 
@@ -45,12 +48,3 @@ def agree_compile(spec: RunSpec, steps: int, world: World) -> RunSpec:
         print(f"auto: torch_compile={str(compiled).lower()}: {why}")
     rest = tuple(name for name in spec.automatic if name != "torch_compile")
     return spec.model_copy(update={"torch_compile": compiled, "automatic": rest})
-
-
-def _decided(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    if len({values["strategy"] for values in found}) > 1:
-        raise UserError(
-            "strategy: auto chooses differently on different hosts: set a strategy, or start with train.yml"
-        )
-    open_fields = [name for name in found[0]["automatic"] if all(name in values["automatic"] for values in found)]
-    return common(found) | {"automatic": open_fields}

@@ -60,19 +60,28 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
         shape = shape or shape_of(spec)
         teacher_shape(spec)
     except UserError as error:
-        return _without_shape(*_with_precision(spec, hosts, None), hosts, error)
+        spec, lines = _with_precision(spec, hosts, None)
+        if spec.strategy == AUTO:
+            strategy, why = choose(spec, hosts)
+            spec, lines = spec.model_copy(update={"strategy": strategy}), [why, *lines]
+        return _decided(spec), [*lines, f"auto: {_settings(spec, spec)}: {error}"]
     spec, lines = _with_precision(spec, hosts, shape)
     first: UserError | None = None
     variants = list(_variants(spec, hosts))
     for variant in variants:
         try:
-            found, why = _placed(variant, hosts, shape)
+            if variant.strategy == AUTO:
+                strategy, why = choose(variant, hosts, shape)
+                variant, said = variant.model_copy(update={"strategy": strategy}), [why]
+            elif fits(variant, hosts, shape) is False:
+                continue
+            else:
+                said = []
         except UserError as error:
             first = first or error
             continue
-        if why is not None:
-            found, compiling = _with_compile(found, hosts)
-            return found, [*filter(None, [why]), *lines, *_lines(spec, found), *compiling]
+        found, compiling = _with_compile(variant, hosts)
+        return found, [*said, *lines, *_lines(spec, found), *compiling]
     if first:
         raise first
     smallest = variants[-1]
@@ -157,23 +166,7 @@ def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _placed(spec: RunSpec, hosts: Hosts, shape: Shape) -> tuple[RunSpec, str | None]:
-    """Return the spec with a strategy, and why that one; the reason is None if the spec does not fit. Raises UserError as `choose`."""
-    if spec.strategy == AUTO:
-        strategy, why = choose(spec, hosts, shape)
-        return spec.model_copy(update={"strategy": strategy}), why
-    return spec, None if fits(spec, hosts, shape) is False else ""
-
-
-def _without_shape(spec: RunSpec, lines: list[str], hosts: Hosts, error: UserError) -> tuple[RunSpec, list[str]]:
-    if spec.strategy == AUTO:
-        strategy, why = choose(spec, hosts)
-        spec, lines = spec.model_copy(update={"strategy": strategy}), [why, *lines]
-    return _decided(spec), [*lines, f"auto: {_settings(spec, spec)}: {error}"]
-
-
 def _decided(spec: RunSpec) -> RunSpec:
-    """Return the spec without automatic fields."""
     return spec.model_copy(update={"automatic": ()})
 
 
@@ -220,7 +213,6 @@ def _with_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[R
 
 
 def _gpu_precision(hosts: Hosts) -> tuple[str, str]:
-    """Return the precision of GPUs, and why."""
     oldest = min(host.get("capability", 0.0) for host in hosts)
     if oldest >= BF16:
         return "bf16-mixed", "every GPU computes in bfloat16"
@@ -231,7 +223,6 @@ def _gpu_precision(hosts: Hosts) -> tuple[str, str]:
 
 
 def _cpu_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[str, str]:
-    """Return the precision of CPUs, and why."""
     if shape and shape.hidden < SMALL_LAYER:
         return "32-true", "layers of this size are hardly faster in bfloat16 on a CPU"
     if not all(host.get("bfloat16") for host in hosts):
@@ -257,13 +248,8 @@ def _variants(spec: RunSpec, hosts: Hosts) -> Iterator[RunSpec]:
     for quantize, strategy, checkpointing, rows in values:
         if cuda and recomputes and not checkpointing and rows * spec.seq_length < least:
             continue
-        changed = {
-            "quantize": quantize,
-            "strategy": strategy,
-            "gradient_checkpointing": checkpointing,
-            "batch_size": rows,
-        }
-        variant = spec.model_copy(update=changed)
+        changed = {"quantize": quantize, "strategy": strategy, "batch_size": rows}
+        variant = spec.model_copy(update=changed | {"gradient_checkpointing": checkpointing})
         try:
             check_spec(variant)
         except ValueError:
@@ -285,12 +271,10 @@ def _settings(spec: RunSpec, chosen: RunSpec) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the value of a field as flags and ``-e`` write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _lines(spec: RunSpec, chosen: RunSpec) -> list[str]:
-    """Return one line for each field that was decided."""
     lines = []
     if "batch_size" in spec.automatic:
         tokens = chosen.batch_size * chosen.seq_length

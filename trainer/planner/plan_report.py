@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.common.errors import UserError, model_errors
 from trainer.common.formats import counted, mib, table
@@ -38,9 +38,6 @@ from trainer.planner.recommend import (
 )
 from trainer.strategy import AUTO
 from trainer.supervise.cpu import multiplies_bfloat16
-
-if TYPE_CHECKING:
-    from trainer.data.corpus import Corpus
 
 _BUSY = 0.1  # minimum fraction of cores in use by other processes that the report mentions
 _FULL_ROWS = "full rows, every token with loss"
@@ -73,7 +70,9 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
         corpus = encoded_dataset(local, tokenizer, store, rows=rows)
     one_epoch = spec.model_copy(update={"epochs": 1})
     epoch = Order.of(one_epoch, corpus.lengths, corpus.sources).epoch(0)
-    filled = [length for row in epoch for length in _row_lengths(corpus, row)]
+    # The tokens of the rows of a micro-batch that the samples of a row become: one, or two for a pair.
+    parts = [each for row in epoch for each in zip(*map(corpus.sequences, row), strict=True)]
+    filled = [sum(span.stop - span.start for span in each) for each in parts]
     counts = corpus.trained_counts()
     trained = float(sum(counts[sample] for row in epoch for sample in row))
     # A micro-batch is padded to its longest row.
@@ -85,12 +84,6 @@ def rows_of(spec: RunSpec, data_dir: Path) -> tuple[RowStats, str, DataReport | 
         f"{spec.dataset_name}: {sum(filled) / len(filled):.0f} tokens in rows of {places:.0f}",
         corpus.report,
     )
-
-
-def _row_lengths(corpus: Corpus, row: Sequence[int]) -> list[int]:
-    """Return the tokens of the rows of a micro-batch that the samples of a row become: one, or two for a pair."""
-    spans = [corpus.sequences(sample) for sample in row]
-    return [sum(span.stop - span.start for span in each) for each in zip(*spans, strict=True)]
 
 
 def _with_packing(spec: RunSpec) -> RunSpec:
@@ -221,7 +214,10 @@ def plan(
         "speed": asdict(speed),
         "settings": settings,
         "decisions": decisions,
-        "options": [_as_json(option) for option in found],
+        "options": [
+            asdict(option) | {"memory_bytes": option.memory.total, "communication_share": option.share}
+            for option in found
+        ],
         "recommended": {"strategy": strategy, "why": why},
         "lines": lines(spec, shape, found, strategy, why, about),
     }
@@ -253,18 +249,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _as_json(option: Option) -> dict[str, Any]:
-    return asdict(option) | {"memory_bytes": option.memory.total, "communication_share": option.share}
-
-
-def _teacher_lines(spec: RunSpec) -> list[str]:
-    """Return a line about the teacher model, if there is one."""
-    shape = teacher_shape(spec)
-    if not shape:
-        return []
-    return [f"teacher {spec.teacher}: {shape.parameters / 1e6:.1f} M parameters, in full on every process"]
-
-
 def _row(option: Option) -> list[str]:
     """Return an option as a row of a table, below `_HEAD`."""
     return [
@@ -289,6 +273,8 @@ def lines(
 ) -> list[str]:
     """Return the plan as text: the run, `about` hosts and data, the strategies, and the one that `auto` takes."""
     chosen = next((each for each in found if each.strategy == strategy), found[0])
+    size = teacher.parameters if (teacher := teacher_shape(spec)) else 0
+    uncounted = "the time in which the model writes completions and rewards are computed is not counted"
     host_memory = f"host memory of a process, besides Python: {mib(chosen.host_memory)} MiB"
     parts = ", ".join(f"{name} {mib(size)}" for name, size in chosen.memory.step.items() if size)
     if chosen.memory.total > sum(chosen.memory.step.values()):
@@ -296,12 +282,8 @@ def lines(
     return [
         f"{spec.model}: {shape.parameters / 1e6:.1f} M parameters, {shape.trained(spec) / 1e6:.2f} M of them trained; "
         f"{spec.rows_per_step} rows of {spec.seq_length} per step in micro-batches of {spec.batch_size}",
-        *_teacher_lines(spec),
-        *(
-            ["the time in which the model writes completions and rewards are computed is not counted"]
-            if spec.learns_from_prompts
-            else []
-        ),
+        *([f"teacher {spec.teacher}: {size / 1e6:.1f} M parameters, in full on every process"] if size else []),
+        *([uncounted] if spec.learns_from_prompts else []),
         *about,
         "",
         *table([_HEAD, *map(_row, found)], right=True),

@@ -42,15 +42,10 @@ class Speed:
     @classmethod
     def nominal(cls, spec: RunSpec, shape: Shape, rows: RowStats, device: str, threads: int = 1) -> "Speed":
         """Estimate the speed by figures of common hardware, within a factor of a few."""
-        rate = NOMINAL[device] * (threads if device == "cpu" else 1)
-        return cls(_work(spec, shape, rows, cuda=device == "cuda") / rate, 0.0, False)
-
-
-def _work(spec: RunSpec, shape: Shape, rows: RowStats, *, cuda: bool) -> float:
-    """Return the floating point operations of a full micro-batch; those of unpacking weights count as well."""
-    flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=cuda) + teacher_flops(spec, rows)
-    method = method_of(spec)
-    return method.as_rows(spec).batch_size * flops * method.time_factor(spec)
+        rate, method = NOMINAL[device] * (threads if device == "cpu" else 1), method_of(spec)
+        # Of a row; those of unpacking weights count as well.
+        flops = row_flops(spec, shape, rows) * unpacking_factor(spec, cuda=device == "cuda") + teacher_flops(spec, rows)
+        return cls(method.as_rows(spec).batch_size * flops * method.time_factor(spec) / rate, 0.0, False)
 
 
 @dataclass(frozen=True)
@@ -83,12 +78,8 @@ class Option:
 
         It is rounded so that the order of operations does not matter.
         """
-        return float(f"{self.tokens_per_second / ERROR ** (self.concessions + self.tight):.9g}")
-
-    @property
-    def tight(self) -> bool:
-        """Whether so little memory is left that an error of the prediction may exceed it."""
-        return self.free is not None and 0 <= self.free < TIGHT
+        tight = self.free is not None and 0 <= self.free < TIGHT  # an error of the prediction may exceed it
+        return float(f"{self.tokens_per_second / ERROR ** (self.concessions + tight):.9g}")
 
     @property
     def share(self) -> float:
@@ -116,8 +107,13 @@ class Setting:
 
 def options(spec: RunSpec, setting: Setting) -> list[Option]:
     """Return the cost of one process alone, and of every registered strategy that the spec allows."""
-    found = []
-    for label, strategy, place in _candidates(setting):
+    found, layout = [], setting.layout
+    # One process alone, with the least memory and the highest speed.
+    fastest = (max(layout.speeds),) if layout.speeds else ()
+    smallest = Layout((1,), _smallest(layout.rooms), _smallest(layout.host_rooms), fastest)
+    candidates = [(ALONE, DEFAULT_STRATEGY, replace(setting, layout=smallest))]
+    candidates += [(name, name, setting) for name in STRATEGIES if layout.world > 1]
+    for label, strategy, place in candidates:
         candidate = spec.model_copy(update={"strategy": strategy})
         try:
             check_spec(candidate)
@@ -127,21 +123,11 @@ def options(spec: RunSpec, setting: Setting) -> list[Option]:
     return found
 
 
-def _candidates(setting: Setting) -> list[tuple[str, str, Setting]]:
-    """Return the name, strategy and place of one process alone, with the least memory and the highest speed, and of every registered strategy."""
-    layout = setting.layout
-    fastest = (max(layout.speeds),) if layout.speeds else ()
-    smallest = Layout((1,), _smallest(layout.rooms), _smallest(layout.host_rooms), fastest)
-    candidates = [(ALONE, DEFAULT_STRATEGY, replace(setting, layout=smallest))]
-    return candidates + [(name, name, setting) for name in STRATEGIES if layout.world > 1]
-
-
 def _smallest(rooms: Iterable[float | None]) -> tuple[float | None, ...]:
     return (min((room for room in rooms if room is not None), default=None),)
 
 
 def _option(label: str, spec: RunSpec, setting: Setting, speed: Speed) -> Option:
-    """Return the cost of the spec's strategy under the name `label`."""
     shape, layout, rows, gloo = setting.shape, setting.layout, setting.rows, setting.gloo
     bandwidth = setting.link * 1e6 / 8  # bytes per second
     plan, spec = plan_of(spec), method_of(spec).as_rows(spec)
@@ -196,7 +182,8 @@ def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> tuple
         if alone.fits is False:
             raise UserError(f"plan: {_too_large(spec, alone)}")
         return DEFAULT_STRATEGY, "one process, so there is nothing to distribute"
-    possible = [option for option in others if _automatic(option, setting, spec)]
+    plans = [(option, plan_named(option.strategy)) for option in others]
+    possible = [each for each, plan in plans if plan.auto and plan.runs_on(spec, setting.shape, setting.layout)]
     best = _best(possible)
     if not best:
         raise UserError(f"plan: {_too_large(spec, min([alone, *possible], key=lambda option: option.memory.total))}")
@@ -275,12 +262,6 @@ def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | Non
     strategy, why = recommend(spec, options(spec, setting), setting)
     said = " (link assumed, not measured)" if not linked and len(hosts) > 1 else ""
     return strategy, f"auto selected {strategy}: {why}{said}"
-
-
-def _automatic(option: Option, setting: Setting, spec: RunSpec) -> bool:
-    """Return whether `strategy=auto` may choose the strategy of an option."""
-    plan = plan_named(option.strategy)
-    return plan.auto is not None and plan.runs_on(spec, setting.shape, setting.layout)
 
 
 def _setting_of(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> tuple[Setting, bool]:

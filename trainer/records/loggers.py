@@ -21,7 +21,8 @@ class Logger(Protocol):
 
     def log(self, values: dict[str, float], step: int) -> None: ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Write what is pending; a service needs nothing."""
 
     def close(self) -> None: ...
 
@@ -58,7 +59,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Service:
+class _Service(Logger):
     """wandb, or a package with its interface."""
 
     def __init__(self, package: str, spec: RunSpec, **more: Any) -> None:
@@ -67,9 +68,6 @@ class _Service:
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         self._run.finish()
@@ -84,7 +82,7 @@ def _trackio(spec: RunSpec, run_dir: Path) -> Logger:
     return _Service("trackio", spec, embed=False)
 
 
-class _Mlflow:
+class _Mlflow(Logger):
     def __init__(self, spec: RunSpec, run_dir: Path) -> None:
         if "MLFLOW_TRACKING_URI" not in os.environ:  # a database would need more packages
             os.environ |= {"MLFLOW_TRACKING_URI": f"file:{run_dir}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
@@ -98,9 +96,6 @@ class _Mlflow:
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(values, step=step)
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -1,7 +1,6 @@
 """The progress of a run, and its state in a checkpoint in addition to the weights. No torch here."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,12 +33,10 @@ class RunHistory:
 
     @property
     def step(self) -> int:
-        """The step from which the current start resumed."""
         return int(self.starts[-1]["step"])
 
     @property
     def start(self) -> str:
-        """The name of the current start."""
         return str(self.starts[-1]["start"])
 
     @property
@@ -48,17 +45,12 @@ class RunHistory:
         return len(self.starts) > 1 and self.starts[-1]["head"] != self.starts[-2]["head"]
 
 
-def _no_totals() -> dict[str, Any]:
-    return {
-        "tokens": 0,
-        "trained_tokens": 0,
-        "samples": 0,
-        "seconds": 0.0,
-        "mfu_seconds": 0.0,  # seconds x share of the peak
-        "mfu_measured": 0.0,  # seconds in which it was known
-        "loss_first": None,
-        "loss_last": None,
-    }
+# `mfu_seconds`: seconds x share of the peak; `mfu_measured`: seconds in which it was known.
+_NO_TOTALS: dict[str, Any] = {
+    **dict.fromkeys(("tokens", "trained_tokens", "samples"), 0),
+    **dict.fromkeys(("seconds", "mfu_seconds", "mfu_measured"), 0.0),
+    **dict.fromkeys(("loss_first", "loss_last")),
+}
 
 
 @dataclass
@@ -81,7 +73,7 @@ class RunState:
     spec: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     synced_step: int = 0
-    totals: dict[str, Any] = field(default_factory=_no_totals)
+    totals: dict[str, Any] = field(default_factory=_NO_TOTALS.copy)
     history: RunHistory = field(default_factory=RunHistory)
 
     def restore(self, checkpoint: Path, spec: RunSpec) -> None:
@@ -136,18 +128,6 @@ class RunState:
         """Begin the training of this start from the current step. `start`: its `start` and `head` (see RunHistory)."""
         self.history = RunHistory([*self.history.starts, {**start, "step": self.step}])
 
-    def _add_rewards(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step with completions to the totals: `learning_steps` counts those with unlike rewards of a prompt."""
-        if "completion_length" not in metrics:
-            return
-        learning = self.totals.get("learning_steps", 0) + (metrics.get("flat_groups", 1) < 1)
-        self.totals["learning_steps"] = learning
-        if "reward" in metrics:
-            self.totals |= {
-                "reward_last": metrics["reward"],
-                "reward_first": self.totals.get("reward_first", metrics["reward"]),
-            }
-
     def add(self, record: dict[str, Any], seconds: float) -> float:
         """Add the metrics of one step to the totals, and complete the record with the mean loss and the speed.
 
@@ -168,7 +148,12 @@ class RunState:
             self.totals["mfu_measured"] += seconds
         if weight:
             self.totals |= {"loss_last": mean_loss, "loss_first": self.totals["loss_first"] or mean_loss}
-        if record["step"] == 1 or "learning_steps" in self.totals:  # an earlier version did not count
-            self._add_rewards(record.get("metrics", {}))
+        metrics, counted = record.get("metrics", {}), self.totals.get("learning_steps", 0)
+        # Steps with unlike rewards of a prompt, which an earlier version did not count.
+        if "completion_length" in metrics and (record["step"] == 1 or "learning_steps" in self.totals):
+            self.totals["learning_steps"] = counted + (metrics.get("flat_groups", 1) < 1)
+            if "reward" in metrics:
+                first = self.totals.get("reward_first", metrics["reward"])
+                self.totals |= {"reward_last": metrics["reward"], "reward_first": first}
         record |= {"loss": mean_loss, "tokens_per_second": record["tokens"] / seconds}
         return float(self.totals["seconds"] / record["step"] * (self.steps - record["step"]))

@@ -134,7 +134,9 @@ class StepMetrics:
         strategy.sync(waiting)
 
         compute, total, shared, waited, needed = ([0.0] * world.size for _ in range(5))
-        needed[world.rank] = self._needed(records)
+        about = [[int(record[name]) for name in ("tokens", "trained_tokens", "samples")] for record in records]
+        # Mean seconds of a step at the peak of this device; -1 if they are unknown.
+        needed[world.rank] = sum(self._at_peak(*each) for each in about) / len(records) if self._at_peak else -1.0
         compute[world.rank] = sum(record.pop("seconds") for record in records) / len(records)
         total[world.rank] = compute[world.rank] + (time.perf_counter() - started) / len(records)
         shared[world.rank] = strategy.rank_seconds()
@@ -170,10 +172,3 @@ class StepMetrics:
         if not uses:
             return None
         return RankUse(sum(use.at_peak for use in uses), sum(use.elapsed for use in uses))
-
-    def _needed(self, records: Sequence[Mapping[str, Any]]) -> float:
-        """Return the mean seconds of a step at the peak of this device; -1 if they are unknown."""
-        if self._at_peak is None:
-            return -1.0
-        names = ("tokens", "trained_tokens", "samples")
-        return sum(self._at_peak(*(int(record[name]) for name in names)) for record in records) / len(records)

@@ -58,7 +58,8 @@ class Heartbeat:
         if not force and status == self._state["status"] and now - self._written < _HEARTBEAT_INTERVAL:
             self._state.update(fields)
             return
-        self._state.update(fields, status=status, time=now, memory_peak_gb=peak_memory_gb())
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        self._state.update(fields, status=status, time=now, memory_peak_gb=round(peak, 3))
         self._written = now
         try:
             self._write()
@@ -92,11 +93,6 @@ class Heartbeat:
             raise
 
 
-def peak_memory_gb() -> float:
-    """Return the peak memory of this process in GB."""
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)
-
-
 def gpu_usage(device: "torch.device") -> dict[str, float]:
     """Return the peak memory (GB) of this process on the GPU and the GPU's use (see gpu_use); nothing on a CPU."""
     if device.type != "cuda":
@@ -124,12 +120,8 @@ def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
         DiskError: a file cannot be written.
     """
     try:
-        for path in [
-            run_dir / "metrics.jsonl",
-            run_dir / "evals.jsonl",
-            run_dir / EXAMPLES,
-            *(run_dir / "samples").glob("rank*.jsonl"),
-        ]:
+        names = ("metrics.jsonl", "evals.jsonl", EXAMPLES)
+        for path in [*(run_dir / name for name in names), *(run_dir / "samples").glob("rank*.jsonl")]:
             if path.exists():
                 valid = [to_json(record) + "\n" for record in _records(path) if history.is_valid(record)]
                 write_atomic(path, "".join(valid))
@@ -180,9 +172,7 @@ class Recorder:
             if world.is_host_leader:
                 self._metrics = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
                 self._evals = (run_dir / "evals.jsonl").open("a", encoding="utf-8")
-            if (
-                history.head_moved
-            ):  # the event files of the previous head are on another host; those here may be incomplete
+            if history.head_moved:  # to another host: the event files here may be incomplete
                 shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
         except OSError as error:
             raise _not_writable(run_dir, error) from None
@@ -190,10 +180,9 @@ class Recorder:
             return
         purge_step = None if history.head_moved else history.step + 1
         self._loggers = open_loggers(spec, run_dir, world.global_rank == 0, purge_step)
-        for record in (
-            _records(run_dir / "metrics.jsonl") if history.head_moved and "tensorboard" in spec.loggers else []
-        ):
-            self._loggers[0].log(_scalars(record), record["step"])  # TensorBoard, whose files are new on this host
+        if history.head_moved and "tensorboard" in spec.loggers:  # whose files are new on this host
+            for record in _records(run_dir / "metrics.jsonl"):
+                self._loggers[0].log(_scalars(record), record["step"])
 
     def samples(self, step: int, rows: list[list[int]]) -> None:
         """Record the samples of this rank in `step`, row by row; before ranks synchronize, so that no checkpoint is newer.
