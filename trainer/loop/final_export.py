@@ -191,19 +191,13 @@ def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", fol
     for number, path in enumerate(parts, 1):
         name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         path.rename(folder / name)
-        header = safetensors_header(folder / name)
+        with (folder / name).open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
         places |= dict.fromkeys(header, name)
-        total += sum(header.values())
+        total += sum(end - begin for begin, end in (about["data_offsets"] for about in header.values()))
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def safetensors_header(path: Path) -> dict[str, int]:
-    """Return the bytes of every tensor of a file that this process wrote, by name."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    places = {name: about["data_offsets"] for name, about in header.items() if name != "__metadata__"}
-    return {name: end - begin for name, (begin, end) in places.items()}
 
 
 def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:

@@ -58,7 +58,7 @@ def run_script(spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> dict[str, 
             (run_dir / earlier).unlink(missing_ok=True)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
     stop, progress = StopRequest(run_dir), Progress(run_dir / "metrics.jsonl", spec.max_steps)
-    log = log_of(run_dir)
+    log = run_dir / "logs" / f"rank{os.environ.get('RANK', '0')}.log" if "TORCHELASTIC_RUN_ID" in os.environ else None
     before = log.stat().st_size if log and log.exists() else 0
     process = subprocess.Popen(
         [sys.executable, str(script)],
@@ -161,13 +161,10 @@ def _fields(line: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(record, dict):
         return {}
-    found = {name: record[name] for name in _PROGRESS if _is_number(record.get(name))}
+    known = {name: value for name in _PROGRESS if isinstance(value := record.get(name), int | float)}
+    found = {name: value for name, value in known.items() if not isinstance(value, bool) and math.isfinite(value)}
     counts = {name: int(found[name]) for name in ("step", "steps") if name in found and found[name] >= 0}
     return found | counts if "step" in counts else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def result(spec: RunSpec, run_dir: Path, progress: Progress) -> dict[str, Any]:
@@ -200,12 +197,6 @@ def result(spec: RunSpec, run_dir: Path, progress: Progress) -> dict[str, Any]:
     return known | {name: value for name, value in own.items() if name not in _FIXED}
 
 
-def log_of(run_dir: Path) -> Path | None:
-    """Return the log to which the output of this rank goes; None without torchrun."""
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    return run_dir / "logs" / f"rank{os.environ.get('RANK', '0')}.log" if under_torchrun else None
-
-
 def _tail(log: Path | None, start: int) -> str:
     """Return the end of a log after an offset; empty without a log."""
     if log is None:
@@ -217,7 +208,6 @@ def _tail(log: Path | None, start: int) -> str:
 
 
 def _ending(name: str, code: int) -> str:
-    """Return how a script ended."""
     if code >= 0:
         return f"{quoted(name)} ended with exit code {code}"
     try:

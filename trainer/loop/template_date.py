@@ -8,12 +8,9 @@ from typing import Any
 from trainer.config import RunSpec
 from trainer.distributed.world import World
 
-_FUNCTION = "strftime_now"  # with which a template asks for the date
-
 
 def prints_date(tokenizer: Any) -> bool:
-    """Return whether a chat template of the tokenizer prints the date."""
-    return _FUNCTION in str(tokenizer.chat_template)
+    return "strftime_now" in str(tokenizer.chat_template)  # with which a template asks for the date
 
 
 def run_date(spec: RunSpec, tokenizer: Any, checkpoints: Path, world: World) -> datetime.date:

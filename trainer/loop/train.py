@@ -47,19 +47,15 @@ class Batches:
 
     @property
     def group(self) -> World:
-        """The ranks that share the gradient of an update."""
         return self._strategy.update_group
 
     def score(self, batch: Batch) -> float:
-        """Return the loss of a micro-batch without gradients."""
         return float(self._strategy.loss(batch))
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum values over the ranks that share the gradient of an update."""
         return self._strategy.update_group.sum(values)
 
     def waiting(self, note: str) -> None:
-        """Report that this rank is alive, and what it does."""
         self._heartbeat("training", note=note)
 
     def prepare(self, update: Update, step: int) -> Work:
@@ -139,19 +135,15 @@ class Evaluation:
 
     @property
     def group(self) -> World:
-        """The ranks that share the evaluation."""
         return self._world
 
     def score(self, batch: Batch) -> float:
-        """Return the loss of a micro-batch without gradients."""
         return float(self._strategy.loss(batch))
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sum values over the ranks that share the evaluation."""
         return self._world.sum(values)
 
     def waiting(self, note: str) -> None:
-        """Report that this rank is alive, and what it does."""
         self._heartbeat("evaluating", note=note)
 
     def update(self, step: int) -> float | None:
@@ -236,11 +228,8 @@ def report(
     Raises:
         NonFiniteError: a loss is not finite.
     """
-    comm: dict[str, Any] = (
-        {"comm_share": [round(value, 4) for value in reduced.comm_share]} if reduced.comm_share else {}
-    )
-    if reduced.mfu:
-        comm["mfu"] = [round(value, 4) for value in reduced.mfu]
+    shares = {"comm_share": reduced.comm_share, "mfu": reduced.mfu}
+    comm: dict[str, Any] = {name: [round(value, 4) for value in found] for name, found in shares.items() if found}
     for record in reduced.records:
         record |= {"step_seconds": reduced.step_seconds} | comm | ({"gpus": reduced.gpus} if any(reduced.gpus) else {})
         eta = state.add(record, reduced.seconds)
@@ -263,23 +252,18 @@ def report(
         raise NonFiniteError("loss is not a number", state.step, lr)
 
 
-def restore(checkpoints: Path, strategy: Strategy, state: RunState, spec: RunSpec, heartbeat: Heartbeat) -> None:
-    """Load the newest checkpoint of the hosts, if there is one. Every rank calls it.
+def begin(strategy: Strategy, state: RunState, spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> None:
+    """Load the newest checkpoint of the hosts, if there is one, and record the start in `state`. Every rank calls it.
 
     Raises:
         UserError: no checkpoint is usable, or it is of another spec, other data or another base model.
     """
-    differences = functools.partial(changed_since, now=state.spec)
-    if newest := find_checkpoint(checkpoints, strategy.world, print, strategy.per_host_files, differences):
+    files, differences = strategy.per_host_files, functools.partial(changed_since, now=state.spec)
+    if newest := find_checkpoint(run_dir / "checkpoints", strategy.world, print, files, differences):
         strategy.load(newest)
         state.restore(newest, spec)
         print(f"resuming from step {state.step} of {state.steps}")
         heartbeat("starting", force=True, resumed=state.step)
-
-
-def begin(strategy: Strategy, state: RunState, spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> None:
-    """Restore the newest checkpoint, and record the start in `state`. Every rank calls it."""
-    restore(run_dir / "checkpoints", strategy, state, spec, heartbeat)
     here = {"start": f"{time.time_ns() // 1000:x}", "head": f"{socket.gethostname()}:{run_dir}"}
     state.begin(strategy.world.gather(here)[0])
 
@@ -331,11 +315,6 @@ def begin_method(inputs: TrainingInputs, strategy: Strategy, run_dir: Path) -> M
     return method
 
 
-def utilisation_of(spec: RunSpec, device: torch.device) -> Utilisation | None:
-    """Measure the peak of the device, if the work of a step is that of its tokens; else return None."""
-    return Utilisation.of(spec, device) if method_of(spec).computes_tokens_only else None
-
-
 def train(
     spec: RunSpec, run_dir: Path, data_dir: Path, world: World, heartbeat: Heartbeat, settle: Settle = as_it_is
 ) -> dict[str, Any]:
@@ -373,7 +352,8 @@ def train(
     method = begin_method(inputs, strategy, run_dir)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)
-    utilisation, stopping = utilisation_of(spec, world.device), False
+    utilisation = Utilisation.of(spec, world.device) if method_of(spec).computes_tokens_only else None
+    stopping = False
     metrics = StepMetrics(method.measures(method_of(spec)), utilisation.seconds if utilisation else None)
     while state.step < steps and not stopping:
         try:

@@ -96,7 +96,6 @@ class TrainingInputs:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the run."""
         return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
 
 
@@ -133,13 +132,20 @@ def load_inputs(
         notes = check_columns(spec.reward, [record["columns"] for record in corpus.records])
         for note in notes if world.rank == 0 else ():
             print(note)
-    data = common_digest(corpus, world)
+    digests = world.gather(corpus.digest())
+    if other := next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0):
+        raise UserError(
+            f"dataset: the samples or the tokenizer of rank {other} differ from those of rank 0: "
+            "use the same dataset and model on all hosts"
+        )
     out = held_out(spec, len(corpus), corpus.sources)
     chosen = training_samples(spec, len(corpus), out)
     train_set, eval_set = select(corpus, chosen), select(corpus, sorted(out))
     teacher = load_teacher(spec, tokenizer, world.device)
     if spec.automatic:
-        spec = settle(spec, _steps_about(spec, train_set))
+        tokens = float(np.minimum(train_set.lengths, spec.seq_length).sum())  # packed rows are full
+        steps = max(1, round(spec.epochs * tokens / spec.seq_length / spec.rows_per_step))
+        spec = settle(spec, min(steps, spec.max_steps) if spec.max_steps else steps)
     heartbeat("starting", note="loading the model")
     module = plan_of(spec).load_module(spec, world)
     for line in filter(None, notes_of(spec, module, tokenizer) if world.rank == 0 else ()):
@@ -147,7 +153,7 @@ def load_inputs(
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
     return TrainingInputs(
-        spec, tokenizer, module, corpus, train_set, eval_set, data, len(set(chosen)), teacher, shown_date, base
+        spec, tokenizer, module, corpus, train_set, eval_set, digests[0], len(set(chosen)), teacher, shown_date, base
     )
 
 
@@ -168,13 +174,6 @@ def notes_of(spec: RunSpec, module: ModelWithLoss, tokenizer: Any) -> list[str]:
     ]
 
 
-def _steps_about(spec: RunSpec, train_set: Corpus) -> int:
-    """Return the number of steps of a run with packed rows, which are full."""
-    tokens = float(np.minimum(train_set.lengths, spec.seq_length).sum())
-    steps = max(1, round(spec.epochs * tokens / spec.seq_length / spec.rows_per_step))
-    return min(steps, spec.max_steps) if spec.max_steps else steps
-
-
 def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> TrainingInputs:
     """Replace `packing: auto` by what suits the model. Every rank calls it.
 
@@ -193,19 +192,3 @@ def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> Tr
     if inputs.spec.packing and not packing and world.rank == 0:
         print(f"packing: off, because {name} mixes the samples of a packed row")
     return replace(inputs, spec=inputs.spec.model_copy(update={"packing": packing}))
-
-
-def common_digest(corpus: Corpus, world: World) -> str:
-    """Return the digest of the data after checking that it is the same on every rank. Every rank calls it.
-
-    Raises:
-        UserError: the digests differ, so the ranks would disagree about the samples of a step.
-    """
-    digests = world.gather(corpus.digest())
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise UserError(
-            f"dataset: the samples or the tokenizer of rank {other} differ from those of rank 0: "
-            "use the same dataset and model on all hosts"
-        )
-    return digests[0]

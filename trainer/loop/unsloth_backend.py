@@ -43,7 +43,6 @@ def _permitted(spec: RunSpec) -> bool:
 
 
 def has_cuda() -> bool:
-    """Return whether torch sees an NVIDIA GPU."""
     import torch
 
     return torch.cuda.is_available()

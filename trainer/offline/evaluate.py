@@ -4,8 +4,6 @@
 judges the answers: those of a server are judged in the same way.
 """
 
-import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +13,6 @@ from typing import Any
 import torch
 
 from trainer.common.errors import UserError
-from trainer.common.files import to_json
-from trainer.common.lost_connection import end_with_connection
 from trainer.config import RunSpec
 from trainer.data.shapes import with_system_in_first_question
 from trainer.model_files.base_weights import load_causal_model
@@ -24,6 +20,7 @@ from trainer.models.adapter_merge import adapted_model
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
 from trainer.models.model import load_tokenizer
 from trainer.models.tokenizer_output import end_ids
+from trainer.offline import answer_request
 from trainer.spec import make_spec, read_spec
 
 
@@ -40,11 +37,10 @@ class Subject:
 
         On the CPU the weights are float32; on a GPU they are as in their files.
         """
-        spec = (
-            make_spec({"model": self.model, "fake_data": True}, "the request")
-            if self.model
-            else read_spec(self.folder / "spec.yml", {}, str(self.folder))
-        )
+        if self.model:
+            spec = make_spec({"model": self.model, "fake_data": True}, "the request")
+        else:
+            spec = read_spec(self.folder / "spec.yml", {}, str(self.folder))
         weights = self.folder / ("adapter" if spec.lora_r else "model")
         if not self.base and not weights.is_dir():
             raise UserError(f"evaluate: run {self.folder.name} has no {weights.name}: wait until it is finished")
@@ -91,46 +87,34 @@ def evaluate(
     chats = [with_system_in_first_question(q["messages"]) if prepend else q["messages"] for q in questions]
     rows = prompt_rows(tokenizer, chats)
     end = end_ids(tokenizer, model.generation_config)[-1:]  # that of the template
-    losses = [
-        reference_loss(model, tokenizer, row, question["reference"], end)
-        for row, question in zip(rows, questions, strict=True)
-    ]
+    losses: list[tuple[float | None, int]] = []
+    for row, question in zip(rows, questions, strict=True):
+        reference = question["reference"]
+        answer = [*tokenizer(reference, add_special_tokens=False)["input_ids"], *end] if reference else []
+        losses.append((answer_loss(model, row, answer), len(answer)) if answer else (None, 0))
     started = time.monotonic()
     found = greedy(model, tokenizer, rows, max_tokens, batch_size=batch_size, temperature=temperature, seeds=seeds)
     seconds = time.monotonic() - started
     answers = [
         {
-            "text": str(tokenizer.decode(answer.tokens, skip_special_tokens=True)),
-            "tokens": len(answer.tokens),
-            "cut": not answer.ended,
+            "text": str(tokenizer.decode(said.tokens, skip_special_tokens=True)),
+            "tokens": len(said.tokens),
+            "cut": not said.ended,
             "loss": loss,
             "loss_tokens": tokens,
         }
-        for answer, (loss, tokens) in zip(found, losses, strict=True)
+        for said, (loss, tokens) in zip(found, losses, strict=True)
     ]
     return {"seconds": seconds, "answers": answers}
 
 
-def reference_loss(
-    model: Any, tokenizer: Any, prompt: Sequence[int], reference: str, end: Sequence[int]
-) -> tuple[float | None, int]:
-    """Return the mean loss per token of an answer and of the token that ends it, and their number; (None, 0) for no answer."""
-    answer = [*tokenizer(reference, add_special_tokens=False)["input_ids"], *end] if reference else []
-    return (answer_loss(model, prompt, answer), len(answer)) if answer else (None, 0)
-
-
 def main() -> int:
-    """Carry out the request on standard input; print the result, or `{"error": ...}`."""
-    end_with_connection()
-    try:
-        request = json.load(sys.stdin)
-        subject = Subject(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
-        size, length = int(request["batch_size"]), int(request["max_tokens"])
-        how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}
-        model, tokenizer, spec = subject.load()
-        found = evaluate(model, tokenizer, spec, request["questions"], length, size, **how)
-    except UserError as error:
-        print(json.dumps({"error": str(error)}))
-        return 1
-    print(to_json(found))
-    return 0
+    """Carry out the request on standard input."""
+    return answer_request(_answer)
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    subject = Subject(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
+    size, length = int(request["batch_size"]), int(request["max_tokens"])
+    how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}
+    return evaluate(*subject.load(), request["questions"], length, size, **how)

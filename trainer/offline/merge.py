@@ -6,7 +6,6 @@
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch
 from trainer.common.errors import UserError, first_line
 from trainer.common.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.common.finite import all_finite
-from trainer.common.lost_connection import end_with_connection
 from trainer.config import RunSpec
 from trainer.data.corpus import Corpus, preferred, select
 from trainer.data.encode import encoded_dataset
@@ -32,6 +30,7 @@ from trainer.models.adapter_merge import LogitCheck, adapted_model, merge_into_b
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
 from trainer.models.model import load_tokenizer
 from trainer.models.tokenizer_output import add_end_token, add_old_rope_keys, end_ids, save_tokenizer
+from trainer.offline import answer_request
 from trainer.spec import read_spec
 
 MERGED = "merged"  # name of the merged adapter in memory
@@ -47,7 +46,6 @@ class Part:
 
     @property
     def weights(self) -> Path:
-        """The folder of its adapter or model."""
         return self.folder / ("adapter" if self.spec.lora_r else "model")
 
     @property
@@ -83,7 +81,6 @@ class MergeRequest:
 
     @property
     def device(self) -> torch.device:
-        """Where the models are computed."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -343,34 +340,26 @@ def vote(request: MergeRequest) -> dict[str, Any]:
         votes = Counter(map(tuple, given))
         best = max(range(len(given)), key=lambda index: (votes[tuple(given[index])], score[index]))
         text = tokenizer.decode(given[best], skip_special_tokens=True)
-        winners.append(
-            {
-                "text": text,
-                "votes": votes[tuple(given[best])],
-                "logprob": score[best],
-                "from": request.parts[best].run,
-            }
-        )
+        winner = {"text": text, "votes": votes[tuple(given[best])], "logprob": score[best]}
+        winners.append(winner | {"from": request.parts[best].run})
     request.target.mkdir(parents=True, exist_ok=True)
-    lines = [
-        to_json({"messages": [*chat, {"role": "assistant", "content": answer["text"]}], **answer})
-        for chat, answer in zip(request.prompts, winners, strict=True)
-    ]
     path = request.target / "answers.jsonl"
+    chats = [
+        [*chat, {"role": "assistant", "content": won["text"]}]
+        for chat, won in zip(request.prompts, winners, strict=True)
+    ]
+    lines = [to_json({"messages": chat, **won}) for chat, won in zip(chats, winners, strict=True)]
     write_atomic(path, "".join(line + "\n" for line in lines))
     unanimous = sum(answer["votes"] == len(request.parts) for answer in winners)
     return {"answers": len(winners), "unanimous": unanimous, "path": str(path), "first": winners[:5]}
 
 
 def main() -> int:
-    """Carry out the request on standard input; print the result, or `{"error": ...}`."""
-    end_with_connection()
-    try:
-        request = read_request(json.load(sys.stdin))
-        result = vote(request) if request.method == "vote" else merge(request)
-        result["equal"] = equal_parts(request.parts)
-    except UserError as error:
-        print(json.dumps({"error": str(error)}))
-        return 1
-    print(to_json(result))
-    return 0
+    """Carry out the request on standard input."""
+    return answer_request(_answer)
+
+
+def _answer(values: Mapping[str, Any]) -> dict[str, Any]:
+    request = read_request(values)
+    result = vote(request) if request.method == "vote" else merge(request)
+    return result | {"equal": equal_parts(request.parts)}

@@ -109,7 +109,6 @@ class RewardProcess:
         return parts
 
     def close(self) -> None:
-        """End the process."""
         self._process.close()
 
     def _ask(self, request: object, doing: str, who: str) -> Any:
@@ -123,21 +122,16 @@ class RewardProcess:
             error, answer = self._process.ask(request)
         except LimitError as limit:
             self._process.close()
-            raise UserError(f"reward: {doing} {limit}{_REMEDIES.get(_kind(str(limit)), '')}") from None
+            said, remedy = str(limit), ""
+            if "network" in said:
+                remedy = ", and rewards have no network: compute the reward on this host"
+            elif said.endswith(" s"):
+                remedy = ", see reward_timeout: make it faster, or increase the limit"
+            raise UserError(f"reward: {doing} {said}{remedy}") from None
         if error:
             self._process.close()
             raise UserError(f"reward: {who}{error}")
         return answer
-
-
-_REMEDIES = {
-    "network": ", and rewards have no network: compute the reward on this host",
-    "time": ", see reward_timeout: make it faster, or increase the limit",
-}
-
-
-def _kind(limit: str) -> str:
-    return "network" if "network" in limit else "time" if limit.endswith(" s") else ""
 
 
 def total(parts: np.ndarray, weights: Sequence[float]) -> np.ndarray:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib.util
 import inspect
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -19,11 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer.data.limited_process import answer_messages, limit_process
+from trainer.distributed.worker_process import die_with_launcher
 from trainer.rewards.built_in import Function, built_in
 from trainer.rewards.no_network import deny_network
 from trainer.rewards.reward_file import PREFIX
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RewardError(Exception):
@@ -60,7 +57,6 @@ class Reward:
             raise RewardError(f"{_place(error, self.file)}{_described(error)}") from None
 
     def _checked(self, found: Any, count: int) -> list[float | None]:
-        """Return rewards as floats. Raises RewardError."""
         if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
             raise RewardError(f"returned a {type(found).__name__}: return a list with one reward per completion")
         values = list(found)
@@ -161,7 +157,7 @@ def _import(path: Path, place: int) -> tuple[str, dict[str, Function]]:
 
 def main() -> int:
     """Answer the messages on standard input: the entries and columns; then batches, and the number of a reward to rate them."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_launcher()
     limit_process()
     # What the files print goes to the log of the rank, and what they read is empty.
     answers, messages = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
