@@ -1,6 +1,8 @@
 """The command line of the trainer: ``python -m trainer [COMMAND] [SPEC.yml] [options] [--lr 1e-3 ...]``."""
 
 import argparse
+import contextlib
+import importlib
 import json
 import logging
 import os
@@ -107,13 +109,6 @@ def take_positional(argv: list[str]) -> str | None:
     return argv.pop(0) if argv and not argv[0].startswith("--") else None
 
 
-def take_places(argv: list[str]) -> tuple[Path | None, Path | None, list[str | None]]:
-    """Remove the flags of a rank that are not of its spec; return the run folder, the data folder, and Galaxy's."""
-    run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
-    galaxy = [take_any(argv, flag) for flag in ("--hv.galaxy_size", "--hv.world_rank", "--hv.initial_peers")]
-    return run_dir, data_dir, galaxy
-
-
 def take_spec(argv: list[str], ranks: int | None, *, quiet: bool = False, strict: bool = True) -> RunSpec:
     """Return the spec that the remaining arguments define: an optional file, and flags. Raises UserError.
 
@@ -149,19 +144,16 @@ def _is_assignment(argument: str) -> bool:
 
 
 def check(argv: list[str]) -> int:
-    """Print the complete spec."""
     print(take_spec(argv, _world_size()).named().to_yaml(), end="")
     return 0
 
 
 def fields(argv: list[str]) -> int:
-    """Print the table of the spec's fields."""
     print(table())
     return 0
 
 
 def data(argv: list[str]) -> int:
-    """Show what a run trains on."""
     from trainer.data.encode import Encoder
     from trainer.data.samples import samples_of
     from trainer.data.show import View, check_shown, show
@@ -185,33 +177,24 @@ def data(argv: list[str]) -> int:
 
 
 def plan(argv: list[str]) -> int:
-    """Print the estimates for every strategy, and a recommendation."""
     from trainer.costs.host_memory import read_hosts
     from trainer.planner.plan_report import plan as make_plan
 
     data_dir, hosts = take_path(argv, "--data-dir") or Path.cwd(), read_hosts(take_value(argv, "--hosts") or "1")
     as_json, fast = take_switch(argv, "--json"), take_switch(argv, "--no-measure")
-    link = _link_speed(take_value(argv, "--link-mbit"))
+    link, given = None, take_value(argv, "--link-mbit")
+    if given is not None:
+        with contextlib.suppress(ValueError):
+            link = float(given)
+        if not 0 < (link or 0.0) < 1e9:
+            raise UserError(f"--link-mbit: got {quoted(given)}, expected a number of Mbit/s > 0")
     ranks = sum(host["processes"] for host in hosts)
     made = make_plan(take_spec(argv, ranks, strict=False), hosts, link, fast=fast, data_dir=data_dir)
     print(json.dumps(made, indent=1) if as_json else "\n".join(made["lines"]))
     return 0
 
 
-def _link_speed(value: str | None) -> float | None:
-    if value is None:
-        return None
-    try:
-        speed = float(value)
-    except ValueError:
-        speed = 0.0
-    if not 0 < speed < 1e9:
-        raise UserError(f"--link-mbit: got {quoted(value)}, expected a number of Mbit/s > 0")
-    return speed
-
-
 def config(argv: list[str]) -> int:
-    """Print the spec as the configuration of another tool."""
     from trainer.tools.tool_configs import SLURM_OPTIONS, Script, render
 
     kind = take_positional(argv) or ""
@@ -228,10 +211,8 @@ def config(argv: list[str]) -> int:
         if value := take_any(argv, f"--slurm_{name}", f"--{name}", *(["--time_limit"] if name == "time" else [])):
             slurm[name] = value
     script = Script.of(env, slurm, places, kind)
-    for switch, meaning in (
-        ("use_deepspeed", "strategy=deepspeed"),
-        ("offload_optimizer", "deepspeed_offload=optimizer"),
-    ):
+    meanings = {"use_deepspeed": "strategy=deepspeed", "offload_optimizer": "deepspeed_offload=optimizer"}
+    for switch, meaning in meanings.items():
         if take_switch(argv, f"--{switch}") or take_switch(argv, f"--{switch.replace('_', '-')}"):
             argv.append(f"--{meaning}")
     argv[:] = [f"--{argument}" if _is_assignment(argument) else argument for argument in argv]
@@ -259,20 +240,12 @@ def config(argv: list[str]) -> int:
     return 0
 
 
-def merge(argv: list[str]) -> int:
-    """Merge runs as the request on standard input says; the controller starts it."""
+def _offline(command: str) -> int:
+    """Carry out the request on standard input; the controller starts it."""
     with without_collector():
-        from trainer.offline.merge import main as merge_main
-
-    return merge_main()
-
-
-def evaluate(argv: list[str]) -> int:
-    """Let a model answer the questions of the request on standard input; the controller starts it."""
-    with without_collector():
-        from trainer.offline.evaluate import main as evaluate_main
-
-    return evaluate_main()
+        module = importlib.import_module(f"trainer.offline.{command}")
+    status: int = module.main()
+    return status
 
 
 def store(argv: list[str]) -> int:
@@ -316,14 +289,10 @@ def show_help() -> int:
     return 0
 
 
-def needs_bitsandbytes(spec: RunSpec) -> bool:
-    """Return whether a rank imports bitsandbytes."""
-    return spec.quantize != "none" or spec.optimizer == "adamw8bit" or unsloth_backend.may_use(spec)
-
-
 def train(argv: list[str]) -> int:
     """Run one rank. Errors are also reported in its heartbeat."""
-    run_dir, data_dir, galaxy_flags = take_places(argv)
+    run_dir, data_dir = take_path(argv, "--run-dir"), take_path(argv, "--data-dir")
+    galaxy_flags = [take_any(argv, flag) for flag in ("--hv.galaxy_size", "--hv.world_rank", "--hv.initial_peers")]
     rank, under_torchrun = int(os.environ.get("RANK", "0")), "TORCHELASTIC_RUN_ID" in os.environ
     try:
         galaxy = Galaxy.parse(*galaxy_flags)
@@ -342,7 +311,8 @@ def train(argv: list[str]) -> int:
         if not under_torchrun or not run_dir:
             raise
         return report_failure(Heartbeat(run_dir, rank), error)  # the controller shows it instead of an exit code
-    if under_torchrun and not needs_bitsandbytes(spec):
+    eight_or_four_bits = spec.quantize != "none" or spec.optimizer == "adamw8bit"
+    if under_torchrun and not eight_or_four_bits and not unsloth_backend.may_use(spec):
         # peft imports an installed bitsandbytes, which imports torch's compiler: a fifth of the start-up time.
         sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     data_dir = data_dir or (run_dir.parent.parent if run_dir else Path.cwd())
@@ -420,11 +390,7 @@ def run_in_galaxy(galaxy: Galaxy, spec: RunSpec, run_dir: Path, data_dir: Path, 
 
 
 def run_rank(
-    spec: RunSpec,
-    run_dir: Path,
-    data_dir: Path,
-    heartbeat: Heartbeat,
-    meeting: "Meeting | None" = None,
+    spec: RunSpec, run_dir: Path, data_dir: Path, heartbeat: Heartbeat, meeting: "Meeting | None" = None
 ) -> dict[str, Any]:
     """Join the other ranks, train, and return the result; or the existing result if the run has already finished."""
     from trainer.loop.run_dir import check_owner, claim, finished_result
@@ -484,8 +450,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "data": data,
     "plan": plan,
     "config": config,
-    "merge": merge,
-    "evaluate": evaluate,
+    "merge": lambda _: _offline("merge"),
+    "evaluate": lambda _: _offline("evaluate"),
     "store": store,
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
@@ -62,7 +62,12 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
         spec = RunSpec.model_validate(dict(values) | {name: value for name, (value, _) in derived.items()})
     except ValidationError as error:
         lines = []
-        strange = {str(problem["loc"][0]): problem["loc"] for problem in error.errors() if _unknown_key(problem)}
+        # Names that the entries of a list do not have.
+        strange = {
+            str(problem["loc"][0]): problem["loc"]
+            for problem in error.errors()
+            if problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
+        }
         for problem in error.errors():
             name = str(problem["loc"][0])
             if name in strange:
@@ -79,11 +84,6 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
     except ValueError as error:
         raise UserError(f"run spec: {error} ({source})") from None
     return spec
-
-
-def _unknown_key(problem: ErrorDetails) -> bool:
-    """Return whether an entry of a list has a name that entries do not have."""
-    return problem["type"] == "extra_forbidden" and len(problem["loc"]) > 1
 
 
 def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:

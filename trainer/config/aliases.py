@@ -17,9 +17,7 @@ Fields = Mapping[str, Any]  # values by field
 MUTABLE = frozenset(name for name, field in FIELDS.items() if metadata(field)["mutable"])
 SUGGESTED = names_in(FIELDS, "suggested_names")
 REMOVED = removed(REMOVED_FIELDS, FIELDS)
-ACCUMULATION = (
-    "gradient_accumulation_steps"  # micro-batches of one rank; the field gradient_accumulation counts those of all
-)
+ACCUMULATION = "gradient_accumulation_steps"  # of one rank; the field gradient_accumulation counts those of all
 _SHARDING = {
     "no_shard": {"strategy": "ddp"},
     "full_shard": {"strategy": "fsdp", "fsdp_shard": "all"},
@@ -96,12 +94,10 @@ def plain_name(name: object) -> str:
 
 
 def is_known(name: str) -> bool:
-    """Return whether `name` is a field or another name that is understood."""
     return name in FIELDS or name in ALIASES or name in REMOVED
 
 
 def field_of(name: str) -> str:
-    """Return the field of an accepted name, or the name itself."""
     return ALIASES[name].field if name in ALIASES else name
 
 

@@ -7,13 +7,8 @@ from typing import Any
 
 from trainer.config.fields import split_words
 
-CHOSEN = (
-    "precision",
-    "batch_size",
-    "gradient_checkpointing",
-    "quantize",
-    "torch_compile",
-)  # their value `auto` is the default
+# Their value `auto` is the default.
+CHOSEN = ("precision", "batch_size", "gradient_checkpointing", "quantize", "torch_compile")
 # strategy=auto chooses the fastest strategy; by default, another one than ddp is chosen only if the model does not fit.
 AUTOMATIC = (*CHOSEN, "strategy")
 DECIDED = (*AUTOMATIC, "automatic")  # what a decision sets

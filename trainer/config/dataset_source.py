@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trainer.common.formats import quoted
 from trainer.config.fields import Words
-from trainer.config.yaml_text import parse_yaml
+from trainer.config.yaml_text import parse_structure
 
 # The shapes of a record, in order of precedence: the names that it must have, and those that it may have.
 SHAPES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -40,17 +40,9 @@ EXPECTED = {
 }
 
 
-def _structure(value: Any) -> Any:
-    """Return the list or mapping that the text of a flag or ``-e`` spells; other values unchanged. Raises ValueError."""
-    text = value.strip() if isinstance(value, str) else ""
-    if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
-        return parse_yaml(text)
-    return value
-
-
 def _pairs(value: Any) -> Any:
     """Return a mapping from a mapping, from its text, or from ``prompt=question,completion=answer``."""
-    value = _structure(value)
+    value = parse_structure(value)
     if isinstance(value, str):
         parts = [part.partition("=") for part in value.split(",") if part.strip()]
         if not all(equals for _, equals, _ in parts):
@@ -61,7 +53,7 @@ def _pairs(value: Any) -> Any:
 
 def _sources(value: Any) -> Any:
     """Return `dataset` as a string, or as a list of mappings."""
-    value = _structure(value)
+    value = parse_structure(value)
     if isinstance(value, Mapping):
         value = [value]
     if isinstance(value, list | tuple):

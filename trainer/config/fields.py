@@ -17,7 +17,6 @@ MAX_NUMBER = 1e38  # of a learning rate and its kin; within the range of float32
 _MAX_INTEGER = 10**1000
 # Control characters and separators, at which a file or a terminal begins a new line, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 NO_WORDS = ("no", "off", "false", "none")
 YES_WORDS = ("yes", "on", "true")
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -189,15 +188,12 @@ def is_switch(field: FieldInfo) -> bool:
 
 def mismatch(field: FieldInfo, value: Any) -> str:
     """Say which values a field accepts, and that `value` is none of them."""
-    hint = in_quotes(value) if _takes_text(field.annotation) else ""
+    hint = ""
+    if _takes_text(field.annotation) and any(isinstance(part, bool) for part in _leaves(value)):
+        hint = " (YAML reads no, off, yes and on as false and true: write the word in quotes)"
+    elif _takes_text(field.annotation) and isinstance(value, float):
+        hint = " (YAML reads 1.10 as 1.1: write the text in quotes)"
     return f"expected {expected_value(field)}, got {quoted(value)}{hint}"
-
-
-def in_quotes(value: Any) -> str:
-    """Return the remedy for a fraction, or a boolean alone or in a list or mapping, where a text is expected; else an empty string."""
-    if any(isinstance(part, bool) for part in _leaves(value)):
-        return " (YAML reads no, off, yes and on as false and true: write the word in quotes)"
-    return " (YAML reads 1.10 as 1.1: write the text in quotes)" if isinstance(value, float) else ""
 
 
 def _takes_text(kind: Any) -> bool:
@@ -233,12 +229,9 @@ def _expected_value(field: FieldInfo) -> str:
     if is_switch(field):
         return "true or false" if kind is bool else "auto, true or false"
     if kind is str or str in options:
-        pattern = any(getattr(limit, "pattern", None) for limit in field.metadata)
-        return (
-            "letters, digits, '.', '_' and '-', at most 64"
-            if pattern
-            else f"one line of text, at most {MAX_TEXT} characters"
-        )
+        if any(getattr(limit, "pattern", None) for limit in field.metadata):
+            return "letters, digits, '.', '_' and '-', at most 64"
+        return f"one line of text, at most {MAX_TEXT} characters"
     number = "an integer" if kind is int or int in options else "a number"
     unit = f" of {metadata(field)['unit']}" if metadata(field)["unit"] else ""
     bounds = [

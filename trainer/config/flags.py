@@ -13,7 +13,6 @@ from trainer.config.strategies import STRATEGIES
 
 
 def expects(name: str) -> str:
-    """Describe the values that the field `name` accepts."""
     return expected_value(FIELDS[name])
 
 
@@ -41,7 +40,10 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
             if takes_no_value(name) and (not rest or rest[0].startswith("--")):
                 value = "true"
             elif rest:
-                value = _take_words(rest) if _is_list(name) else rest.pop(0)
+                value, listed = rest.pop(0), FIELDS.get(field_of(name))
+                # The words of a list may also be separate arguments: ``--lora-targets q_proj v_proj``.
+                while listed and get_origin(listed.annotation) is tuple and rest and not rest[0].startswith("--"):
+                    value += f",{rest.pop(0)}"
             else:
                 field = field_of(name)
                 raise UserError(
@@ -49,19 +51,6 @@ def parse_flags(argv: Sequence[str]) -> dict[str, str]:
                 )
         values[name] = value
     return values
-
-
-def _is_list(name: str) -> bool:
-    """Return whether a flag sets a list, whose words may also be separate arguments: ``--lora-targets q_proj v_proj``."""
-    field = FIELDS.get(field_of(name))
-    return field is not None and get_origin(field.annotation) is tuple
-
-
-def _take_words(rest: list[str]) -> str:
-    words = [rest.pop(0)]
-    while rest and not rest[0].startswith("--"):
-        words.append(rest.pop(0))
-    return ",".join(words)
 
 
 def describe(name: str) -> str:

@@ -21,18 +21,13 @@ REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
     "allow_dropped": (False, "set keep_going=dropped"),
     "automatic": ((), "set the fields to auto"),
     "ddp_larger_batches": ("auto", "every rank passes batch_size rows at once: omit it"),
-    "diloco_comm_dtype": ("bf16", _COMM_DTYPE),
-    "diloco_delay": (1, _DILOCO),
-    "diloco_fragments": (1, _DILOCO),
-    "diloco_members": ("fixed", _MEMBERS),
-    "diloco_membership": ("fixed", _MEMBERS),
+    **dict.fromkeys(("diloco_comm_dtype", "diloco_wire"), ("bf16", _COMM_DTYPE)),
+    **dict.fromkeys(("diloco_delay", "diloco_fragments"), (1, _DILOCO)),
+    **dict.fromkeys(("diloco_members", "diloco_membership"), ("fixed", _MEMBERS)),
     "diloco_mixing": (0.5, _DILOCO),
-    "diloco_wire": ("bf16", _COMM_DTYPE),
     "gkd_lambda": (0.0, "run TRL's GKDTrainer as script, or let answers of the teacher be the dataset (distill.yml)"),
-    "gradient_comm_dtype": ("32", _COMM_DTYPE),
-    "gradient_wire": ("32", _COMM_DTYPE),
+    **dict.fromkeys(("gradient_comm_dtype", "gradient_wire", "pipeline_comm_dtype"), ("32", _COMM_DTYPE)),
     "ignore_keys": ((), "set keep_going to these keys"),
-    "pipeline_comm_dtype": ("32", _COMM_DTYPE),
     "pipeline_hosts": (0, "one pipeline takes all hosts of the run: select them with limit"),
     "teacher_host": ("", _TEACHER),
     "teacher_top_k": (0, "the student learns the probabilities of all tokens: omit it"),
@@ -45,14 +40,9 @@ REMOVED_OPTIONS: dict[str, tuple[Any, str]] = {
     "eval_questions": ((), "evaluate the run when it has finished: evaluate.yml"),
     "launcher": ("ssh", _SLURM),
     "quick": (False, "preflight runs no all-reduce any more: omit it"),
-    "slurm_account": ("", _SLURM),
+    **{f"slurm_{name}": ("", _SLURM) for name in ("account", "gres", "mem", "partition", "prologue", "time")},
     "slurm_cpus": (0, _SLURM),
-    "slurm_gres": ("", _SLURM),
-    "slurm_mem": ("", _SLURM),
     "slurm_nodes": (1, _SLURM),
-    "slurm_partition": ("", _SLURM),
-    "slurm_prologue": ("", _SLURM),
-    "slurm_time": ("", _SLURM),
     "standby": ("run", "a restart starts the ranks anew: omit it"),
 }
 """Name of a launch option -> its default, and what to do instead."""
@@ -73,10 +63,7 @@ def removed(table: Mapping[str, tuple[Any, str]], live: Iterable[str]) -> dict[s
 def replacement(value: Any, entry: tuple[Any, str]) -> str:
     """Return what to do instead of giving a removed name, or an empty string if the value is the default that it had."""
     default, instead = entry
-    read = {
-        _text(default),
-        *(["false"] if default == "auto" else []),
-    }  # false: what the hosts of a run decided for auto
+    read = {_text(default), *(["false"] if default == "auto" else [])}  # what hosts decided for auto
     return "" if value is None or _text(value) in read else f"no longer exists: {instead}"
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.config.json_schema import schema_error
-from trainer.config.yaml_text import parse_yaml
+from trainer.config.yaml_text import parse_structure
 
 # The built-in rewards, and the options that each of them has.
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
@@ -64,7 +64,6 @@ class RewardSource(BaseModel):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a file of the user."""
         return self.use not in BUILT_IN
 
 
@@ -80,12 +79,9 @@ def _entry(value: Any) -> Any:
 
 def _entries(value: Any) -> Any:
     """Return the rewards as a list of mappings, from such a list, from its text, or from ``NAME:WEIGHT,NAME``."""
+    value = parse_structure(value)
     if isinstance(value, str):
-        text = value.strip()
-        if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
-            value = parse_yaml(text)
-        else:
-            value = [part for part in text.split(",") if part.strip()]
+        value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, Mapping):
         value = [value]
     return [_entry(each) for each in value] if isinstance(value, list | tuple) else value

@@ -34,11 +34,8 @@ def spec_digest(spec: RunSpec) -> str:
     }
     if fixed["dataset"] == OBSERVATORY and (fixed.get("script") or fixed["fake_data"]):
         fixed["dataset"] = FORMER_DATASET  # they have no dataset, and the default was another
-    fixed |= {
-        "ignore_keys": fixed.pop("keep_going"),
-        "gradient_wire": "32",
-        "diloco_wire": "bf16",
-    }  # former names and defaults
+    # Former names and defaults.
+    fixed |= {"ignore_keys": fixed.pop("keep_going"), "gradient_wire": "32", "diloco_wire": "bf16"}
     fixed["packing"] = bool(fixed["packing"])  # packing was true before it was auto
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:6]
 

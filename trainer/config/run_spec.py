@@ -311,11 +311,9 @@ class RunSpec(MethodFields):
         return [reward.use for reward in self.reward if reward.is_file]
 
     def with_reward_files(self, paths: Sequence[str]) -> "RunSpec":
-        """Return the spec with other paths of its `reward_files`."""
         return self.model_copy(update={"reward": with_reward_paths(self.reward, paths)}) if paths else self
 
     def with_dataset_paths(self, paths: Sequence[str]) -> "RunSpec":
-        """Return the spec with other paths of its datasets, one for each of `sources`."""
         return self.model_copy(update={"dataset": with_paths(self.dataset, paths)})
 
     @property
@@ -363,7 +361,6 @@ class RunSpec(MethodFields):
         return self if self.run else self.model_copy(update={"run": default_name(self)})
 
     def to_yaml(self) -> str:
-        """Return the spec as YAML for `read_spec`."""
         return yaml.safe_dump(self.values(), sort_keys=False)
 
     def values(self) -> dict[str, Any]:

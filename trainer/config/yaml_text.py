@@ -108,6 +108,12 @@ def parse_yaml(text: str) -> Any:
         raise YamlError("not YAML: a value does not match its type") from None
 
 
+def parse_structure(value: Any) -> Any:
+    """Return the list or mapping that the text of a flag or ``-e`` spells; other values unchanged. Raises YamlError."""
+    text = value.strip() if isinstance(value, str) else ""
+    return parse_yaml(text) if (text[:1], text[-1:]) in (("[", "]"), ("{", "}")) else value
+
+
 def read_yaml(path: Path, what: str = "run spec") -> dict[str, Any]:
     """Read the names and values of a YAML file, which error messages call `what`.
 

@@ -1,4 +1,5 @@
 """The strategies. Their modules are imported on first use, and torch only when a strategy runs."""
+# ruff: noqa: F401  the names that other packages import from here
 
 from __future__ import annotations
 
@@ -33,17 +34,3 @@ def plan_of(spec: RunSpec) -> StrategyPlan:
 def make_strategy(spec: RunSpec, world: World, module: ModelWithLoss) -> Strategy:
     """Create the spec's strategy for the model in `module`. Every rank calls it."""
     return plan_of(spec).strategy_class(spec)(spec, world, module)
-
-
-__all__ = [
-    "AUTO",
-    "DEFAULT_STRATEGY",
-    "STRATEGIES",
-    "Batch",
-    "Strategy",
-    "StrategyPlan",
-    "Update",
-    "make_strategy",
-    "plan_named",
-    "plan_of",
-]
