@@ -1,4 +1,5 @@
 """The training methods: what a run learns from its data. Their modules are imported on first use, and torch only when a loss runs."""
+# ruff: noqa: F401  the names that other packages import from here
 
 from __future__ import annotations
 
@@ -16,27 +17,9 @@ if TYPE_CHECKING:
 
 @functools.cache
 def method_named(name: str) -> MethodPlan:
-    """Return the plan of the method `name`."""
     plan: MethodPlan = importlib.import_module(f"trainer.method.{name}").PLAN
     return plan
 
 
 def method_of(spec: RunSpec) -> MethodPlan:
-    """Return the plan of the spec's method."""
     return method_named(spec.method)
-
-
-__all__ = [
-    "DEFAULT_METHOD",
-    "METHODS",
-    "AheadContext",
-    "Batch",
-    "Method",
-    "MethodPlan",
-    "Rank",
-    "Rows",
-    "RunContext",
-    "Work",
-    "method_named",
-    "method_of",
-]

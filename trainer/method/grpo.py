@@ -45,8 +45,6 @@ _SUMS = "completions rated reward spread groups flat written ended kl low high o
 
 
 class GRPOPlan(MethodPlan):
-    """The plan of group relative policy optimization."""
-
     def validate(self, spec: RunSpec) -> None:
         if not spec.reward:
             raise ValueError(
@@ -134,7 +132,6 @@ class Rated:
     parts: np.ndarray
 
     def part(self, start: int, end: int) -> Rated:
-        """Return those from `start` to `end`."""
         kept = slice(start, end)
         return Rated(self.ids[kept], self.rewards[kept], self.advantages[kept], self.parts[kept])
 
@@ -216,11 +213,7 @@ class GRPO(Method):
         """Add what the completions of this rank say. `group`: completions of a prompt; 1 in an evaluation."""
         rated = ~np.isnan(mine.rewards)
         ended = sum(bool(ids) and ids[-1] in self._ready_writer().ends for ids in mine.ids)
-        found = {
-            "completions": len(mine.ids),
-            "rated": rated.sum(),
-            "reward": np.nansum(mine.rewards),
-        }
+        found = {"completions": len(mine.ids), "rated": rated.sum(), "reward": np.nansum(mine.rewards)}
         found |= {"written": sum(map(len, mine.ids)), "ended": ended}
         if group > 1:
             each = mine.rewards.reshape(-1, group)
@@ -408,7 +401,9 @@ class GRPO(Method):
         scales = np.zeros_like(advantages)
         for index, place in enumerate(places):
             advantages[index] = shared.rated.advantages[place]
-            scales[index] = 1 / self._divisor(len(shared.rated.ids[place]))
+            # What the sum over the tokens of a completion is divided by.
+            divisors = {"dapo": 1, "grpo": len(shared.rated.ids[place]), "dr_grpo": self._spec.completion_length}
+            scales[index] = 1 / divisors[self._spec.grpo_loss]
         old = shared.old if self.iterations > 1 else None
         part = places[0] if places else -1
         extra = Extra(on_device(advantages), on_device(scales), old, part, scores=shared.scores.get(part))
@@ -418,10 +413,6 @@ class GRPO(Method):
             )
             extra = extra._replace(rewards=on_device(rewards))
         return super().batch(work, rows, pad, length, on_device)._replace(extra=extra)
-
-    def _divisor(self, size: int) -> int:
-        """Return what the sum over the tokens of a completion is divided by. `size`: its tokens."""
-        return {"dapo": 1, "grpo": size, "dr_grpo": self._spec.completion_length}[self._spec.grpo_loss]
 
     def loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:
         extra: Extra = batch.extra

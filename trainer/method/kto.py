@@ -42,8 +42,6 @@ _PARTNER_KEY = 0x4B70  # separates the permutation of partners from those of oth
 
 
 class KTOPlan(PreferencePlan):
-    """The plan of KTO."""
-
     sums = ("good", "bad", "good_rewards", "bad_rewards", "good_logps", "bad_logps", "kl")
     has_reference = True
 
@@ -80,8 +78,6 @@ class Labels(NamedTuple):
 
 
 class KTO(PreferenceMethod):
-    """The loss of KTO."""
-
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
         self.good, self.bad = spec.kto_desirable_weight, spec.kto_undesirable_weight

@@ -55,8 +55,6 @@ class Answers(NamedTuple):
 
 
 class ORPO(PreferenceMethod):
-    """The loss of ORPO."""
-
     def prepare(self, work: Work, rank: Rank) -> Work:
         corpus, samples = work.corpus, [sample for row in work.rows for sample in row]
         chosen = corpus.lengths if corpus.splits is None else corpus.splits

@@ -102,8 +102,11 @@ class RolloutWork:
             self._seconds = time.perf_counter() - began
 
         if self._spec.rollout_ranks:
-            size = self._batch_size(work, prompts)
-            while chosen := self._claimed(rank, step, places, size):
+            # As many at once as fit into memory, with padding.
+            longest = max((int(work.corpus.lengths[sample]) for sample in prompts), default=0)
+            room = self._spec.batch_size * self._spec.seq_length
+            size = max(1, room // (longest + self._spec.completion_length))
+            while chosen := places[(end := self._claim(rank.group.store, step, size)) - size : end]:
                 write_some(chosen)
         parts = self._gathered(
             rank, lambda: [*map(asdict, self._finish(step, rank, own, write_some) if first else own.values())]
@@ -127,15 +130,6 @@ class RolloutWork:
     def _tokens(self, work: Work, prompts: Sequence[int], group: int) -> list[list[int]]:
         starts, tokens = work.corpus.starts, work.corpus.tokens
         return [each for sample in prompts for each in [tokens[starts[sample] : starts[sample + 1]].tolist()] * group]
-
-    def _batch_size(self, work: Work, prompts: Sequence[int]) -> int:
-        """Return how many completions this rank claims at once: those that fit into memory, with padding."""
-        longest = max((int(work.corpus.lengths[sample]) for sample in prompts), default=0)
-        return max(1, self._spec.batch_size * self._spec.seq_length // (longest + self._spec.completion_length))
-
-    def _claimed(self, rank: Rank, step: int, places: Sequence[int], size: int) -> Sequence[int]:
-        end = self._claim(rank.group.store, step, size)
-        return places[end - size : end]
 
     def _claim(self, store: Any, step: int, count: int) -> int:
         """Add to the counter of a step, which all ranks share; return the sum. The store may have counters of an earlier start."""
@@ -281,14 +275,10 @@ class RolloutWork:
     def _start(self, step: int, rank: Rank) -> Rollouts:
         """Get the servers ready and return what hands out prompts. Raises UserError if none is, and ranks do not write."""
         spec, vocabulary = self._spec, len(self._run.tokenizer)
-        sampling = Sampling(
-            self._prefix,
-            spec.grpo_temperature,
-            spec.completion_length,
-            spec.seq_length,
-            spec.collective_timeout,
-        )
-        prompt = self._tokens_of_first(step)
+        limits = spec.completion_length, spec.seq_length, spec.collective_timeout
+        sampling = Sampling(self._prefix, spec.grpo_temperature, *limits)
+        corpus, sample = self._ahead.corpus, self._ahead.prompts(step)[0]
+        prompt = list(corpus.tokens[corpus.starts[sample] : corpus.starts[sample + 1]].tolist())
         with self._base(rank) as base:
             ready = self._prepared(sampling, base, Request(step, 0, prompt, self._text.decode(prompt), 0), rank)
 
@@ -311,10 +301,6 @@ class RolloutWork:
             patience=math.inf if spec.rollout_ranks else spec.collective_timeout / 2,
             prefix=self._prefix,
         )
-
-    def _tokens_of_first(self, step: int) -> list[int]:
-        corpus, sample = self._ahead.corpus, self._ahead.prompts(step)[0]
-        return list(corpus.tokens[corpus.starts[sample] : corpus.starts[sample + 1]].tolist())
 
     def _prepared(self, sampling: Sampling, base: Base, prompt: Request, rank: Rank) -> list[RolloutServer]:
         servers: list[RolloutServer] = [
@@ -404,7 +390,6 @@ class RolloutWork:
             module.train(was_training)
 
     def close(self) -> None:
-        """Release the servers."""
         if self._hub:
             self._hub.close()
             self._prune(served=False)

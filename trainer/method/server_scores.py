@@ -61,7 +61,6 @@ class ServerScores:
         return found
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of servers from the sums of a step."""
         if not sums["completions"]:
             return {}
         found = {"staleness": sums["staleness"] / sums["completions"]}

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class SFTPlan(MethodPlan):
-    """The plan of supervised fine-tuning."""
-
     computes_tokens_only = True
 
     def create(self, spec: RunSpec) -> SFT:
