@@ -60,10 +60,6 @@ class _Chat:
         """Return the structure of the first messages: with few exceptions, it determines the texts around the contents."""
         return (count, *self.key[:count], *self.key[len(self.messages) :])
 
-    def rendered_pieces(self, message: int) -> list[Piece]:
-        """Return the texts of a message that are in the rendering."""
-        return [piece for piece in self.pieces if piece.message == message and piece.open in self.reading.places]
-
 
 @dataclass(frozen=True)
 class _Turn:
@@ -82,8 +78,6 @@ class _Turn:
 
 
 class AnswerFinder:
-    """Finds the answers in chats that one template renders."""
-
     def __init__(self, template: ChatTemplate, special: Iterable[str] = ()) -> None:
         """`special`: the texts of the tokens that are never split, such as ``<|im_end|>``."""
         self.template = template
@@ -135,11 +129,8 @@ class AnswerFinder:
     def _end_within(self) -> str:
         """What ends an answer also where other turns follow, such as ``<|end|>`` without an EOS behind it; empty for nothing."""
         answer = "zqanswerzq"
-        chat = [
-            {"role": "user", "content": "zquserzq"},
-            {"role": "assistant", "content": answer},
-            {"role": "user", "content": "zqotherzq"},
-        ]
+        said = (("user", "zquserzq"), ("assistant", answer), ("user", "zqotherzq"))
+        chat = [{"role": role, "content": text} for role, text in said]
         try:
             tail = self.template.render(chat, False).rpartition(answer)[2].partition("zqotherzq")[0]
         except TemplateError:
@@ -206,8 +197,10 @@ class AnswerFinder:
             if piece.open in chat.reading.places:
                 if is_answer and piece.what in ("content", "reasoning") and piece.open in chat.reading.repeated:
                     raise TemplateError(f"chat template: it writes the {piece.what} of an answer twice")
-                if is_answer:
-                    _check_whole(piece, chat.reading)
+                if is_answer and piece.what in ("content", "reasoning"):
+                    first, last = chat.reading.places[piece.open], chat.reading.places.get(piece.close, -1)
+                    if chat.reading.text[first:last] != piece.text:
+                        raise TemplateError(f"chat template: it changes the {piece.what} of an answer")
                 check_text_of_arguments(piece, chat.reading)
                 continue
             # A template can leave out reasoning, and a text beside a call, which some take as reasoning; nothing else.
@@ -242,7 +235,8 @@ class AnswerFinder:
     def _spans(self, chat: _Chat, index: int) -> tuple[list[Span], bool]:
         """Return where the answer with this index stands, and whether nothing ends it. Raises TemplateError."""
         if chat.reading.blocks:
-            for piece in chat.rendered_pieces(index):
+            rendered = (piece for piece in chat.pieces if piece.message == index and piece.open in chat.reading.places)
+            for piece in rendered:
                 first, last = chat.reading.places[piece.open], chat.reading.places[piece.close]
                 if not any(begin <= first and last <= end for begin, end in chat.reading.blocks):
                     raise TemplateError(f"chat template: its generation blocks leave out the {piece.what} of an answer")
@@ -293,12 +287,8 @@ class AnswerFinder:
             if not rest or not gap[size:].strip() or _REASONING_EDGE.fullmatch(rest):
                 return size
         header = self._generation_prompt
-        for text in (
-            header,
-            header.rstrip(),
-            _REASONING_EDGES.sub("", header),
-            _REASONING_EDGES.sub("", header).rstrip(),
-        ):
+        plain = _REASONING_EDGES.sub("", header)
+        for text in (header, header.rstrip(), plain, plain.rstrip()):
             at = gap.find(text) if turn.first is None else gap.rfind(text)
             if text and at >= 0:
                 return at + len(text)
@@ -389,14 +379,6 @@ def _runs(numbers: Sequence[int]) -> list[Span]:
 def _structure(message: Mapping[str, Any]) -> tuple[Any, ...]:
     calls = message.get("tool_calls")
     return message["role"], bool(message.get("content")), REASONING_KEYS[0] in message, len(calls) if calls else 0
-
-
-def _check_whole(piece: Piece, reading: Reading) -> None:
-    """Check that a template writes the content and the reasoning of an answer as they are. Raises TemplateError."""
-    if piece.what in ("content", "reasoning"):
-        first, last = reading.places[piece.open], reading.places.get(piece.close, -1)
-        if reading.text[first:last] != piece.text:
-            raise TemplateError(f"chat template: it changes the {piece.what} of an answer")
 
 
 def _missing(piece: Piece, *, is_answer: bool) -> str:

@@ -31,8 +31,6 @@ class Piece:
 
 @dataclass
 class Marker:
-    """Puts marks around the texts of a chat."""
-
     plane: int
     middle: bool  # mark messages that are not answers in their middle: templates can look at how they begin and end
     in_arguments: bool  # mark the names of arguments: templates can sort them
@@ -82,7 +80,6 @@ class Marker:
         return value
 
     def message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with marks."""
         marked = dict(message)
         role, content = message["role"], message.get("content")
         if role != "assistant":

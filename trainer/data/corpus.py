@@ -83,7 +83,7 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         np.concatenate([*starts, [ends[-1]]]).astype(np.int64),
         sum((corpus.report for corpus in corpora), NO_DATA),
         np.repeat(np.arange(len(corpora), dtype=np.int32), [len(corpus) for corpus in corpora]),
-        records=_joined_records(corpora),
+        records=[record for corpus in corpora for record in corpus.records or ()] or None,
         **more,
     )
 
@@ -93,13 +93,7 @@ def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(found) if found else None
 
 
-def _joined_records(corpora: Sequence[Corpus]) -> list[Mapping[str, Any]] | None:
-    found = [corpus.records for corpus in corpora if corpus.records is not None]
-    return [record for records in found for record in records] if found else None
-
-
 def save_corpus(corpus: Corpus, path: Path) -> None:
-    """Write a corpus to `path` atomically."""
     buffer = io.BytesIO()
     report = np.array(json.dumps(corpus.report.as_dict()))
     arrays = {"tokens": corpus.tokens, "trained": corpus.trained, "starts": corpus.starts, "report": report}
@@ -140,7 +134,6 @@ def preferred(corpus: Corpus) -> Corpus:
 
 
 def select(corpus: Corpus, indices: Sequence[int]) -> Corpus:
-    """Return the corpus of only these samples, in this order."""
     spans = [slice(corpus.starts[i], corpus.starts[i + 1]) for i in indices]
     lengths = [span.stop - span.start for span in spans]
     made = Corpus(

@@ -33,7 +33,6 @@ class Dropped:
 
     @property
     def lost(self) -> int:
-        """The number of those that are not trained."""
         return sum(self.reasons.values())
 
     @property
@@ -98,12 +97,10 @@ class DataReport:
         return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
         return asdict(self)
 
     @property
     def loss(self) -> Dropped:
-        """The samples that are not trained."""
         reason = max(self.dropped, key=lambda name: self.dropped[name], default="")
         remedy = f"{_REMEDIES.get(reason, 'correct them')} (the command `data` shows them)"
         return Dropped("samples of the dataset", self.samples - sum(self.dropped.values()), self.dropped, remedy)

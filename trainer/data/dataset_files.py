@@ -19,7 +19,7 @@ FORMATS = "JSONL, JSON, CSV, TSV, Parquet or Arrow"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WITHOUT_OWNER = re.compile(
     r"[A-Za-z][\w-]*"
-)  # as wikitext: the hub forwards the names of its first datasets to their owners
+)  # as wikitext: the hub forwards its first datasets' names to their owners
 WHOLE = "train"  # the split of a dataset without splits, as in the library `datasets`
 _MAX_FILES = 100_000
 # Files of a folder that are not data: a description of the dataset, or a file of another format with one of these names.
@@ -60,7 +60,6 @@ def is_hub_dataset(name: str) -> bool:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether `datasets.save_to_disk` wrote the folder."""
     return path_kind(folder / "dataset_dict.json") == "file" or (
         path_kind(folder / "state.json") == "file" and path_kind(folder / "dataset_info.json") == "file"
     )

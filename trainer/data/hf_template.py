@@ -83,13 +83,10 @@ class _Dict:
         return dict(*args, **values)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary with these keys and one value."""
         return dict.fromkeys(*args)
 
 
 class ChatTemplate:
-    """The chat template of a model, ready to render."""
-
     def __init__(self, source: str, tokens: Mapping[str, str], today: datetime.datetime) -> None:
         """Compile the template.
 

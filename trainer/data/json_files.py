@@ -72,7 +72,6 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 
 def unpacked(raw: BinaryIO, path: Path) -> BinaryIO:
-    """Return the file, decompressed as its suffix says."""
     file = _unpacked(raw, path)
     if file is raw:
         return raw
@@ -147,15 +146,20 @@ def _list_or_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
         if rest < len(text) and not isinstance(value, dict):
             raise json.JSONDecodeError("Extra data", text, rest)
     except ValueError as error:
-        raise _not_a_list(data, path, getattr(error, "lineno", 1), error) from None
+        line, reason = first_not_utf8(io.BytesIO(data), MAX_LINE)
+        number, why = (line, reason) if reason else (getattr(error, "lineno", 1), _reason(error))
+        raise _not_json(path, number, why) from None
     except RecursionError:
         raise UserError(f"{path}:1: not JSON: nested too deeply") from None
     if rest < len(text):
         yield from _lines(io.BytesIO(data), path)
         return
+    lists = [key for key, inner in value.items() if isinstance(inner, list)] if isinstance(value, dict) else []
+    how = ""
+    if len(lists) == 1 and lists[0].isidentifier():  # an object such as {"data": [...]}
+        how = f"; its key {quoted(lists[0])} has one: jq .{lists[0]} FILE > LIST.json"
     raise UserError(
-        f"{path}: contains a {type(value).__name__}, expected a list of samples (or use .jsonl, one sample per line)"
-        + _inner_list(value)
+        f"{path}: contains a {type(value).__name__}, expected a list of samples (or use .jsonl, one sample per line){how}"
     )
 
 
@@ -203,20 +207,6 @@ def _decode(text: str, at: int, path: Path, what: str) -> tuple[Any, int]:
 def _after_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return match.end() if match else at
-
-
-def _not_a_list(data: bytes | bytearray, path: Path, number: int, error: ValueError) -> UserError:
-    """Return the error of a .json file: the first line that is not UTF-8, or what the parser says of line `number`."""
-    line, reason = first_not_utf8(io.BytesIO(data), MAX_LINE)
-    return _not_json(path, line, reason) if reason else _not_json(path, number, _reason(error))
-
-
-def _inner_list(items: Any) -> str:
-    """Return how to extract the list of an object such as ``{"data": [...]}``, or an empty string."""
-    lists = [key for key, value in items.items() if isinstance(value, list)] if isinstance(items, dict) else []
-    if len(lists) != 1 or not lists[0].isidentifier():
-        return ""
-    return f"; its key {quoted(lists[0])} has one: jq .{lists[0]} FILE > LIST.json"
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:

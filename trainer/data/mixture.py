@@ -53,7 +53,6 @@ class Mixture:
         return -int(-self._exact[number] * len(self._rotations[number]) * epoch // 1)
 
     def count(self, epoch: int) -> int:
-        """Return the number of samples of an epoch."""
         if self.is_plain:
             return self._size
         return sum(self._place(number, epoch + 1) - self._place(number, epoch) for number in range(len(self._exact)))

@@ -49,15 +49,11 @@ def read_source(source: DatasetSource, *, data: Data = "answers") -> list[Sample
     """
     samples = list(iter_source(source, data=data))
     if not samples:
-        raise _empty(source)
+        raise UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
     return samples
 
 
 NO_FORMER_DATASET = f"dataset: {FORMER_DATASET} is not part of trainyard any more: start a new run with dataset={OBSERVATORY}, or with a file"
-
-
-def _empty(source: DatasetSource) -> UserError:
-    return UserError(f"dataset: {source.path} is empty: expected one JSON object per line, with {SHAPE_NAMES}")
 
 
 def iter_source(source: DatasetSource, *, data: Data = "answers") -> Iterator[Sample]:

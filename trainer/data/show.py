@@ -61,7 +61,6 @@ class View:
 
 
 def check_shown(spec: RunSpec) -> None:
-    """Raise UserError if a run of the spec reads no samples."""
     if spec.script or spec.fake_data:
         raise UserError(f"data: a run with {'script' if spec.script else 'fake_data'} reads no samples: omit it")
 
@@ -72,7 +71,9 @@ def show(samples: Iterable[Sample], encoder: Encoder, view: View) -> DataReport:
         if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters of the text
             stream.reconfigure(errors="backslashreplace")
     report, hidden = NO_DATA, 0
-    marks = _COLOUR if has_colours(sys.stdout) else _BRACKETS
+    # https://no-color.org
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    marks = _COLOUR if coloured else _BRACKETS
     for number, sample in enumerate(samples):
         fitted = encoder.fit(encoder.encode(sample))
         report += fitted.report
@@ -91,13 +92,7 @@ def show(samples: Iterable[Sample], encoder: Encoder, view: View) -> DataReport:
     return report
 
 
-def has_colours(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal that shows colours. https://no-color.org"""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def _record(sample: Sample, fitted: Fitted, encoder: Encoder) -> dict[str, object]:
-    """Return a sample as `--json` prints it."""
     other = fitted.rejected
     return {
         "source": sample.where,

@@ -209,7 +209,10 @@ def csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, A
                     yield number, _csv_record(path, number, names, cells, wanted)
                 begin = rows.line_num + 1
         except UnicodeDecodeError:
-            raise _not_utf8(path) from None
+            with decoded(path) as file:
+                line, reason = first_not_utf8(file, MAX_LINE)
+            where = f"{path}:{line}: {reason}" if reason else f"dataset: cannot read {path}: not UTF-8 text"
+            raise UserError(where) from None
         except csv.Error as error:
             raise _not_csv(path, begin, error) from None
 
@@ -236,13 +239,6 @@ def _not_csv(path: Path, line: int, error: csv.Error) -> UserError:
     return UserError(f"{path}:{line}: not CSV: {reason}: {remedy}")
 
 
-def _not_utf8(path: Path) -> UserError:
-    """Return the error of a table with a line that is not UTF-8 text."""
-    with decoded(path) as file:
-        line, reason = first_not_utf8(file, MAX_LINE)
-    return UserError(f"{path}:{line}: {reason}" if reason else f"dataset: cannot read {path}: not UTF-8 text")
-
-
 def saved_records(folder: Path, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield (record number, record) of a folder that `datasets.save_to_disk` wrote. Raises UserError."""
     files = all_files(folder)  # refuses a FIFO
@@ -255,12 +251,9 @@ def saved_records(folder: Path, split: str, columns: Mapping[str, str]) -> Itera
 
 def _check_saved_names(folder: Path) -> None:
     """Check that a saved dataset names files of its own folder only. Raises UserError."""
-    parts = [folder]
-    if path_kind(folder / "dataset_dict.json") == "file":
-        parts = [
-            _named(folder, folder / "dataset_dict.json", name)
-            for name in _listed(folder / "dataset_dict.json", "splits")
-        ]
+    parts, file = [folder], folder / "dataset_dict.json"
+    if path_kind(file) == "file":
+        parts = [_named(folder, file, name) for name in _listed(file, "splits")]
     for part in parts:
         state = part / "state.json"
         for entry in _listed(state, "_data_files"):

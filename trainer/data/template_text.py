@@ -14,9 +14,8 @@ _TAG = re.compile(
     r"|\{%(?P<open>[-+]?)\s*(?P<word>(?:end)?generation)\s*(?P<close>[-+]?)%\}",
     re.DOTALL,
 )
-_PLAIN_TAG = re.compile(
-    r"\{%[-+]?\s*((?:end)?generation)\s*[-+]?%\}"
-)  # what a comment says is read by some programs too
+# What a comment says is read by some programs, too.
+_PLAIN_TAG = re.compile(r"\{%[-+]?\s*((?:end)?generation)\s*[-+]?%\}")
 _SET = re.compile(r"\{%[-+]?\s*set\s+(\w+)\b(?!\.)")
 _ANSWER = "zqAnszq"
 

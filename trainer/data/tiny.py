@@ -112,20 +112,13 @@ def make_tiny(samples: Iterable[Sample], folder: Path, seed: int) -> None:
     """Write config, tokenizer and weights into `folder`, as transformers reads them. The files depend only on samples and seed."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(samples).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": SPECIAL[0],
-                "eos_token": SPECIAL[1],
-                "pad_token": SPECIAL[2],
-                "chat_template": TEMPLATE,
-                "model_max_length": CONFIG["max_position_embeddings"],
-            },
-            indent=1,
-        ),
-        encoding="utf-8",
-    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=False)),
+        "chat_template": TEMPLATE,
+        "model_max_length": CONFIG["max_position_embeddings"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": VOCABULARY}, indent=1), encoding="utf-8")
     save_file(make_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
 

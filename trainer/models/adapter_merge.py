@@ -112,7 +112,10 @@ def _untied_layers(adapted: Any) -> dict[str, Any]:
     layers = adapted_layers(adapted)
     outer = {name: layer for name, layer in layers.items() if not _is_inner(name, layers)}
     for name, layer in outer.items():
-        weights = [getattr(each.get_base_layer(), _leaf(each), None) for each in _chain(layer)]
+        weights = [
+            getattr(each.get_base_layer(), str(getattr(each, "parameter_name", "weight")), None)
+            for each in _chain(layer)
+        ]
         if ".base_layer" in name or any(weight is None or not weight.is_floating_point() for weight in weights):
             raise UserError(
                 f"merge: the adapter of {name} ({type(layer.get_base_layer()).__name__}) cannot be merged: use the adapter itself, and "
@@ -135,11 +138,6 @@ def _chain(layer: Any) -> list[Any]:
     while hasattr(layer, "parameter_name") and hasattr(layer.base_layer, "parameter_name"):
         found.append(layer := layer.base_layer)
     return found
-
-
-def _leaf(layer: Any) -> str:
-    """Return the name of the parameter that an adapted layer changes."""
-    return str(getattr(layer, "parameter_name", "weight"))
 
 
 def adapted_layers(adapted: Any) -> dict[str, Any]:

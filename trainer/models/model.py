@@ -130,7 +130,6 @@ def require_compiler(device: torch.device) -> None:
 
 
 def lora_config(spec: RunSpec) -> LoraConfig:
-    """Return the LoRA fields of the spec as a configuration of peft."""
     targets: Any = "all-linear" if spec.lora_targets == ("all-linear",) else list(spec.lora_targets)
     return LoraConfig(
         r=spec.lora_r,
@@ -193,14 +192,10 @@ def require_targets(spec: RunSpec, adapted: Iterable[str], targets: Any, layers:
     """
     if spec.lora_targets == ("all-linear",):
         return
-    ends = {name[place:] for name in adapted for place in _starts(name)}
+    # The names of a module's parts: of ``a.b.c`` also ``b.c`` and ``c``.
+    ends = {".".join(parts[first:]) for name in adapted for parts in [name.split(".")] for first in range(len(parts))}
     if lost := [target for target in spec.lora_targets if target in targets and target not in ends]:
         raise unknown_targets(spec, lost, layers)
-
-
-def _starts(name: str) -> list[int]:
-    """Return where the parts of a module's name start: those of ``a.b.c`` end in ``a.b.c``, ``b.c`` and ``c``."""
-    return [0, *(place + 1 for place, char in enumerate(name) if char == ".")]
 
 
 @torch.no_grad()

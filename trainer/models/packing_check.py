@@ -29,10 +29,5 @@ def resolve_packing(spec: RunSpec, model: nn.Module, vocabulary: int, world: Wor
     # A rank may hold only a part of the layers.
     isolated = all(world.gather(isolates_packed_samples(model, vocabulary)))
     if not isolated and spec.packing is True:
-        raise mixes_samples(name)
+        raise UserError(f"packing: {name} mixes the samples of a packed row: set packing=auto or packing=false")
     return isolated
-
-
-def mixes_samples(name: str) -> UserError:
-    """Return the error for `packing: true` with a model that cannot be used with it."""
-    return UserError(f"packing: {name} mixes the samples of a packed row: set packing=auto or packing=false")

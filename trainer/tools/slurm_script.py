@@ -112,9 +112,5 @@ def step(inner: str, options: str = "") -> str:
     """Return the command that runs a bash script on every node of the job. `options`: further ones of srun, quoted."""
     # Without --cpu-bind, a step with one task on each node could be bound to one core of it.
     words = f"srun --kill-on-bad-exit=1 --cpu-bind=none{' ' if options else ''}{options}"
-    return f"{words} bash -euo pipefail -c '{quoted_script(inner)}'"
-
-
-def quoted_script(text: str) -> str:
-    """Return a script for use between single quotes."""
-    return text.replace("'", "'\\''")
+    quoted = inner.replace("'", "'\\''")
+    return f"{words} bash -euo pipefail -c '{quoted}'"
