@@ -206,7 +206,7 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """
     config = read_object(folder / "tokenizer_config.json")
     tokens = read_object(folder / "special_tokens_map.json") | config
-    special = {name: _token(tokens.get(name)) for name in SPECIAL_TOKENS if _token(tokens.get(name))}
+    special = {name: text for name in SPECIAL_TOKENS if (text := token_text(tokens.get(name)))}
     source = config.get("chat_template")
     named: dict[str, Any] = {"default": source} if source else {}
     if isinstance(source, list):  # several templates by name
@@ -221,7 +221,8 @@ def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     return named, special
 
 
-def _token(value: Any) -> str:
+def token_text(value: Any) -> str:
+    """Return the text of a token that a configuration names, or describes by an object; empty for other values."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""
 

@@ -76,7 +76,10 @@ def write_adapter(folder: Path, config: Mapping[str, Any], target: Path) -> None
                 f"{folder}: GGUF has no adapter for {quoted(name)} of this architecture; set deploy_as=merged"
             )
         if base.permute and name.endswith(("q_proj", "k_proj")):
-            b = _permute(b, base.heads if name.endswith("q_proj") else base.kv_heads, name)
+            heads = base.heads if name.endswith("q_proj") else base.kv_heads
+            if b.shape[0] % (2 * heads):
+                raise AdapterError(f"{quoted(name)} has {b.shape[0]} outputs, which {heads} heads cannot share")
+            b = rotary_pairs(b, heads)
         out[f"{key}.weight.lora_a"], out[f"{key}.weight.lora_b"] = a, b
     _write(base.arch, alpha, out, target)
 
@@ -99,13 +102,6 @@ def _read_base(config: Mapping[str, Any]) -> _Base:
             raise AdapterError(f"config.json of the base model: {key} is {quoted(value)}, expected 1 to 9999")
     tied = config.get("tie_word_embeddings")
     return _Base(arch, permute, name in _TIED if tied is None else bool(tied), *numbers.values())  # type: ignore[arg-type]
-
-
-def _permute(b: np.ndarray, heads: int, name: str) -> np.ndarray:
-    """Reorder the rows of B [heads * head_dim, r] from two halves per head to pairs, as llama.cpp rotates them."""
-    if b.shape[0] % (2 * heads):
-        raise AdapterError(f"{quoted(name)} has {b.shape[0]} outputs, which {heads} heads cannot share")
-    return rotary_pairs(b, heads)
 
 
 def _write(arch: gguf.MODEL_ARCH, alpha: float, tensors: Mapping[str, np.ndarray], target: Path) -> None:

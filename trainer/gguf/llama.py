@@ -74,7 +74,11 @@ def write_llama(base: Path, tokenizer: Path, adapter: Path | None, target: Path,
         if module.endswith(("q_proj", "k_proj")):
             heads = "num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"
             values = rotary_pairs(values, sizes[heads])
-        _add_tensor(writer, f"{names.get_name(module)}.weight", values, TYPES[quantize][1])
+        kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else TYPES[quantize][1]
+        if kind == gguf.GGMLQuantizationType.Q8_0 and values.shape[-1] % 32:
+            kind = gguf.GGMLQuantizationType.F16
+        quantized = gguf.quants.quantize(np.ascontiguousarray(values), kind)
+        writer.add_tensor(f"{names.get_name(module)}.weight", quantized, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -245,11 +249,3 @@ def _splits_plainly(step: Any) -> bool:
 def rotary_pairs(values: np.ndarray, heads: int) -> np.ndarray:
     """Reorder the rows [heads * head_dim, in] from two halves per head to pairs, as llama.cpp rotates them."""
     return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-
-
-def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
-    if values.ndim == 1:
-        kind = gguf.GGMLQuantizationType.F32
-    elif kind == gguf.GGMLQuantizationType.Q8_0 and values.shape[-1] % 32:
-        kind = gguf.GGMLQuantizationType.F16
-    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)

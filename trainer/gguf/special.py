@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.data.hf_template import token_text
 from trainer.data.template_text import end_of_turn, without_generation
 
 
@@ -21,20 +22,13 @@ def complete(special: Any, folder: Path) -> None:
         special.chat_template = without_generation(template)
     elif template is not None:
         special.chat_template = [dict(each) | {"template": without_generation(str(each["template"]))} for each in named]
-    added = {
-        str(token["content"]): int(token["id"]) for token in _read(folder, "tokenizer.json").get("added_tokens") or ()
-    }
-    names = {
-        name: _text(value) for name, value in _read(folder, "tokenizer_config.json").items() if name.endswith("_token")
-    }
+    tokens = _read(folder, "tokenizer.json").get("added_tokens") or ()
+    added = {str(token["content"]): int(token["id"]) for token in tokens}
+    config = _read(folder, "tokenizer_config.json")
+    names = {name: token_text(value) for name, value in config.items() if name.endswith("_token")}
     end = end_of_turn(source, {name: text for name, text in names.items() if text}, added)
     if end and added[end] != special.special_token_ids.get("eos"):
         special.special_token_ids.setdefault("eot", added[end])
-
-
-def _text(value: Any) -> str:
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else ""
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:

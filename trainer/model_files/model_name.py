@@ -38,7 +38,6 @@ def check_model_name(name: str, setting: str = "model") -> None:
 
 
 def in_hub_cache(name: str) -> bool:
-    """Return whether this machine's hub cache holds a model."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     return any((hub / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json"))

@@ -67,7 +67,6 @@ class Resources:
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch and srun that ask for these resources."""
         whole = not (self.cores or self.gres)
         given = {
             "nodes": self.nodes,

@@ -102,42 +102,24 @@ class Script:
                     f"--{name}: it is an option of config {' or '.join(kinds)}, got config {kind}: remove it"
                 )
             numbers[name] = int(text or 0)
-        script = cls(
-            pairs,
-            slurm,
-            numbers["num_gpus_per_node"],
-            numbers["master_port"] or slurm_script.PORT,
-            numbers["node_rank"],
-        )
-        script.check_kind(kind)
-        return script
-
-    def check_kind(self, kind: str) -> None:
-        """Raise UserError if a file of this kind has no place for the settings."""
         if kind not in KINDS:
             raise UserError(f"config: expected one of {', '.join(KINDS)}, got {kind or 'nothing'}")
-        if self.env and kind not in ("slurm", "launcher"):
+        if env and kind not in ("slurm", "launcher"):
             raise UserError(
                 f"--env: a file of {kind} has no environment variables: export them where the tool starts, or use config "
                 "slurm or launcher"
             )
-        if self.slurm and kind != "slurm":
-            raise UserError(
-                f"--{next(iter(self.slurm))}: it is an option of config slurm, got config {kind}: remove it"
-            )
+        if slurm and kind != "slurm":
+            raise UserError(f"--{next(iter(slurm))}: it is an option of config slurm, got config {kind}: remove it")
+        port = numbers["master_port"] or slurm_script.PORT
+        return cls(pairs, slurm, numbers["num_gpus_per_node"], port, numbers["node_rank"])
 
     def resources(self, nodes: int, gpus: int) -> slurm_script.Resources:
         """Return the request of a job. `gpus`: of every node; generic resources replace it."""
-        return slurm_script.Resources(
-            nodes,
-            gpus=0 if slurm_script.gpus_of(self.slurm.get("gres", "")) else gpus,
-            partition=self.slurm.get("partition", ""),
-            account=self.slurm.get("account", ""),
-            time=self.slurm.get("time", ""),
-            gres=self.slurm.get("gres", ""),
-            cores=int(self.slurm.get("cpus", 0)),
-            memory=self.slurm.get("mem", ""),
-        )
+        same = {name: self.slurm.get(name, "") for name in ("partition", "account", "time", "gres")}
+        gpus = 0 if slurm_script.gpus_of(same["gres"]) else gpus
+        cores, memory = int(self.slurm.get("cpus", 0)), self.slurm.get("mem", "")
+        return slurm_script.Resources(nodes, gpus=gpus, cores=cores, memory=memory, **same)
 
     def hosts_of(self, argument: str) -> list[dict[str, Any]]:
         """Return the hosts that --hosts names. A node has one process for each GPU in --gres unless a file has their number.
@@ -153,7 +135,6 @@ class Script:
 
     @property
     def exports(self) -> list[str]:
-        """The lines that export the variables."""
         return [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
 
 
