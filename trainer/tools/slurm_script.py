@@ -1,19 +1,10 @@
 """The parts of a batch script of Slurm: its header, the address of the head, and the step that starts one launcher per node. No torch."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 PORT = 29500
 GRACE = 120  # s before the end of the time limit at which the ranks receive SIGTERM
-PARTITION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,254}")
-ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,254}")
-_RESOURCE = r"[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}"
-GRES = re.compile(f"{_RESOURCE}(,{_RESOURCE}){{0,15}}")
-PROLOGUE = re.compile(r"[^\x00-\x1f\x7f]*")
-MEMORY = re.compile(r"\d{1,9}[KMGT]?")
-# Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
-TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}")
 # Every host uses the NIC on its route to the head; the head uses that of its own address. Variables that are set win.
 # The head may resolve its own name to 127.0.1.1: then the NIC on its route to another node, or on its default route.
 INTERFACE = r"""

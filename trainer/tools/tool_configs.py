@@ -34,15 +34,17 @@ if [ "$SLURM_NODEID" -gt 0 ]; then
 fi
 """.strip()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# The launch options slurm_* of train.yml: pattern and expected value.
+_RESOURCE = r"[A-Za-z][A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+){0,2}"
+# The options of Slurm: pattern and expected value.
 SLURM_OPTIONS = {
-    "partition": (slurm_script.PARTITION, "names of partitions"),
-    "account": (slurm_script.ACCOUNT, "the name of an account"),
-    "time": (slurm_script.TIME, "minutes, HH:MM:SS or DAYS-HH:MM"),
-    "gres": (slurm_script.GRES, "NAME:NUMBER or NAME:TYPE:NUMBER, a,b"),
-    "cpus": (re.compile(r"[1-9]\d{0,4}"), "a number of cores"),
-    "mem": (slurm_script.MEMORY, "megabytes, or a number with K, M, G or T"),
-    "prologue": (slurm_script.PROLOGUE, "one line of commands"),
+    "partition": (r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,254}", "names of partitions"),
+    "account": (r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,254}", "the name of an account"),
+    # Minutes, and the forms of https://slurm.schedmd.com/sbatch.html#OPT_time with colons or days.
+    "time": (r"\d{1,9}(:\d{2}){0,2}|\d{1,9}-\d{1,2}(:\d{2}){0,2}", "minutes, HH:MM:SS or DAYS-HH:MM"),
+    "gres": (f"{_RESOURCE}(,{_RESOURCE}){{0,15}}", "NAME:NUMBER or NAME:TYPE:NUMBER, a,b"),
+    "cpus": (r"[1-9]\d{0,4}", "a number of cores"),
+    "mem": (r"\d{1,9}[KMGT]?", "megabytes, or a number with K, M, G or T"),
+    "prologue": (r"[^\x00-\x1f\x7f]*", "one line of commands"),
 }
 
 
@@ -90,7 +92,7 @@ class Script:
                 raise UserError(f"--env: expected NAME=VALUE in one line, got {quoted(each)}")
         for name, value in slurm.items():
             pattern, expected = SLURM_OPTIONS[name]
-            if not pattern.fullmatch(value):
+            if not re.fullmatch(pattern, value):
                 raise UserError(f"--{name}: expected {expected}, got {quoted(value)}")
         numbers = {}
         for name, most, kinds in _PLACES:
