@@ -109,11 +109,7 @@ def takes_no_value(name: str) -> bool:
 
 
 def resolve_aliases(
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any] | None = None,
-    *,
-    source: str = "",
-    ranks: int | None = None,
+    values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, *, source: str = "", ranks: int | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Replace other names (``path_model``, ``hv.local_steps``) by field names, and convert their values.
 

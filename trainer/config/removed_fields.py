@@ -49,7 +49,7 @@ REMOVED_OPTIONS: dict[str, tuple[Any, str]] = {
 
 
 REMOVED_DASHBOARD_OPTIONS: dict[str, tuple[Any, str]] = {
-    "dashboard_password_file": ("", "the token is the login; set certfile and keyfile for an address of the network"),
+    "dashboard_password_file": ("", "the token is the login; set certfile and keyfile for an address of the network")
 }
 """Name of an option of the dashboard -> its default, and what to do instead."""
 

@@ -109,10 +109,7 @@ MEANINGFUL = frozenset(
 
 
 def check_keys(
-    record: Mapping[Any, Any],
-    keys: Mapping[str, tuple[Test, str]],
-    ignored: Collection[str],
-    where: str = "",
+    record: Mapping[Any, Any], keys: Mapping[str, tuple[Test, str]], ignored: Collection[str], where: str = ""
 ) -> None:
     """Raise ValueError if a record or a message has a key whose meaning a run would ignore.
 

@@ -24,12 +24,7 @@ else:
     np, torch, packing = LazyModule("numpy"), LazyModule("torch"), LazyModule("trainer.data.packing")
 
 # Fields of the run spec that ask for what only supervised fine-tuning does, with the value that does not.
-_SFT_ONLY = {
-    "distill_alpha": 0.0,
-    "fake_data": False,
-    "train_on": "answer",
-    "torch_compile": False,
-}
+_SFT_ONLY = {"distill_alpha": 0.0, "fake_data": False, "train_on": "answer", "torch_compile": False}
 
 
 class PreferencePlan(MethodPlan):

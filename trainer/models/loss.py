@@ -72,10 +72,7 @@ def distillation_loss(
 
 
 def _chunk_loss(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    teacher: torch.Tensor,
-    divergence: Divergence,
+    logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, divergence: Divergence
 ) -> torch.Tensor:
     logits = logits.float()
     # Models of one family pad their vocabularies to different sizes; the tokens in front are the same.

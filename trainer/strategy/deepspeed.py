@@ -290,10 +290,7 @@ class DeepSpeedZeRO(Strategy):
             with torch.no_grad():
                 _shard(self.deepspeed, self.plain, config, self.world, full=not self.spec.lora_r)
         engine, *_ = self.deepspeed.initialize(
-            model=with_autocast(self, self.plain),
-            optimizer=optimizer,
-            config=config,
-            dist_init_required=False,
+            model=with_autocast(self, self.plain), optimizer=optimizer, config=config, dist_init_required=False
         )
         self._use_scale(engine)
         return engine

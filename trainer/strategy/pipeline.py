@@ -13,26 +13,12 @@ from typing import TYPE_CHECKING
 
 from trainer.common.errors import UserError
 from trainer.common.lazy import LazyModule
-from trainer.costs.cost import (
-    Layout,
-    Memory,
-    RowStats,
-    activation_bytes,
-    autocast_bytes,
-    exported_bytes,
-    micro_batches,
-)
+from trainer.costs.cost import Layout, Memory, RowStats, activation_bytes, autocast_bytes, exported_bytes, micro_batches
 from trainer.model_files.model_shape import shape_of
 from trainer.strategy.base import Batch, Rows, Strategy, Update, Writing, check_norm
 from trainer.strategy.loss_scale import LossScale
 from trainer.strategy.pipeline_costs import boundary_bytes, layer_costs, one_pipeline, speeds_of, stage_state
-from trainer.strategy.pipeline_split import (
-    PIPELINE_KINDS,
-    RankFacts,
-    divide_layers,
-    in_flight,
-    parse_layers,
-)
+from trainer.strategy.pipeline_split import PIPELINE_KINDS, RankFacts, divide_layers, in_flight, parse_layers
 from trainer.strategy.plan import StrategyPlan, reject_unshardable
 
 if TYPE_CHECKING:

@@ -117,11 +117,7 @@ class StageWriting:
 
 
 def save_stage(
-    folder: Path,
-    stage: StageLoss,
-    world: World,
-    optimizer: torch.optim.Optimizer | None,
-    copies: StageCopies,
+    folder: Path, stage: StageLoss, world: World, optimizer: torch.optim.Optimizer | None, copies: StageCopies
 ) -> StageWriting:
     """Write this rank's trained weights and their moments: `stage-NUMBER.safetensors` with the keys KIND/NAME.
 

@@ -15,10 +15,7 @@ ENTRIES = 20_000  # entries of a folder that are read
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # Never blocks, unlike the opening of a FIFO, and gets no terminal.
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_REASONS = {
-    errno.ELOOP: "it is a symbolic link: remove it",
-    errno.ENXIO: "not a regular file",
-}
+_REASONS = {errno.ELOOP: "it is a symbolic link: remove it", errno.ENXIO: "not a regular file"}
 
 
 class LinkFreePath:

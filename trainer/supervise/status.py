@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.link_free import LinkFreePath, run_folder
-from trainer.supervise.processes import (
-    all_pids,
-    marked_runs,
-    process_stat,
-    run_processes,
-    unit_name,
-    units_of,
-)
+from trainer.supervise.processes import all_pids, marked_runs, process_stat, run_processes, unit_name, units_of
 from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, read_log, read_node, read_ranks
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change

@@ -8,14 +8,7 @@ import time
 from typing import Any
 
 from trainer.supervise.link_free import LinkFreePath, run_folder
-from trainer.supervise.processes import (
-    belongs,
-    descendants,
-    is_running,
-    process_stat,
-    run_processes,
-    send_signal,
-)
+from trainer.supervise.processes import belongs, descendants, is_running, process_stat, run_processes, send_signal
 from trainer.supervise.run_files import UNTRUSTED, SupervisorError, read_node, write_json
 from trainer.supervise.status import holds_lock, read_state
 
