@@ -1,7 +1,5 @@
 """What to install for a run that needs a package which its environment does not have."""
 
-from __future__ import annotations
-
 import sys
 
 # The versions of constraints.txt. trackio is not there: it requires other versions of what a node has.

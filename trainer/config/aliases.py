@@ -1,7 +1,5 @@
 """The names of other tools that set fields: those in the commands and files of the guides. `trainyard import` knows the others."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any

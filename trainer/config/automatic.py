@@ -1,7 +1,5 @@
 """The fields of a run spec that the hosts decide, unless a user does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The datasets of a run: one, or several with weights. A part of the run spec."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """The part of JSON Schema (https://json-schema.org) that a reward checks. A keyword that is not known is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

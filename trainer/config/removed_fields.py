@@ -4,8 +4,6 @@ A file of an earlier version that has such a name with its default is read. Any 
 that is still declared is not looked up here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

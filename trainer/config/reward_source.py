@@ -1,7 +1,5 @@
 """The rewards of a run: files of the user and built-in ones, with weights. A part of the run spec."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any

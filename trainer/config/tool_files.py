@@ -3,8 +3,6 @@
 Only files that a user names on this machine are read: a spec that a host sends must contain the options themselves.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -8,8 +8,6 @@ rendering the chat up to the answer with the header of an answer, and the chat u
 found raises TemplateError: nothing is trained in part.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

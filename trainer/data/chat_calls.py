@@ -1,7 +1,5 @@
 """The calls of a chat: the forms in which templates expect them, and whether a template writes all of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Encode the samples of a run before it starts: all of them if that takes seconds, else a spread over them. No torch."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Hashable, Sequence

@@ -3,8 +3,6 @@
 A chat template is a program that belongs to the model. It runs in jinja2's sandbox, and receives plain JSON values only.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

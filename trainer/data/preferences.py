@@ -4,8 +4,6 @@ The formats of TRL (preference with an explicit or implicit prompt, unpaired pre
 LLaMA-Factory (conversations or instruction, with chosen and rejected). https://huggingface.co/docs/trl/dataset_formats
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Records of prompts without answers: the model writes its own, and the other columns are for rewards, as in TRL."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The division of the rows of a step among ranks and micro-batches. Standard library only: the run spec imports it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

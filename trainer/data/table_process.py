@@ -1,7 +1,5 @@
 """Read tables in a process with limits: the formats compress, so a small file can hold more than the memory of a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The process of `trainer.data.table_process`: it reads a table with the limits of a process, and writes its records."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

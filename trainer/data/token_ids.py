@@ -1,7 +1,5 @@
 """Token ids, held against the embedding of the model: a tokenizer may have more tokens than the model. No torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PADDING_OF_FILES = "padding_of_files"  # attribute of a tokenizer: the padding token before `set_padding`

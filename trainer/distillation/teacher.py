@@ -1,7 +1,5 @@
 """A teacher model, and its probabilities for the tokens of a micro-batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

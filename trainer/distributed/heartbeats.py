@@ -1,7 +1,5 @@
 """Signs of life between the workers of a galaxy: whoever does not hear of one for 10 s ends, and says which."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Listening sockets at one address of this host. Standard library only."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import ipaddress

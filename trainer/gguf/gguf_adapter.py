@@ -4,8 +4,6 @@ The tensors equal those of llama.cpp's convert_lora_to_gguf.py bit for bit. Olla
 it permutes the wrong factor of the query and key projections.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Log-probabilities of the untrained model for methods that compare with it, computed before the first step and kept in the store."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -4,8 +4,6 @@ The first rank talks to the servers. Every rank keeps the adapters that may have
 log-probabilities of a server's completions with the adapter that wrote them: a server tells none, and its quantised weights differ.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """The log-probabilities of what servers have written, and how far a server deviates from the model that it should run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The tokens of completions that servers wrote. Their replies are hostile."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A digest of a base model's files, by which a resume notices that they have changed. It reads a part of large files only. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

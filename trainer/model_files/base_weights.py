@@ -3,8 +3,6 @@
 transformers fills a missing tensor, or one of another shape, with random numbers, ignores one that it does not know, and only logs it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

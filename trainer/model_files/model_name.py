@@ -1,7 +1,5 @@
 """What may be the name of a model: a folder, or a name on the hub. No torch; nothing is asked."""
 
-from __future__ import annotations
-
 import os
 from difflib import get_close_matches
 from pathlib import Path

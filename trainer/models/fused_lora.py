@@ -1,7 +1,5 @@
 """LoRA in fewer passes over the activations than peft makes: its product is scaled and added where it is computed."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A frozen base model in NF4, as in QLoRA (https://arxiv.org/abs/2305.14314), quantized by bitsandbytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 So a resumed run, and any number of ranks, draw the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The automatic fields of a run as all its ranks decide them together, after they have met: before they load data, and before the model."""
 
-from __future__ import annotations
-
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.config.automatic import DECIDED

@@ -4,8 +4,6 @@ The controller decides from the facts of the hosts, a rank without a controller 
 dataset gives, and so whether a model on GPUs is compiled: see agreement.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

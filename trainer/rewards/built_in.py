@@ -1,7 +1,5 @@
 """The built-in rewards, with the signature of TRL's reward functions. Standard library only."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A Python file with rewards: what the controller checks of it without importing it, and what a run calls."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rewards of completions, as a rank asks for them. They are computed in a process with limits: see `reward_program`."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

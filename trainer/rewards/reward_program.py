@@ -1,7 +1,5 @@
 """The process that runs the rewards of a run, without network, keys and much memory. It answers the messages of RewardProcess."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.util

@@ -3,8 +3,6 @@
 As torch.amp.GradScaler: https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The division of a model's layers over the ranks of a pipeline, from what every rank measures when it starts."""
 
-from __future__ import annotations
-
 import copy
 import os
 import statistics

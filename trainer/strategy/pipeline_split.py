@@ -1,7 +1,5 @@
 """The division of a model's decoder layers over the ranks of a pipeline, by speed and memory. No torch: the planner uses it."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One rank's stage of a pipeline: the model without the layers of other ranks, with its own weights."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The weights of a pipeline's stages: every rank reads the tensors of its own layers from the model's files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
