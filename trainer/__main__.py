@@ -97,7 +97,6 @@ def take_path(argv: list[str], flag: str) -> Path | None:
 
 
 def take_switch(argv: list[str], flag: str) -> bool:
-    """Remove ``--flag`` from argv and return whether it was present."""
     if flag not in argv:
         return False
     argv.remove(flag)

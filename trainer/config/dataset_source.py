@@ -50,7 +50,6 @@ def _pairs(value: Any) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """Return `dataset` as a string, or as a list of mappings."""
     value = parse_structure(value)
     if isinstance(value, Mapping):
         value = [value]

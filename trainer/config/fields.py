@@ -182,7 +182,6 @@ Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """Return whether a field accepts true and false."""
     return field.annotation is bool or bool in get_args(field.annotation)
 
 
@@ -203,7 +202,6 @@ def _takes_text(kind: Any) -> bool:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """Return the default of a field as users write it."""
     return "auto" if metadata(field).get("automatic") else field.default
 
 

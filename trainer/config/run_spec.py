@@ -302,12 +302,10 @@ class RunSpec(MethodFields):
 
     @property
     def dataset_name(self) -> str:
-        """The paths of all datasets, separated by commas, for messages."""
         return ", ".join(source.path for source in self.sources)
 
     @property
     def reward_files(self) -> list[str]:
-        """The paths of the Python files among the rewards, in order."""
         return [reward.use for reward in self.reward if reward.is_file]
 
     def with_reward_files(self, paths: Sequence[str]) -> "RunSpec":

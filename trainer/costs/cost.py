@@ -120,7 +120,6 @@ class State:
 
 
 def full_state(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> State:
-    """Return the state of a process that holds the full model."""
     trained = shape.trained(spec)
     return State(
         base=shape.layers * layer_bytes(spec, shape, bytes_per_weight) + root_bytes(spec, shape, bytes_per_weight),

@@ -74,7 +74,6 @@ def check_values(message: Mapping[str, Any], text: str) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the names and values of arguments."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, dict | list):

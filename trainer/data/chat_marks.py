@@ -107,7 +107,6 @@ class Marker:
         }
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the descriptions of tools with marks around their names."""
         return [self._tool(tool) for tool in tools]
 
     def _tool(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,7 +147,6 @@ class Reading:
         return cls("".join(pieces), places, [*places], frozenset(repeated), blocks)
 
     def after(self, mark: str) -> str:
-        """Return the text from a mark to the next one."""
         index = self.order.index(mark) + 1
         end = self.places[self.order[index]] if index < len(self.order) else len(self.text)
         return self.text[self.places[mark] : end]

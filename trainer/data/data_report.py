@@ -93,7 +93,6 @@ class DataReport:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> DataReport:
-        """Return the report of `as_dict`, which may have more names."""
         return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,7 +105,6 @@ class DataReport:
         return Dropped("samples of the dataset", self.samples - sum(self.dropped.values()), self.dropped, remedy)
 
     def line(self) -> str:
-        """Return the totals as one line."""
         loss = self.loss
         answers, tokens = counted(self.answers, "answer"), counted(self.tokens, "token")
         trained = f"{answers} and {tokens} with loss, {self.truncated} truncated" if self.tokens else "prompts alone"

@@ -161,7 +161,6 @@ class ChatTemplate:
 
 
 def _in_parts(message: Message) -> dict[str, Any]:
-    """Return a message with its content as a list of parts."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 

@@ -85,7 +85,6 @@ class LimitedProcess:
             raise LimitError("its process sent a damaged answer") from None
 
     def close(self) -> None:
-        """End the process."""
         if self.owner != os.getpid():  # of the process that has forked this one
             return
         if self._process.returncode is None:
@@ -154,7 +153,6 @@ def limit_process() -> int:
 
 
 def limit_answer(seconds: int) -> None:
-    """Limit the CPU time until the next call."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(used.ru_utime + used.ru_stime) + seconds
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]

@@ -108,7 +108,6 @@ def _record(sample: Sample, fitted: Fitted, encoder: Encoder) -> dict[str, objec
 
 
 def _headline(sample: Sample, fitted: Fitted) -> str:
-    """Return where a sample is, its size, and what is lost of it."""
     line = f"{printable(sample.where, 1000)}: "
     if fitted.desirable is not None:
         line += f"{'good' if fitted.desirable else 'bad'} answer: "

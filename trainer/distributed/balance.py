@@ -28,7 +28,6 @@ class Balance:
         self._used: dict[int, list[int]] = dict(earlier.get("used", {})) if self._resumed else {}
 
     def state(self) -> dict[str, Any]:
-        """Return what the next start needs."""
         return {"costs": self.costs, "used": self._used}
 
     def shares(self, rows: int) -> list[int]:

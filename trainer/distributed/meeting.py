@@ -66,7 +66,6 @@ class Worker(BaseModel):
 
     @classmethod
     def here(cls, galaxy: Galaxy, address: str, run_dir: Path, *, serves: bool) -> Worker:
-        """Return the card of this worker."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         ranks, count = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count()
         return cls(
@@ -142,7 +141,6 @@ class Meeting:
 
     @property
     def first_rank(self) -> int:
-        """The number of this worker's first rank in the process group."""
         return sum(worker.ranks for worker in self.workers[: self.galaxy.rank])
 
     @property

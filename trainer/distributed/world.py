@@ -128,7 +128,6 @@ class World:
 
     @property
     def global_rank(self) -> int:
-        """The rank of this process over all hosts."""
         return self.ranks[self.rank] if self.ranks else self.rank
 
     @property

@@ -119,7 +119,6 @@ def _sizes(config: dict[str, Any]) -> dict[str, int]:
 
 
 def _shapes(sizes: dict[str, int], tied: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the model by its name, in the order of the file."""
     hidden, inner, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     query, value = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
     layer = [(query, hidden), (value, hidden), (value, hidden), (hidden, query)]

@@ -81,7 +81,6 @@ def _plain_writer() -> str:
 
 
 def _target(run_dir: Path, request: dict[str, Any], writer: str) -> Path:
-    """Return the GGUF file of these weights, this writer and this quantization."""
     key = hashlib.sha256(f"{request['weights']} {writer}".encode()).hexdigest()[:16]
     return run_dir / "deploy" / f"{key}-{request['quantize']}.gguf"
 

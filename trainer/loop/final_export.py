@@ -318,5 +318,4 @@ def _front_matter(spec: RunSpec, model: str, dataset: str) -> dict[str, Any]:
 
 
 def checksum(digest: str | None) -> str:
-    """Return ` (sha256 DIGEST)`, or an empty string if the digest is unknown."""
     return f" (sha256 {digest})" if digest else ""

@@ -35,7 +35,6 @@ class StopRequest:
 
 
 def finished_result(run_dir: Path) -> dict[str, Any] | None:
-    """Return the result of a run that has finished in this folder, or None."""
     try:
         # Older versions reported a model that is not finite as finished: `int` rejects NaN and Infinity.
         result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"), parse_constant=int)

@@ -267,7 +267,6 @@ class GRPO(Method):
         return work
 
     def _count(self, rated: Rated, is_evaluation: bool) -> float:
-        """Return what the loss of completions is divided by."""
         if is_evaluation:
             return float((~np.isnan(rated.rewards)).sum())
         if self._spec.grpo_loss == "dapo":

@@ -193,7 +193,6 @@ class Method(ABC):
             self._sums[name] = self._sums[name] + (value if isinstance(value, float) else value.detach().double())
 
     def take_examples(self) -> list[dict[str, Any]]:
-        """Return the examples since the last call."""
         taken, self.examples = self.examples, []
         return taken
 

@@ -63,8 +63,6 @@ class Reference(NamedTuple):
 
 
 class PreferenceMethod(Method):
-    """The computation of a method that learns from preferences."""
-
     def __init__(self, spec: RunSpec) -> None:
         super().__init__()
         self.beta = spec.preference_beta

@@ -376,7 +376,6 @@ class RolloutWork:
 
     @contextmanager
     def _adapter_of(self, version: int) -> Iterator[None]:
-        """Give the model another adapter of the run."""
         module = self._run.module
         own, was_training = {name: value.clone() for name, value in _state(self._model).items()}, module.training
         module.eval()

@@ -17,17 +17,14 @@ class LoraFactors:
 
     @property
     def a(self) -> torch.Tensor:
-        """The factor that reads the input."""
         return self._parameter("A").data
 
     @property
     def b(self) -> torch.Tensor:
-        """The factor that writes the output."""
         return self._parameter("B").data
 
     @property
     def scaling(self) -> float:
-        """The factor of the update, lora_alpha / rank."""
         return float(self.layer.scaling[self.adapter])
 
     def replace(self, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -60,7 +60,6 @@ class Tail:
 
     @contextlib.contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Replace the forward pass of the decoder within the block."""
         before = vars(self._decoder).get("forward")
         self._decoder.forward = forward
         try:

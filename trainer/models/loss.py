@@ -27,7 +27,6 @@ class Divergence:
 
     @classmethod
     def of(cls, spec: RunSpec) -> Divergence:
-        """Return the divergence of a run."""
         return cls(spec.distill_alpha, spec.distill_temperature, spec.gkd_beta)
 
 

@@ -46,7 +46,6 @@ class PolicyLoss:
 
     @classmethod
     def of(cls, spec: RunSpec) -> PolicyLoss:
-        """Return the loss of a run."""
         return cls(spec.grpo_epsilon, spec.grpo_epsilon_high or spec.grpo_epsilon, spec.grpo_beta)
 
     def __call__(

@@ -270,7 +270,6 @@ def _adapted(request: MergeRequest) -> Any:
 
 
 def _full_model(part: Part) -> Any:
-    """Return the model of a part, with its adapter merged into the weights."""
     if not part.spec.lora_r:
         return load_causal_model(str(part.weights), dtype=torch.float32)
     return merge_into_base(adapted_model(part.spec, part.weights))

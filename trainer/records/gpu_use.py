@@ -32,7 +32,6 @@ class GpuMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread that reads the use of the GPU."""
         self._stop.set()
 
     def _run(self) -> None:

@@ -17,8 +17,6 @@ def project() -> str:
 
 
 class Logger(Protocol):
-    """Receives the values of a step."""
-
     def log(self, values: dict[str, float], step: int) -> None: ...
 
     def flush(self) -> None:

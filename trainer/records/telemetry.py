@@ -70,7 +70,6 @@ class Heartbeat:
                 self._write()
 
     def move(self, run_dir: Path, rank: int) -> None:
-        """Write from now on as another rank, in another run folder."""
         path = run_dir / "state" / f"rank{rank}.json"
         if path != self._path:
             for left in (self._path, self._reserve):
@@ -240,7 +239,6 @@ class Recorder:
         self.scalars({"eval_loss": loss or 0.0} | {f"eval_{name}": value for name, value in metrics.items()}, step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Send values to the loggers of the spec."""
         for logger in self._loggers:
             logger.log(values, step)
 
@@ -253,7 +251,6 @@ class Recorder:
             logger.flush()
 
     def close(self) -> None:
-        """Flush all records and close the loggers."""
         self.flush()
         for logger in self._loggers:
             logger.close()
@@ -270,7 +267,6 @@ class Recorder:
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return the values of a metrics record that loggers receive."""
     scalars = {name: record[name] for name in ("loss", "lr", "grad_norm", "tokens_per_second")}
     scalars = {name: value for name, value in scalars.items() if value is not None}
     scalars |= record.get("metrics", {})

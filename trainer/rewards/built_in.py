@@ -20,7 +20,6 @@ _FENCE = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
 
 
 def text_of(completion: Completion) -> str:
-    """Return the text of a completion, which is a text or a list of messages."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message.get("content") or "") for message in completion)
@@ -76,7 +75,6 @@ def exact(column: str) -> Function:
 
 
 def regex(pattern: str) -> Function:
-    """Return the reward that is 1 if a pattern occurs in the completion."""
     compiled = re.compile(pattern)
 
     def reward(completions: Sequence[Completion], **_: Any) -> list[float | None]:
@@ -130,7 +128,6 @@ def _is_json(text: str, schema: Mapping[str, Any]) -> bool:
 
 
 def built_in(entry: Mapping[str, Any]) -> Function:
-    """Return the built-in reward of an entry; the names are those of RewardSource."""
     made: dict[str, Callable[[], Function]] = {
         "exact": lambda: exact(entry["column"] or ANSWER),
         "regex": lambda: regex(entry["pattern"]),

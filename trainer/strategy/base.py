@@ -94,7 +94,6 @@ class Strategy(ABC):
         self.spec, self.world, self.plain = spec, world, module
 
     def local_rows(self, rows: Rows) -> Rows:
-        """Return the rows of a step that the ranks of `self.world` train on."""
         return rows
 
     def updates(self, step: int, rows: Rows) -> list[Update]:
@@ -156,7 +155,6 @@ class Strategy(ABC):
         """Update the shares from the `rank_seconds` of every rank, after `sync`."""
 
     def autocast(self) -> torch.autocast:
-        """Return the context of a forward pass in the spec's precision."""
         return autocast(self.spec, self.world.device)
 
     def rounds(self, rows: int) -> int:
@@ -193,7 +191,6 @@ class Strategy(ABC):
         """Return the summed loss of a micro-batch without gradients, for evaluation; 0 on a rank without the output head."""
 
     def weights_finite(self) -> bool:
-        """Return whether the trained weights that this rank holds are finite."""
         from trainer.common.finite import all_finite
 
         return all_finite(parameter for parameter in self.plain.parameters() if parameter.requires_grad)

@@ -159,7 +159,6 @@ class DDP(Strategy):
             self._computed.record()
 
     def _note_averages(self) -> None:
-        """Record when all gradients are averages over the ranks."""
         if isinstance(self._computed, torch.cuda.Event):
             ended = torch.cuda.Event(enable_timing=True)
             ended.record()
@@ -191,7 +190,6 @@ class DDP(Strategy):
         return self._total(self._backwards)
 
     def _total(self, measured: list[float | tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-        """Return the sum of seconds, and empty the list."""
         if any(isinstance(each, tuple) for each in measured):
             torch.cuda.synchronize(self.world.device)
         total = sum(e[0].elapsed_time(e[1]) / 1e3 if isinstance(e, tuple) else e for e in measured)

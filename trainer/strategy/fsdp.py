@@ -278,7 +278,6 @@ class FSDP(Strategy):
             self._group, _ = dist.new_subgroups(mesh.size(mesh.ndim - 1), backend="gloo")
 
     def _shard(self, spec: RunSpec, world: World, mesh: device_mesh.DeviceMesh) -> None:
-        """Replace the parameters of the model by shards on the ranks of `mesh`."""
         from trainer.models.model import base_dtype
         from trainer.models.quantized import quantize_layers
 
@@ -419,7 +418,6 @@ class FSDP(Strategy):
                 self._copy_shard(shard, kept[name].to(self.world.device))
 
     def _state(self) -> StateDict:
-        """Return this rank's shards of the trained weights and their moments."""
         kept = self.optimizer.state
         moments = {kind: {name: kept[p][kind] for name, p in self.trained.items()} for kind in MOMENTS}
         return {"trained": {name: p.detach() for name, p in self.trained.items()}, **moments}

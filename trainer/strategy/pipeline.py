@@ -197,8 +197,6 @@ PLAN = PipelinePlan()
 
 
 class Pipeline(Strategy):
-    """Pipeline parallel training, one stage per rank."""
-
     lockstep = staged = True
 
     def __init__(self, spec: RunSpec, world: World, module: ModelWithLoss, replica_group: World | None = None) -> None:

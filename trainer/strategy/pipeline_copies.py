@@ -74,7 +74,6 @@ class StageCopies:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether this rank has sent and received all files."""
         return not self._thread or not self._thread.is_alive()
 
     def finish(self) -> None:

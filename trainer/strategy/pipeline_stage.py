@@ -353,7 +353,6 @@ def _trained_weights(
 
 
 def _names_of(whole: nn.Module, module: nn.Module) -> list[str]:
-    """Return the names of a module's own weight in the model."""
     place = next((name for name, found in whole.named_modules(remove_duplicate=False) if found is module), None)
     return [f"{place}.{leaf}" for leaf, _ in module.named_parameters() if leaf == "weight"]
 

@@ -139,7 +139,6 @@ class StrategyPlan:
         return autocast_bytes(spec, shape, self.bytes_per_weight(spec))
 
     def state(self, spec: RunSpec, shape: Shape, layout: Layout, *, cuda: bool) -> State:
-        """Return the memory of model and optimizer on one process."""
         return full_state(spec, shape, self.bytes_per_weight(spec))
 
     def outside_step(self, spec: RunSpec, shape: Shape, layout: Layout, state: State) -> int:

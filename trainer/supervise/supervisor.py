@@ -45,8 +45,6 @@ def run_supervisor(arguments: list[str]) -> None:
 
 
 class Supervisor:
-    """One torchrun and its descendants."""
-
     def __init__(self, request: StartRequest, run_dir: LinkFreePath, log: LinkFreePath) -> None:
         self.request, self.run_dir, self.log = request, run_dir, log
         # With this option torchrun restarts its workers itself, and the death of a worker does not end the run.
@@ -77,7 +75,6 @@ class Supervisor:
         }
 
     def run(self) -> None:
-        """Run torchrun to its end, and record it."""
         # Orphans become children of this process: torchrun starts its workers in separate sessions.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         if not self.request.unit:  # a unit has the property for this
