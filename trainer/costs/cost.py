@@ -122,7 +122,7 @@ class State:
 def full_state(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> State:
     trained = shape.trained(spec)
     return State(
-        base=shape.layers * layer_bytes(spec, shape, bytes_per_weight) + root_bytes(spec, shape, bytes_per_weight),
+        base=shape.layers * layer_bytes(spec, shape, bytes_per_weight) + root_bytes(shape, bytes_per_weight),
         adapters=trained * 4 if spec.lora_r else 0,
         gradients=trained * 4,
         optimizer=trained * (8 if spec.optimizer == "adamw" else 2),
@@ -203,7 +203,7 @@ def _saved_per_token(spec: RunSpec, shape: Shape, cuda: bool) -> tuple[float, fl
     return floats * number + dropped + norms + wider, shape.hidden * (2 if half else 4)
 
 
-def root_bytes(spec: RunSpec, shape: Shape, bytes_per_weight: int) -> int:
+def root_bytes(shape: Shape, bytes_per_weight: int) -> int:
     """Return the bytes of the parameters outside of the layers: embedding, head, final norm."""
     return (shape.parameters - shape.layers * shape.layer_parameters) * bytes_per_weight
 

@@ -31,8 +31,8 @@ _NO_TIMEOUT = datetime.timedelta(days=30)  # a process group needs a timeout; th
 class World:
     """This process among all ranks, or among the ranks of a subgroup (see `subgroup`), whose collectives it runs.
 
-    `rank` and `size` count the ranks of all hosts, or those of the subgroup; `local_rank` and `local_size` count those of this
-    host, as torchrun sets them. `ranks`: the ranks of a subgroup, numbered over all hosts. `untimed_group`: a process group of the
+    `rank` and `size` count the ranks of all hosts, or those of the subgroup; `local_rank` counts those of this host, as
+    torchrun sets it. `ranks`: the ranks of a subgroup, numbered over all hosts. `untimed_group`: a process group of the
     same ranks whose collectives have no timeout.
     """
 
@@ -45,7 +45,6 @@ class World:
     group: Any = None
     untimed_group: Any = None
     store: Any = None
-    local_size: int = 1
 
     @classmethod
     def join(cls, timeout: float, meeting: "Meeting | None" = None) -> "World":
@@ -94,7 +93,7 @@ class World:
             **options,
         )
         node_rank = int(os.environ.get("GROUP_RANK", "0"))
-        return cls(rank, size, local_rank, node_rank, device, store=store, local_size=local_size)
+        return cls(rank, size, local_rank, node_rank, device, store=store)
 
     def subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
         """Return the world of the group in `groups` (lists of ranks) that contains this rank. Every rank calls it.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from trainer.loop.train import Evaluation
     from trainer.loop.training_inputs import TrainingInputs
-    from trainer.models.peak import Utilisation
     from trainer.records.run_state import RunState
     from trainer.records.step_metrics import StepMetrics
     from trainer.records.telemetry import Heartbeat, Recorder
@@ -48,14 +47,10 @@ def finalize(
     heartbeat: "Heartbeat",
     run_dir: Path,
     metrics: "StepMetrics",
-    utilisation: "Utilisation | None",
     *,
     finished: bool,
 ) -> dict[str, Any]:
     """Return the result of a run; if it has finished, evaluate the model and write it. Every rank calls it.
-
-    Args:
-        utilisation: the peak of this rank's device, if the operations of the run's steps are known.
 
     Raises:
         NonFiniteError: the model or its evaluation loss is not finite.

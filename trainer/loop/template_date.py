@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.config import RunSpec
 from trainer.distributed.world import World
 
 
@@ -13,7 +12,7 @@ def prints_date(tokenizer: Any) -> bool:
     return "strftime_now" in str(tokenizer.chat_template)  # with which a template asks for the date
 
 
-def run_date(spec: RunSpec, tokenizer: Any, checkpoints: Path, world: World) -> datetime.date:
+def run_date(checkpoints: Path, world: World) -> datetime.date:
     """Return the date of the run: that of its newest checkpoint, else today on rank 0. Every rank calls it."""
     # Another host may have the newest checkpoint, and another time zone.
     step, date = recorded_date(checkpoints) or (-1, datetime.date.today())

@@ -384,16 +384,14 @@ def train(
     saver.finish()
 
     finished = strategy.all_finished(state.step == steps, waiting)
-    result = finalize(
-        inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, metrics, utilisation, finished=finished
-    )
+    result = finalize(inputs, strategy, state, evaluation, recorder, heartbeat, run_dir, metrics, finished=finished)
     recorder.close()
-    clean_up(run_dir, world, all_ranks, stop_request, finished)
+    clean_up(world, all_ranks, stop_request, finished)
     inputs.module.method.end()
     return result
 
 
-def clean_up(run_dir: Path, world: World, all_ranks: World, stop_request: StopRequest, finished: bool) -> None:
+def clean_up(world: World, all_ranks: World, stop_request: StopRequest, finished: bool) -> None:
     """Remove what no start needs any more, when all ranks have written their files. Every rank calls it."""
     if not finished and world.is_host_leader:
         stop_request.clear()

@@ -120,7 +120,7 @@ def load_inputs(
         require_compiler(world.device)
     refuse_adapter(spec.model)
     tokenizer = load_tokenizer(spec.model)
-    date = run_date(spec, tokenizer, run_dir / "checkpoints", world)
+    date = run_date(run_dir / "checkpoints", world)
     rows = embedding_rows(spec.model)
     corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
     if spec.fake_data:

@@ -90,7 +90,7 @@ class RolloutWork:
         """
         step, first = work.step, rank.group.rank == 0
         self._publish(step, rank)
-        places = self._agreed(rank, lambda: self._open(work, prompts, group, rank))
+        places = self._agreed(rank, lambda: self._open(work, prompts, group))
         own: dict[int, Completion] = {}
 
         def write_some(chosen: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class RolloutWork:
             self._prune()
         return [found[place] for place in range(len(prompts) * group)]
 
-    def _open(self, work: Work, prompts: Sequence[int], group: int, rank: Rank) -> Sequence[int]:
+    def _open(self, work: Work, prompts: Sequence[int], group: int) -> Sequence[int]:
         """Let servers write this step and the next ones; return the places of this one that are claimed."""
         assert self._hub
         assert list(self._ahead.prompts(work.step)) == list(prompts), "the prompts of a step are not those of its order"

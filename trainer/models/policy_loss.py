@@ -76,14 +76,13 @@ class PolicyLoss:
             loss = loss + self.beta * kl
         low = (ratio < 1 - self.epsilon) & (each < 0) & mask
         high = (ratio > 1 + self.epsilon_high) & (each > 0) & mask
-        return TokenLosses(torch.where(mask, loss, 0.0), torch.where(mask, kl, 0.0), low, high, ratio)
+        return TokenLosses(torch.where(mask, loss, 0.0), torch.where(mask, kl, 0.0), low, high)
 
 
 class TokenLosses(NamedTuple):
-    """What `PolicyLoss` returns for every token, [rows, T] each: the loss, the KL estimate, whether the ratio is clipped below or above, the ratio."""
+    """What `PolicyLoss` returns for every token, [rows, T] each: the loss, the KL estimate, whether the ratio is clipped below or above."""
 
     loss: torch.Tensor
     kl: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
-    ratio: torch.Tensor

@@ -199,7 +199,7 @@ def _no_compile(spec: RunSpec, hosts: Hosts) -> str:
 def _with_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[RunSpec, list[str]]:
     if "precision" not in spec.automatic:
         return spec, []
-    precision, why = _gpu_precision(hosts) if have_gpus(hosts) else _cpu_precision(spec, hosts, shape)
+    precision, why = _gpu_precision(hosts) if have_gpus(hosts) else _cpu_precision(hosts, shape)
     rest = tuple(name for name in spec.automatic if name != "precision")
     chosen = spec.model_copy(update={"precision": precision, "automatic": rest})
     try:
@@ -220,7 +220,7 @@ def _gpu_precision(hosts: Hosts) -> tuple[str, str]:
     return "32-true", slow if oldest else "the compute capability of a GPU is unknown"
 
 
-def _cpu_precision(spec: RunSpec, hosts: Hosts, shape: Shape | None) -> tuple[str, str]:
+def _cpu_precision(hosts: Hosts, shape: Shape | None) -> tuple[str, str]:
     if shape and shape.hidden < SMALL_LAYER:
         return "32-true", "layers of this size are hardly faster in bfloat16 on a CPU"
     if not all(host.get("bfloat16") for host in hosts):

@@ -57,7 +57,7 @@ METADATA = ".metadata"  # PyTorch's index of the tensors in a checkpoint's files
 
 def sharded_state(spec: RunSpec, state: State, shape: Shape, shards: int, bytes_per_weight: int) -> State:
     """Return the state of one of `shards` shards, with the weights that FSDP gathers at a time."""
-    root = root_bytes(spec, shape, bytes_per_weight)  # freed at the end of the backward pass
+    root = root_bytes(shape, bytes_per_weight)  # freed at the end of the backward pass
     scales = shape.layers * scale_bytes(spec, shape)  # complete on every rank
     # The current layer and the prefetched one: as received, and assembled.
     gathered = 3 * (state.base - scales - root) // shape.layers
@@ -182,7 +182,7 @@ class FSDPPlan(StrategyPlan):
         layers += trained * weight if spec.lora_r else 0
         # The forward and the backward pass gather the layers, unless they stay gathered in between, as the root does.
         passes = 1 if keeps_gathered(spec) else 2
-        gathered = ring * (passes * layers + root_bytes(spec, shape, self.bytes_per_weight(spec))) * micro
+        gathered = ring * (passes * layers + root_bytes(shape, self.bytes_per_weight(spec))) * micro
         # gloo implements reduce-scatter as an all-reduce.
         scattered = (2 if gloo else 1) * ring * trained * number
         return gathered + scattered * (1 if spec.lora_r else micro)

@@ -148,12 +148,12 @@ def start_process(wanted: StartRequest, run_dir: LinkFreePath, command: list[str
             stdout=sink,
             stderr=sink,
             cwd=run_dir.path,
-            env={**clean_environment(), **supervisor_environment(wanted, run_dir)},
+            env={**clean_environment(), **supervisor_environment(run_dir)},
             start_new_session=True,
         )
 
 
-def supervisor_environment(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, str]:
+def supervisor_environment(run_dir: LinkFreePath) -> dict[str, str]:
     """Return the variables of a supervisor. It imports the staged trainer."""
     staged = run_dir / TRAINER
     return import_environment(run_dir, staged.path if staged.is_file() else IMPORT_ROOT)
@@ -176,7 +176,7 @@ def start_unit(systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath, 
     settings += (address_properties(wanted.reachable) if system else []) + wanted.properties
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
     options += [f"--property={setting}" for setting in settings]
-    variables = supervisor_environment(wanted, run_dir) | (cache_variables(run_dir.path) if system else {})
+    variables = supervisor_environment(run_dir) | (cache_variables(run_dir.path) if system else {})
     options += [f"--setenv={key}={value}" for key, value in variables.items()]
     done = subprocess.run(
         [*systemd, *options, "--", *command], capture_output=True, text=True, check=False, env=environment

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from trainer.distributed.world import World
 from trainer.loop.template_date import prints_date, recorded_date, run_date
-from trainer.spec import make_spec
 
 DATED = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")
 PLAIN = SimpleNamespace(chat_template="{{ messages }}")
@@ -29,7 +28,7 @@ def checkpoint(folder: Path, step: int, **state: Any) -> None:
 
 def test_a_new_run_has_the_date_of_rank_0(tmp_path: Path) -> None:
     tomorrow = (datetime.date.today() + datetime.timedelta(1)).isoformat()
-    assert run_date(make_spec({}, ""), DATED, tmp_path, world_of([-1, tomorrow])) == datetime.date.today()
+    assert run_date(tmp_path, world_of([-1, tomorrow])) == datetime.date.today()
 
 
 def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_path: Path) -> None:
@@ -39,12 +38,9 @@ def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_pat
     assert recorded_date(tmp_path) == (5, datetime.date(2026, 1, 31))
     checkpoint(tmp_path, 10, template_date="31 January")
     (tmp_path / "step-00000011").mkdir()
-    spec = make_spec({}, "")
-    assert run_date(spec, DATED, tmp_path, world_of([-1, datetime.date.today().isoformat()])) == datetime.date(
-        2026, 1, 31
-    )
-    assert run_date(spec, DATED, tmp_path, world_of([20, "2026-02-01"])) == datetime.date(2026, 2, 1)
-    assert run_date(spec, DATED, tmp_path / "new host", world_of([5, "2026-01-31"])) == datetime.date(2026, 1, 31)
+    assert run_date(tmp_path, world_of([-1, datetime.date.today().isoformat()])) == datetime.date(2026, 1, 31)
+    assert run_date(tmp_path, world_of([20, "2026-02-01"])) == datetime.date(2026, 2, 1)
+    assert run_date(tmp_path / "new host", world_of([5, "2026-01-31"])) == datetime.date(2026, 1, 31)
 
 
 def test_templates_that_print_a_date() -> None:
