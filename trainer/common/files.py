@@ -33,8 +33,7 @@ def _finite_or_null(value: Any) -> Any:
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
     """Write a file atomically and durably: readers see either the old contents or the new ones.
 
-    Raises:
-        OSError: the file cannot be written; the old one is unchanged.
+    Raises OSError: the file cannot be written; the old one is unchanged.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}.")
     aside = Path(name)
@@ -55,11 +54,7 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o644) -> None:
 def atomic_folder(final: Path, what: str) -> Iterator[Path]:
     """Yield the path of a temporary folder that replaces `final` after its files are complete and on disk.
 
-    Args:
-        what: begins the error message.
-
-    Raises:
-        DiskError: the disk is full or not writable.
+    `what`: begins the error message. Raises DiskError: the disk is full or not writable.
     """
     aside = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(aside, ignore_errors=True)

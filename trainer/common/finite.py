@@ -30,8 +30,7 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 def require_finite_weights(strategy: "Strategy", step: int) -> None:
     """Check the trained weights after `step` on all ranks of `strategy.world`. Every rank calls it.
 
-    Raises:
-        NonFiniteError: a weight on any of these ranks is not finite; all of them raise it.
+    Raises NonFiniteError: a weight on any of these ranks is not finite; all of them raise it.
     """
     if strategy.world.sum([float(not strategy.weights_finite())])[0]:
         raise NonFiniteError("weights are not finite", step, strategy.spec.lr)

@@ -55,12 +55,9 @@ def printable(text: object, limit: int = 200) -> str:
     """Return untrusted text so that a message can contain it: one line of at most `limit` characters.
 
     Control characters, line separators, bidirectional controls, other invisible characters and lone surrogates become
-    escapes as in Python's repr: a terminal neither executes nor reorders what it shows. Printable text of any script
-    is unchanged.
-
-    Args:
-        text: any object; what is not a string is converted with str().
-        limit: maximum length of the result in characters; a longer text ends with ``...``.
+    escapes as in Python's repr: a terminal neither executes nor reorders what it shows. Printable text of any script is
+    unchanged. `text`: any object; what is not a string is converted with str(). `limit`: maximum length of the result
+    in characters; a longer text ends with ``...``.
     """
     whole = text if isinstance(text, str) else _convert(str, text)
     parts: list[str] = []

@@ -16,9 +16,8 @@ PINNED = {
 def how_to_install(package: str, extra: str = "") -> str:
     """Return the remedy for a missing package, as part of a message.
 
-    Args:
-        package: its name.
-        extra: the extra of the project that has it; empty if every environment of site.yml has the package.
+    `package`: its name. `extra`: the extra of the project that has it; empty if every environment of site.yml has the
+    package.
     """
     role = f"add {extra} to python_extras and run site.yml" if extra else "run site.yml"
     return f"{role}, or {sys.executable} -m pip install {package}{PINNED.get(package, '')}"

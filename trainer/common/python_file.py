@@ -13,11 +13,8 @@ MAX_FILE = 1 << 20  # bytes
 def parse_python_file(name: str, what: str) -> tuple[Path, ast.Module]:
     """Return the absolute path of a Python file, and its syntax tree. It is not run.
 
-    Args:
-        what: the name of the setting; it begins the error message.
-
-    Raises:
-        UserError: it is missing, not a regular file, too large, or not Python.
+    `what`: the name of the setting; it begins the error message. Raises UserError: it is missing, not a regular file,
+    too large, or not Python.
     """
     path = user_path(name, what)
     try:

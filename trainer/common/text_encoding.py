@@ -31,8 +31,7 @@ def not_utf8(line: bytes) -> str:
 def first_not_utf8(file: BinaryIO, longest: int) -> tuple[int, str]:
     """Return the number of the first line that is not UTF-8, and what `not_utf8` says; (0, "") if there is none.
 
-    Args:
-        longest: bytes of a line at which the search ends.
+    `longest`: bytes of a line at which the search ends.
     """
     for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
         if len(line) == longest:

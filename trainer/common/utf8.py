@@ -9,10 +9,8 @@ from trainer.common.errors import UserError
 def require_utf8() -> None:
     """Check that names of files are UTF-8, and let messages escape characters that the terminal cannot show.
 
-    Python uses UTF-8 in the locales C and POSIX, too, unless PYTHONUTF8=0 forbids it.
-
-    Raises:
-        UserError: names of files have another encoding, with which a name beyond ASCII would be another one.
+    Python uses UTF-8 in the locales C and POSIX, too, unless PYTHONUTF8=0 forbids it. Raises UserError: names of files
+    have another encoding, with which a name beyond ASCII would be another one.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -138,9 +138,8 @@ def _meant(value: Any, field: FieldInfo) -> Any:
 def check_input(value: Any, field: FieldInfo) -> Any:
     """Return the value of a field before pydantic validates it.
 
-    Raises:
-        ValueError: a boolean for a field that is neither a switch nor has a word for it, a fraction for a text, a number that Python cannot print,
-            or text that is too long or has control characters.
+    Raises ValueError: a boolean for a field that is neither a switch nor has a word for it, a fraction for a text, a
+    number that Python cannot print, or text that is too long or has control characters.
     """
     value = _meant(value, field)
     if isinstance(value, bool) and not is_switch(field):

@@ -19,8 +19,7 @@ def expects(name: str) -> str:
 def parse_flags(argv: Sequence[str]) -> dict[str, str]:
     """Parse ``--lr 1e-3 --packing --no-packing --loggers=none`` into names and texts. `make_spec` validates the values.
 
-    Raises:
-        UserError: an unknown flag, a positional argument, or a flag without a value.
+    Raises UserError: an unknown flag, a positional argument, or a flag without a value.
     """
     values: dict[str, str] = {}
     rest = list(argv)

@@ -123,11 +123,7 @@ def with_reward_paths(rewards: Sequence[RewardSource], paths: Sequence[str]) -> 
 def check_columns(rewards: Sequence[RewardSource], records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Check that a dataset has the columns of the built-in rewards; return a line for each that only some of its records have.
 
-    Args:
-        records: the columns of each prompt.
-
-    Raises:
-        UserError: no record has a column.
+    `records`: the columns of each prompt. Raises UserError: no record has a column.
     """
     lines = []
     for reward in rewards:

@@ -54,13 +54,8 @@ DeepSpeedOptions = Annotated[dict[str, Any], BeforeValidator(as_options)]
 def read_tool_files(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the path of a configuration of DeepSpeed or FSDP by its options, and the sections `distributed` and `training` by their names.
 
-    `deepspeed` also implies `strategy: deepspeed`.
-
-    Args:
-        values: names and values of one source, such as the flags.
-
-    Raises:
-        UserError: the file cannot be read, or is not a JSON object; or a section and another one set a name differently.
+    `deepspeed` also implies `strategy: deepspeed`. `values`: names and values of one source, such as the flags. Raises
+    UserError: the file cannot be read, or is not a JSON object; or a section and another one set a name differently.
     """
     found: dict[str, Any] = {}
     for section, value in values.items():

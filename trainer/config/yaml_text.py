@@ -82,9 +82,8 @@ for _tag in (_INT, _FLOAT):
 def parse_yaml(text: str) -> Any:
     """Return the values of a YAML document.
 
-    Raises:
-        YamlError: the text is too long or not YAML, a name is given twice, an alias stands for a list or a mapping, or a number is
-            not written as a plain one.
+    Raises YamlError: the text is too long or not YAML, a name is given twice, an alias stands for a list or a mapping,
+    or a number is not written as a plain one.
     """
     if len(text) > MAX_YAML:
         raise YamlError(f"it is longer than {MAX_YAML // 1024} KiB")
@@ -117,9 +116,8 @@ def parse_structure(value: Any) -> Any:
 def read_yaml(path: Path, what: str = "run spec") -> dict[str, Any]:
     """Read the names and values of a YAML file, which error messages call `what`.
 
-    Raises:
-        UserError: the file is missing, is not a regular file, is too large, is not YAML (with the line), or is not a
-            mapping.
+    Raises UserError: the file is missing, is not a regular file, is too large, is not YAML (with the line), or is not a
+    mapping.
     """
     try:
         data = read_regular(path, MAX_YAML)

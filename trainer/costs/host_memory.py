@@ -82,9 +82,8 @@ def have_gpus(hosts: Sequence[Mapping[str, Any]]) -> bool:
 def layout_of(hosts: Sequence[Mapping[str, Any]], device: str) -> Layout:
     """Return the ranks of these hosts with the memory that each of them has for tensors.
 
-    Args:
-        hosts: for each its `processes`, `memory_mib`, and `gpu_mib` of its smallest GPU (0 or missing: unknown). On GPUs,
-            `memory_mib` is the memory of a GPU if `gpu_mib` is unknown. `speed` of its processes (missing: 1).
+    `hosts`: for each its `processes`, `memory_mib`, and `gpu_mib` of its smallest GPU (0 or missing: unknown). On GPUs,
+    `memory_mib` is the memory of a GPU if `gpu_mib` is unknown. `speed` of its processes (missing: 1).
     """
     rooms: list[float | None] = []
     host_rooms: list[float | None] = []
@@ -123,9 +122,7 @@ def available_bytes(device: str, processes: int) -> float:
     """Return the bytes that this process can still use for tensors: of its current GPU, or its share of host memory.
 
     Limits of the process's cgroups count, of both versions. https://docs.kernel.org/admin-guide/cgroup-v2.html
-
-    Args:
-        processes: number of processes that share the memory of this host.
+    `processes`: number of processes that share the memory of this host.
     """
     if device == "cuda":
         import torch

@@ -40,9 +40,7 @@ def teacher_weights(spec: RunSpec) -> int:
 def teacher_memory(spec: RunSpec, vocabulary: int, rows: RowStats) -> int:
     """Return the bytes that learning from probabilities needs on a process, beyond learning from text.
 
-    Args:
-        vocabulary: vocabulary of the student.
-        rows: rows of the dataset.
+    `vocabulary`: vocabulary of the student. `rows`: rows of the dataset.
     """
     shape = teacher_shape(spec)
     if not shape:

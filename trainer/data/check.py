@@ -15,12 +15,10 @@ _PROBED = 64  # samples that show how long all will take
 def check_samples(samples: Sequence[Sample], encoder: Encoder, budget: float = BUDGET) -> DataReport:
     """Return the totals of samples, at least one; of a part of them if `budget` seconds are too short for all.
 
-    Then as many samples as possible are rendered, because templates reject samples and tokenizers do not, and the rest of the time goes to the
-    totals. The first sample of every structure comes first, that of a rare one before that of a frequent one: templates reject a
-    chat for its roles and keys more often than for its text.
-
-    Raises:
-        UserError: a sample cannot be encoded.
+    Then as many samples as possible are rendered, because templates reject samples and tokenizers do not, and the rest
+    of the time goes to the totals. The first sample of every structure comes first, that of a rare one before that of a
+    frequent one: templates reject a chat for its roles and keys more often than for its text. Raises UserError: a
+    sample cannot be encoded.
     """
     ends = time.monotonic() + budget
     first, others = _spread(samples)

@@ -89,8 +89,7 @@ def needs_library(name: str) -> bool:
 def all_files(folder: Path) -> list[Path]:
     """Return the regular files below a folder in sorted order, without hidden ones.
 
-    Raises:
-        UserError: it holds something that is neither a file nor a folder, or too many files.
+    Raises UserError: it holds something that is neither a file nor a folder, or too many files.
     """
     found = []
     for top, folders, names in os.walk(folder):
@@ -110,10 +109,8 @@ def all_files(folder: Path) -> list[Path]:
 def data_files(folder: Path, split: str) -> list[Path]:
     """Return the data files of a folder that belong to a split, in sorted order.
 
-    Files whose path has a word such as ``train`` or ``test`` belong to that split. If no path has one, all files are `train`.
-
-    Raises:
-        UserError: the folder has no data file, a file of an unknown format, or no file of the split.
+    Files whose path has a word such as ``train`` or ``test`` belong to that split. If no path has one, all files are
+    `train`. Raises UserError: the folder has no data file, a file of an unknown format, or no file of the split.
     """
     known = (*JSON, *TABLES, *COLUMNAR)
     files = [

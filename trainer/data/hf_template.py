@@ -188,8 +188,7 @@ def _without_marks(text: str) -> Rendered:
 def read_template(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the default chat template of a model folder, or an empty string, and its special tokens by name.
 
-    Raises:
-        TemplateError: a file is too large or not valid.
+    Raises TemplateError: a file is too large or not valid.
     """
     named, special = read_templates(folder)
     return named.get("default", ""), special
@@ -198,8 +197,7 @@ def read_template(folder: Path) -> tuple[str, dict[str, str]]:
 def read_templates(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return the chat templates of a model folder by name, such as default and tool_use, and its special tokens by name.
 
-    Raises:
-        TemplateError: a file is too large or not valid.
+    Raises TemplateError: a file is too large or not valid.
     """
     config = read_object(folder / "tokenizer_config.json")
     tokens = read_object(folder / "special_tokens_map.json") | config

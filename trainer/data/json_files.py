@@ -37,9 +37,8 @@ _DECODER = json.JSONDecoder()
 def json_records(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number, record) of a JSONL file, or (item number, record) of a list in a .json file.
 
-    Raises:
-        UserError: a line is not JSON (``file:line: reason``), or the file is damaged.
-        OSError: the file cannot be read.
+    Raises UserError: a line is not JSON (``file:line: reason``), or the file is damaged; OSError: the file cannot be
+    read.
     """
     try:
         with decoded(path) as file:
@@ -184,9 +183,7 @@ def _items(text: str, at: int, path: Path) -> Iterator[Any]:
 def _decode(text: str, at: int, path: Path, what: str) -> tuple[Any, int]:
     """Return the JSON value at a place, and its end. Only then is a longer part of the text decoded.
 
-    Raises:
-        ValueError: it is not JSON.
-        UserError: it is too long; `what` begins the reason.
+    Raises ValueError: it is not JSON; UserError: it is too long; `what` begins the reason.
     """
     size = 64 * 1024
     while True:

@@ -162,8 +162,7 @@ def limit_answer(seconds: int) -> None:
 def answer_messages(requests: BinaryIO, answers: BinaryIO, answer: Callable[[Any], tuple[str, Any]]) -> int:
     """Answer every message of the process that started this one; return the exit code of this one.
 
-    Args:
-        answer: returns the error that the other process shows, or an empty text, and the answer.
+    `answer`: returns the error that the other process shows, or an empty text, and the answer.
     """
     try:
         while (request := read_message(requests)) is not None:

@@ -71,9 +71,8 @@ class Mixture:
 def describe_mixture(spec: RunSpec, sources: np.ndarray, names: str = "") -> list[str]:
     """Return one line for each of several datasets: its samples, its weight and its part of an epoch.
 
-    Args:
-        names: what the user calls the datasets, as RunSpec.dataset_name; empty: their paths in the spec.
-        sources: the number of the dataset of every training sample, int [samples].
+    `names`: what the user calls the datasets, as RunSpec.dataset_name; empty: their paths in the spec. `sources`: the
+    number of the dataset of every training sample, int [samples].
     """
     listed = spec.sources
     if len(listed) == 1 and listed[0].weight == 1:

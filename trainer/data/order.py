@@ -22,11 +22,8 @@ def held_out(spec: RunSpec, samples: int, sources: np.ndarray | None = None) -> 
     """Return the indices of the samples that are reserved for evaluation; they depend only on `common_seed` and the counts.
 
     They are the fraction `eval_split` of all samples. For a dataset with a weight below 1, they are the fraction of the
-    samples that an epoch uses.
-
-    Args:
-        samples: the number of samples.
-        sources: the number of the dataset of every sample, int [samples]; None if there is one dataset.
+    samples that an epoch uses. `samples`: the number of samples. `sources`: the number of the dataset of every sample,
+    int [samples]; None if there is one dataset.
     """
     # Random tokens have no structure to evaluate.
     if not spec.eval_split or spec.fake_data:
@@ -48,12 +45,8 @@ def held_out(spec: RunSpec, samples: int, sources: np.ndarray | None = None) -> 
 def training_samples(spec: RunSpec, samples: int, held_out: Sequence[int]) -> list[int]:
     """Return the indices of the samples that the run trains on, in ascending order; one that is drawn twice stands twice.
 
-    Args:
-        samples: the number of samples.
-        held_out: the indices of those that are reserved for evaluation.
-
-    Raises:
-        UserError: the part of `data_part` has no samples.
+    `samples`: the number of samples. `held_out`: the indices of those that are reserved for evaluation. Raises
+    UserError: the part of `data_part` has no samples.
     """
     kept = np.setdiff1d(np.arange(samples), held_out)
     if spec.shard:
@@ -104,8 +97,7 @@ class Order:
     def _epoch_ends(self, epochs: int, enough: int) -> np.ndarray:
         """Return the number of rows up to the end of every epoch, int64 [epochs]; empty if all epochs have as many.
 
-        Args:
-            enough: rows after which no end is needed; 0: all ends are needed.
+        `enough`: rows after which no end is needed; 0: all ends are needed.
         """
         ends: list[int] = []
         if not self._mixture.is_constant:
@@ -121,9 +113,8 @@ class Order:
     def of(cls, spec: RunSpec, lengths: np.ndarray, sources: np.ndarray | None = None) -> Order:
         """Return the order that `spec` defines for training samples.
 
-        Args:
-            lengths: tokens of every sample, int64 [samples].
-            sources: the number of the dataset of every sample, int [samples]; None if there is one dataset.
+        `lengths`: tokens of every sample, int64 [samples]. `sources`: the number of the dataset of every sample, int
+        [samples]; None if there is one dataset.
         """
         sources = np.zeros(len(lengths), np.int32) if sources is None else sources
         return cls(

@@ -72,8 +72,7 @@ def lay_out(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lay sequences out as one micro-batch; arguments and results as for `collate`.
 
-    Args:
-        rows: the token ids of the sequences of every row, and which of them carry loss.
+    `rows`: the token ids of the sequences of every row, and which of them carry loss.
     """
     width = length or max((sum(len(tokens) for tokens, _ in row) for row in rows), default=0) or _EMPTY_WIDTH
     ids: np.ndarray = np.full((max(1, len(rows)), width), pad, np.int64)

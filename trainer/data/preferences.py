@@ -43,12 +43,8 @@ _TRUE, _FALSE = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 def to_record(data: Data, row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collection[str] = ()) -> Sample:
     """Convert one record to a sample of what a method learns from.
 
-    Args:
-        data: of the method, see `METHODS`.
-        row, columns, ignored: as for `to_sample`.
-
-    Raises:
-        ValueError: as `to_sample`.
+    `data`: of the method, see `METHODS`. `row`, `columns`, `ignored`: as for `to_sample`. Raises ValueError: as
+    `to_sample`.
     """
     return _READERS[data](row, columns, ignored)
 
@@ -57,9 +53,7 @@ def to_pair(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collecti
     """Convert a record with two answers to one prompt to a sample whose `rejected` is that of the rejected answer.
 
     Only the answers carry loss. Without a prompt beside the answers, it is what both have in common at their beginning.
-
-    Raises:
-        ValueError: as `to_sample`; or the answers have no prompt in common, or are equal.
+    Raises ValueError: as `to_sample`; or the answers have no prompt in common, or are equal.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"is a {type(row).__name__}, expected an object with {PAIR_NAMES}")
@@ -158,8 +152,7 @@ def _text_pair(record: Mapping[str, Any], prompt: str | None) -> Sample:
 def to_labelled(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collection[str] = ()) -> Sample:
     """Convert a record with an answer and its label to a sample. Only the last answer of a chat carries loss.
 
-    Raises:
-        ValueError: as `to_sample`; or the record has no label, or no prompt.
+    Raises ValueError: as `to_sample`; or the record has no label, or no prompt.
     """
     key = columns.get("label") or next(
         (name for name in LABEL_NAMES if isinstance(row, Mapping) and name in row), "label"

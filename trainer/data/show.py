@@ -32,9 +32,8 @@ _MAX_DROPPED = 20  # lines about further samples that are dropped
 class View:
     """How samples are shown.
 
-    Attributes:
-        samples: number of samples from the first one; None for all.
-        as_json: print one JSON object for each sample on stdout, and other lines on stderr.
+    `samples`: number of samples from the first one; None for all. `as_json`: print one JSON object for each sample on
+    stdout, and other lines on stderr.
     """
 
     samples: int | None = None

@@ -83,12 +83,9 @@ def _reason(error: Exception) -> str:
 def table_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield (record number, record) of a Parquet or Arrow file.
 
-    Args:
-        columns: names of a shape and of the columns that are used for them. Other columns are not read.
-
-    Raises:
-        UserError: the file is damaged or not of its format, it decodes to too much, or `datasets` is not installed.
-        OSError: the file cannot be read.
+    `columns`: names of a shape and of the columns that are used for them. Other columns are not read. Raises UserError:
+    the file is damaged or not of its format, it decodes to too much, or `datasets` is not installed; OSError: the file
+    cannot be read.
     """
     with open_regular(path) as file:  # refuses a FIFO
         size, begin = os.fstat(file.fileno()).st_size, file.read(6)
@@ -161,8 +158,7 @@ def _selected(rows: Any, columns: Mapping[str, str]) -> Iterator[Any]:
 def csv_header(path: Path) -> tuple[list[str], str]:
     """Return the names of the columns of a CSV or TSV file, and the delimiter: that which the header has most often.
 
-    Raises:
-        UserError: the file has no header, or a name occurs twice.
+    Raises UserError: the file has no header, or a name occurs twice.
     """
     with decoded(path) as file:
         line = file.readline(MAX_HEADER)
@@ -185,13 +181,8 @@ def csv_records(path: Path, columns: Mapping[str, str]) -> Iterator[tuple[int, A
     """Yield (record number, record) of a CSV or TSV file. Every cell is text: 007 is no number, and NA no missing value.
 
     An empty cell is null, as Parquet files have it: CSV does not distinguish an empty text from a missing one.
-
-    Args:
-        columns: names of a shape and of the columns that are used for them. Other columns are left out.
-
-    Raises:
-        UserError: the file is not CSV.
-        OSError: it cannot be read.
+    `columns`: names of a shape and of the columns that are used for them. Other columns are left out. Raises UserError:
+    the file is not CSV; OSError: it cannot be read.
     """
     names, delimiter = csv_header(path)
     wanted = _wanted(names, columns)
@@ -303,8 +294,7 @@ def read_saved(folder: str, split: str, columns: Mapping[str, str]) -> Iterator[
 def card_files(folder: Path, config: str, split: str) -> list[Path]:
     """Return the files of a split that the README of a folder names, in the order of the library.
 
-    Raises:
-        UserError: the README names no such configuration or split.
+    Raises UserError: the README names no such configuration or split.
     """
     with _library(str(folder)) as datasets, tempfile.TemporaryDirectory() as work:
         names = datasets.get_dataset_config_names(str(folder))
@@ -329,8 +319,7 @@ def card_files(folder: Path, config: str, split: str) -> list[Path]:
 def hub_records(name: str, config: str, split: str, columns: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
     """Yield (record number, record) of a dataset of the hub, or of the library's cache. It honours HF_HUB_OFFLINE.
 
-    Raises:
-        UserError: the dataset is unavailable, takes too much memory, or `datasets` is not installed.
+    Raises UserError: the dataset is unavailable, takes too much memory, or `datasets` is not installed.
     """
     if not has_library():
         raise _no_library(f"{name} ({split}) from the hub or its cache")

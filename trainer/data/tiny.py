@@ -126,15 +126,10 @@ def make_tiny(samples: Iterable[Sample], folder: Path, seed: int) -> None:
 def ensure_tiny_model(store: Path, dataset: Path | None, seed: int, samples: Callable[[], Sequence[Sample]]) -> Path:
     """Return the folder of the tiny model below `store`/models; create it if it does not exist.
 
-    The folder's name contains the digest of the dataset, the seed and RECIPE, so a model from another dataset or
-    recipe is never reused.
-
-    Args:
-        dataset: the file that `samples` reads; None if the samples have no file (their text is hashed instead).
-        samples: reads the samples that the tokenizer is trained on; called only if they are needed.
-
-    Raises:
-        UserError: `samples` raises it.
+    The folder's name contains the digest of the dataset, the seed and RECIPE, so a model from another dataset or recipe
+    is never reused. `dataset`: the file that `samples` reads; None if the samples have no file (their text is hashed
+    instead). `samples`: reads the samples that the tokenizer is trained on; called only if they are needed. Raises
+    UserError: `samples` raises it.
     """
     known: Sequence[Sample] | None = None
     if dataset:
@@ -163,8 +158,7 @@ def ensure_tiny_model(store: Path, dataset: Path | None, seed: int, samples: Cal
 def with_tiny_model(spec: RunSpec, store: Path) -> RunSpec:
     """Return the spec with the folder of the tiny model in place of `model: tiny`; any other spec unchanged.
 
-    Raises:
-        UserError: the dataset is unavailable or invalid.
+    Raises UserError: the dataset is unavailable or invalid.
     """
     if spec.model != TINY:
         return spec
@@ -174,11 +168,7 @@ def with_tiny_model(spec: RunSpec, store: Path) -> RunSpec:
 def tiny_folder(spec: RunSpec, store: Path, report: Callable[[str], None] = lambda line: None) -> Path:
     """Return the folder of the tiny model for the datasets and the seed of a spec; create it if it does not exist.
 
-    Args:
-        report: receives a line before the model is created.
-
-    Raises:
-        UserError: a dataset is unavailable or invalid.
+    `report`: receives a line before the model is created. Raises UserError: a dataset is unavailable or invalid.
     """
     first, *others = spec.sources
     # A file is known by its digest. Other samples depend on several settings: their text is.

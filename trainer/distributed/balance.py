@@ -49,9 +49,8 @@ class Balance:
     def update(self, seconds: Sequence[float], counts: Sequence[int]) -> None:
         """Update the seconds per row of every rank after a step.
 
-        Args:
-            seconds: seconds of computation of every rank, without waiting.
-            counts: rows of every rank. The value of a rank without rows does not change.
+        `seconds`: seconds of computation of every rank, without waiting. `counts`: rows of every rank. The value of a
+        rank without rows does not change.
         """
         if self._resumed:  # the first step of a process is slower than those before the interruption
             self._resumed = False

@@ -28,8 +28,7 @@ class Galaxy:
     def parse(cls, size: str | None, rank: str | None, peers: str | None) -> Galaxy:
         """Parse ``--hv.galaxy-size 2 --hv.world-rank 1 --hv.initial-peers /ip4/10.0.0.1/tcp/30001``; a galaxy of 1 needs no peer.
 
-        Raises:
-            UserError: a value is invalid or missing.
+        Raises UserError: a value is invalid or missing.
         """
         if not (size or rank or peers):
             return cls()

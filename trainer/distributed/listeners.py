@@ -10,13 +10,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a TCP socket that listens at an address of this host.
 
     It listens at all addresses if `host` is a name, which /etc/hosts may map to loopback, or if no network device has
-    the address, such as behind a NAT.
-
-    Args:
-        port: 0 for any free port.
-
-    Raises:
-        OSError: the port is in use.
+    the address, such as behind a NAT. `port`: 0 for any free port. Raises OSError: the port is in use.
     """
     with contextlib.suppress(ValueError):
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET

@@ -26,8 +26,7 @@ class Pipelines:
     def find(cls, hosts: int, world: World, timeout: float) -> Pipelines:
         """Divide the ranks into pipelines of `hosts` hosts each (0: all). Every rank calls it.
 
-        Raises:
-            UserError: the pipelines would have different numbers of ranks.
+        Raises UserError: the pipelines would have different numbers of ranks.
         """
         everyone = tuple(range(world.size))
         if not hosts or world.size == 1:

@@ -50,15 +50,10 @@ class World:
     def join(cls, timeout: float, meeting: "Meeting | None" = None) -> "World":
         """Join the process group that the environment of torchrun defines, or create one with a single rank.
 
-        It uses NCCL with CUDA and gloo otherwise. Ranks that share GPUs use gloo, too, because NCCL refuses them: ranks of one host,
-        or of one machine that is several hosts (SHARED_GPUS).
-
-        Args:
-            timeout: seconds after which a collective fails.
-            meeting: the workers of a galaxy, whose ranks are one process group.
-
-        Raises:
-            UserError: the ranks of a host share GPUs, but the run has several hosts.
+        It uses NCCL with CUDA and gloo otherwise. Ranks that share GPUs use gloo, too, because NCCL refuses them: ranks
+        of one host, or of one machine that is several hosts (SHARED_GPUS). `timeout`: seconds after which a collective
+        fails. `meeting`: the workers of a galaxy, whose ranks are one process group. Raises UserError: the ranks of a
+        host share GPUs, but the run has several hosts.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -98,10 +93,8 @@ class World:
     def subgroup(self, groups: Sequence[Sequence[int]], timeout: float) -> "World":
         """Return the world of the group in `groups` (lists of ranks) that contains this rank. Every rank calls it.
 
-        A rank that is in none of them gets a world with only itself.
-
-        Args:
-            timeout: seconds after which a collective of the group fails.
+        A rank that is in none of them gets a world with only itself. `timeout`: seconds after which a collective of the
+        group fails.
         """
         limit = datetime.timedelta(seconds=timeout)
         found = next((tuple(sorted(ranks)) for ranks in groups if self.rank in ranks), (self.rank,))

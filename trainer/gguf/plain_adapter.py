@@ -29,13 +29,8 @@ class AdapterError(UserError):
 def read_plain_adapter(folder: Path) -> tuple[float, dict[str, tuple[np.ndarray, np.ndarray]]]:
     """Return the numerator of the scale, and the float32 factors A [r, in] and B [out, r] by module, sorted.
 
-    The update of a module is ``alpha / r * B @ A`` with its own r.
-
-    Args:
-        folder: holds `adapter_config.json` and `adapter_model.safetensors`.
-
-    Raises:
-        AdapterError: the files are not valid, or the adapter is not of this plain form.
+    The update of a module is ``alpha / r * B @ A`` with its own r. `folder`: holds `adapter_config.json` and
+    `adapter_model.safetensors`. Raises AdapterError: the files are not valid, or the adapter is not of this plain form.
     """
     path = folder / "adapter_config.json"
     try:

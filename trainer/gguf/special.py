@@ -11,9 +11,7 @@ from trainer.data.template_text import end_of_turn, without_generation
 def complete(special: Any, folder: Path) -> None:
     """Add what ends a turn to the special tokens, unless it is the end of text, and remove ``{% generation %}``.
 
-    Args:
-        special: a ``gguf.SpecialVocab`` of the folder.
-        folder: holds the tokenizer's files.
+    `special`: a ``gguf.SpecialVocab`` of the folder. `folder`: holds the tokenizer's files.
     """
     template = special.chat_template
     named = [{"name": "default", "template": template}] if isinstance(template, str) else list(template or [])

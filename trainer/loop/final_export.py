@@ -52,9 +52,7 @@ def finalize(
 ) -> dict[str, Any]:
     """Return the result of a run; if it has finished, evaluate the model and write it. Every rank calls it.
 
-    Raises:
-        NonFiniteError: the model or its evaluation loss is not finite.
-        DiskError: the disk is full or not writable.
+    Raises NonFiniteError: the model or its evaluation loss is not finite; DiskError: the disk is full or not writable.
     """
     from trainer.common.finite import require_finite_weights
     from trainer.models.greedy_answers import keep_answers
@@ -120,12 +118,8 @@ def export_weights(
 ) -> dict[str, Any]:
     """Write the adapter (or the full model) as transformers and peft read it; return its path and digest.
 
-    Args:
-        model: the model, with adapters if the spec has them.
-        weights: the full trained weights by name, which are read once; None if `model` has them.
-
-    Raises:
-        DiskError: the disk is full or not writable.
+    `model`: the model, with adapters if the spec has them. `weights`: the full trained weights by name, which are read
+    once; None if `model` has them. Raises DiskError: the disk is full or not writable.
     """
     from trainer.models.tokenizer_output import add_end_token, add_old_rope_keys, save_ends, save_tokenizer
 
@@ -156,8 +150,7 @@ def export_weights(
 def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", folder: Path) -> None:
     """Write a model from its weights as transformers does, while only one file's weights are in memory.
 
-    Args:
-        model: gives the names and the configuration; its own weights are not read.
+    `model`: gives the names and the configuration; its own weights are not read.
     """
     from trainer.models.tokenizer_output import add_old_rope_keys
 
@@ -198,12 +191,10 @@ def save_in_parts(model: Any, weights: "Iterable[tuple[str, torch.Tensor]]", fol
 def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     """Merge the adapter into the base model, write the result to `run_dir/merged` and return that folder.
 
-    Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization. Only one file of
-    the result is in memory at a time. The result is read again, and answers as the base model with the adapter does.
-
-    Raises:
-        UserError: the merged weights are not finite or wrong.
-        DiskError: the disk is full or not writable.
+    Both are read from disk again, on the CPU, so the result does not depend on the strategy or the quantization. Only
+    one file of the result is in memory at a time. The result is read again, and answers as the base model with the
+    adapter does. Raises UserError: the merged weights are not finite or wrong; DiskError: the disk is full or not
+    writable.
     """
     from transformers import AutoTokenizer
 
@@ -261,11 +252,8 @@ def read_origin(run_dir: Path) -> dict[str, str]:
 def write_card(folder: Path, spec: RunSpec, result: dict[str, Any], hosts: list[str], data: str) -> None:
     """Write the model card `folder/README.md`: front matter for the hub, then the origin of the weights.
 
-    The card may be published: of paths it has the last name, and no names of hosts.
-
-    Args:
-        hosts: host name of every rank, in rank order.
-        data: digest of the encoded samples.
+    The card may be published: of paths it has the last name, and no names of hosts. `hosts`: host name of every rank,
+    in rank order. `data`: digest of the encoded samples.
     """
     origin = read_origin(folder.parent)
     model, dataset = origin.get("model", spec.model), origin.get("dataset", spec.dataset_name)

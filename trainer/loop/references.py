@@ -24,9 +24,7 @@ def with_references(
 ) -> TrainingInputs:
     """Add the log-probabilities of the reference to the samples, if the method needs them. Every rank calls it before a checkpoint is loaded.
 
-    Args:
-        store: where a host keeps them for later starts.
-        waiting: called between micro-batches.
+    `store`: where a host keeps them for later starts. `waiting`: called between micro-batches.
     """
     plan = method_of(inputs.spec)
     # A pipeline has no pass in which the adapter is switched off.

@@ -45,11 +45,8 @@ def check_script(name: str) -> Path:
 def run_script(spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> dict[str, Any]:
     """Run the script of this rank to its end; return status, `step` and `steps`. One rank of a host writes result.json.
 
-    A request to stop reaches the script as SIGTERM, once.
-
-    Raises:
-        UserError: the script is missing, or the run folder belongs to another run.
-        ScriptError: it failed, or its result is not valid.
+    A request to stop reaches the script as SIGTERM, once. Raises UserError: the script is missing, or the run folder
+    belongs to another run; ScriptError: it failed, or its result is not valid.
     """
     script, leader = check_script(spec.script), os.environ.get("LOCAL_RANK", "0") == "0"
     if leader:
@@ -170,8 +167,7 @@ def _fields(line: bytes) -> dict[str, Any]:
 def result(spec: RunSpec, run_dir: Path, progress: Progress) -> dict[str, Any]:
     """Return the contents of result.json: the script's own result, and the data that does not depend on it.
 
-    Raises:
-        ScriptError: the script wrote something else than one JSON object of at most MAX_RESULT bytes.
+    Raises ScriptError: the script wrote something else than one JSON object of at most MAX_RESULT bytes.
     """
     path = run_dir / RESULT
     try:

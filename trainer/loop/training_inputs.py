@@ -104,12 +104,8 @@ def load_inputs(
 ) -> TrainingInputs:
     """Load tokenizer, data and model. Every rank calls it.
 
-    Args:
-        run_dir: the run folder, with the checkpoints whose date the chat template prints again.
-        settle: called before the model is loaded.
-
-    Raises:
-        UserError: one of them is unavailable or invalid, or the ranks have different data.
+    `run_dir`: the run folder, with the checkpoints whose date the chat template prints again. `settle`: called before
+    the model is loaded. Raises UserError: one of them is unavailable or invalid, or the ranks have different data.
     """
     paths = [source.path for source in spec.sources]
     spec = spec.with_dataset_paths([str(user_path(p, "dataset")) if p.startswith("~") else p for p in paths])
@@ -177,8 +173,7 @@ def notes_of(spec: RunSpec, module: ModelWithLoss, tokenizer: Any) -> list[str]:
 def with_packing(inputs: TrainingInputs, strategy: Strategy, world: World) -> TrainingInputs:
     """Replace `packing: auto` by what suits the model. Every rank calls it.
 
-    Raises:
-        UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
+    Raises UserError: `packing: true`, but the model or its teacher mixes the samples of a packed row.
     """
     name = "this model"
     if not METHODS[inputs.spec.method].packs:

@@ -51,8 +51,7 @@ def has_cuda() -> bool:
 def import_early(spec: RunSpec) -> None:
     """Import unsloth if the spec may use it. Call it before transformers and peft are imported.
 
-    Raises:
-        UserError: ``backend=unsloth`` on a host without an NVIDIA GPU, or without a working unsloth.
+    Raises UserError: ``backend=unsloth`` on a host without an NVIDIA GPU, or without a working unsloth.
     """
     if not may_use(spec):
         return

@@ -105,9 +105,8 @@ class DPO(PreferenceMethod):
     ) -> torch.Tensor:
         """Return the loss of every pair, float32 [pairs].
 
-        Args:
-            chosen, rejected: log-probability of the answer minus that of the reference, float32 [pairs].
-            chosen_count, rejected_count: tokens of the answer, int64 [pairs].
+        `chosen`, `rejected`: log-probability of the answer minus that of the reference, float32 [pairs].
+        `chosen_count`, `rejected_count`: tokens of the answer, int64 [pairs].
         """
         margin = self.beta * (chosen - rejected)
         if self.kind == "hinge":

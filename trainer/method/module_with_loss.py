@@ -63,11 +63,9 @@ class ModelWithLoss(nn.Module):
     ) -> torch.Tensor:
         """Return the summed loss of a micro-batch, a float32 scalar.
 
-        Args:
-            ids, positions, labels: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0 with
-                every packed sample, by which transformers separates them (this requires ``use_cache=False``), and are the
-                complement in padding.
-            extra, places: see `Batch`.
+        `ids`, `positions`, `labels`: int64 [rows, T]; labels are -100 where there is no loss; positions restart at 0
+        with every packed sample, by which transformers separates them (this requires ``use_cache=False``), and are the
+        complement in padding. `extra`, `places`: see `Batch`.
         """
         loss = self.method.loss(self, Batch(ids, positions, labels, extra, places))
         if (balance := self._balance) is not None:
@@ -78,9 +76,7 @@ class ModelWithLoss(nn.Module):
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.
 
-        Args:
-            ids, positions: see `forward`.
-            selected: int64 [n].
+        `ids`, `positions`: see `forward`. `selected`: int64 [n].
         """
         return self._output(ids, positions, selected).flatten(0, 1)
 
@@ -89,11 +85,8 @@ class ModelWithLoss(nn.Module):
     ) -> torch.Tensor:
         """Return the cross entropy of the tokens after the selected places, a float32 scalar.
 
-        The logits of all places exist only if transformers does not know the model's decoder.
-
-        Args:
-            ids, positions, selected: see `logits`.
-            targets: int64 [n]; -100 where there is no loss.
+        The logits of all places exist only if transformers does not know the model's decoder. `ids`, `positions`,
+        `selected`: see `logits`. `targets`: int64 [n]; -100 where there is no loss.
         """
         if self._tail:
             with self._tail.loss_wanted(selected, targets):

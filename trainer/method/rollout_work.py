@@ -81,12 +81,8 @@ class RolloutWork:
     def write(self, work: Work, prompts: Sequence[int], group: int, rank: Rank, write: Write) -> list[Completion]:
         """Return the completions of a step by place, the same on all ranks.
 
-        Args:
-            prompts: the samples of all ranks, in order; a step has `group` places for each.
-            write: lets this rank write the completions of some places.
-
-        Raises:
-            UserError: no worker can write them.
+        `prompts`: the samples of all ranks, in order; a step has `group` places for each. `write`: lets this rank write
+        the completions of some places. Raises UserError: no worker can write them.
         """
         step, first = work.step, rank.group.rank == 0
         self._publish(step, rank)

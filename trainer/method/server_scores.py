@@ -78,9 +78,8 @@ class ServerScores:
     ) -> dict[int, Scores]:
         """Return the scores of the micro-batches of `work` with completions of servers, by the first place of each.
 
-        Args:
-            mine: the completions of this rank.
-            adapter_of: gives the model the adapter of a version for the time of a context.
+        `mine`: the completions of this rank. `adapter_of`: gives the model the adapter of a version for the time of a
+        context.
         """
         found: dict[int, Scores] = {}
         self._sums = {name: [0.0, 0] for name in self._names}

@@ -14,10 +14,7 @@ def check_model_name(name: str, setting: str = "model") -> None:
     """Check that a model is a folder, or that the hub may have it. Raises UserError.
 
     A name without an owner, such as gpt2, is one of the hub only if its cache has the model: a mistyped folder would
-    otherwise be asked for on the hub, repeatedly.
-
-    Args:
-        setting: the field of the run spec that names the model.
+    otherwise be asked for on the hub, repeatedly. `setting`: the field of the run spec that names the model.
     """
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if path_kind(user_path(name, setting)) == "folder" or (not is_path and (is_hub_id(name) or in_hub_cache(name))):

@@ -36,12 +36,8 @@ def merged_dtype(spec: RunSpec) -> torch.dtype:
 def adapted_model(spec: RunSpec, adapter: Path, dtype: torch.dtype | str = torch.float32) -> Any:
     """Return the base model of a run with its adapter, as peft loads both, on the CPU.
 
-    Args:
-        adapter: folder of the adapter.
-        dtype: of the base; with "auto" that of its files. Where both are equal, weights stay on the disk until they are read.
-
-    Raises:
-        UserError: the base model cannot be loaded.
+    `adapter`: folder of the adapter. `dtype`: of the base; with "auto" that of its files. Where both are equal, weights
+    stay on the disk until they are read. Raises UserError: the base model cannot be loaded.
     """
     from peft import PeftModel
 
@@ -71,11 +67,8 @@ def merge_into_base(adapted: Any) -> Any:
 def merged_weights(adapted: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the merged weights by their names in the base model, one at a time in memory; `adapted` is used up.
 
-    Args:
-        dtype: of what has the model's data type; a parameter that is kept in another one keeps it.
-
-    Raises:
-        UserError: the adapter changes what is no layer.
+    `dtype`: of what has the model's data type; a parameter that is kept in another one keeps it. Raises UserError: the
+    adapter changes what is no layer.
     """
     model = adapted.get_base_model()
     own, layers = model.dtype, _untied_layers(adapted)
@@ -226,9 +219,8 @@ class LogitCheck:
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         """Compute the logits.
 
-        Args:
-            model: the base with its adapter, which is not merged yet, or a model that will be saved.
-            dtype: of the merged weights.
+        `model`: the base with its adapter, which is not merged yet, or a model that will be saved. `dtype`: of the
+        merged weights.
         """
         self._expected, self._limit = probe_logits(model), _LOGIT_LIMIT
         rounding = max(_ROUNDING[dtype], _ROUNDING[model.get_input_embeddings().weight.dtype])

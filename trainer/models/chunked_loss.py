@@ -73,9 +73,8 @@ class Tail:
     def loss_wanted(self, selected: torch.Tensor, targets: torch.Tensor) -> Iterator[None]:
         """Let the next pass of the model return the summed cross entropy, a float32 scalar, if its decoder has a known output.
 
-        Args:
-            selected: places of the flattened micro-batch, int64 [n].
-            targets: the tokens after them, int64 [n]; -100 where there is no loss.
+        `selected`: places of the flattened micro-batch, int64 [n]. `targets`: the tokens after them, int64 [n]; -100
+        where there is no loss.
         """
         self._wanted = (selected, targets)
         try:

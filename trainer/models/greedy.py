@@ -127,8 +127,7 @@ def answer_loss(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> flo
 def prompt_rows(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
     """Return the tokens of each chat up to where the answer begins.
 
-    Raises:
-        TemplateError: the chat template rejects a chat.
+    Raises TemplateError: the chat template rejects a chat.
     """
     if not chats:
         return []

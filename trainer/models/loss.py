@@ -33,11 +33,8 @@ class Divergence:
 def generalized_jsd(student: torch.Tensor, teacher: torch.Tensor, beta: float, temperature: float) -> torch.Tensor:
     """Return the generalised Jensen-Shannon divergence of every place, float32 [n].
 
-    beta 0 is KL(teacher, student), beta 1 is KL(student, teacher), and others between compare both with their mixture, as
-    `generalized_jsd_loss` of trl does.
-
-    Args:
-        student, teacher: logits, float32 [n, V].
+    beta 0 is KL(teacher, student), beta 1 is KL(student, teacher), and others between compare both with their mixture,
+    as `generalized_jsd_loss` of trl does. `student`, `teacher`: logits, float32 [n, V].
     """
     mine, other = (F.log_softmax(logits / temperature, dim=-1) for logits in (student, teacher))
     if beta == 0:

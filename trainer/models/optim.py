@@ -16,10 +16,8 @@ from trainer.config import RunSpec
 def make_optimizer(spec: RunSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return fused AdamW, or AdamW of bitsandbytes with 8-bit moments (https://arxiv.org/abs/2110.02861).
 
-    Weight decay applies only to matrices, not to norms and biases.
-
-    Raises:
-        UserError: adamw8bit is unavailable on this host.
+    Weight decay applies only to matrices, not to norms and biases. Raises UserError: adamw8bit is unavailable on this
+    host.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
@@ -35,11 +33,8 @@ def make_optimizer(spec: RunSpec, parameters: Iterable[nn.Parameter]) -> torch.o
 def import_bitsandbytes(needed_by: str) -> Any:
     """Import bitsandbytes, late because few runs need it. It also works on CPUs, slowly.
 
-    Args:
-        needed_by: the field and value of the spec that need it, for the error message.
-
-    Raises:
-        UserError: it is not installed or does not work on this host.
+    `needed_by`: the field and value of the spec that need it, for the error message. Raises UserError: it is not
+    installed or does not work on this host.
     """
     try:
         return importlib.import_module("bitsandbytes")

@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 def resolve_packing(spec: RunSpec, model: nn.Module, vocabulary: int, world: World, name: str = "this model") -> bool:
     """Return whether rows are packed. Every rank calls it, in the precision of the run, after the model is distributed.
 
-    Args:
-        vocabulary: number of tokens of the tokenizer.
-        name: name of the model in a message.
-
-    Raises:
-        UserError: `packing: true`, but the model mixes the samples of a packed row.
+    `vocabulary`: number of tokens of the tokenizer. `name`: name of the model in a message. Raises UserError: `packing:
+    true`, but the model mixes the samples of a packed row.
     """
     if spec.packing is False:
         return False

@@ -21,9 +21,8 @@ _SMALL = 1e-4  # added to a standard deviation, as TRL does
 def group_advantages(rewards: np.ndarray, group: int, scale: str) -> np.ndarray:
     """Return by how much each completion is better than the others of its prompt, float64 [n]; 0 where the reward is NaN.
 
-    Args:
-        rewards: of the completions, `group` after another of each prompt, float64 [n]; NaN for one that does not count.
-        scale: `group` or `batch`: divide by the standard deviation of the group or of all; `none`: do not.
+    `rewards`: of the completions, `group` after another of each prompt, float64 [n]; NaN for one that does not count.
+    `scale`: `group` or `batch`: divide by the standard deviation of the group or of all; `none`: do not.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a group without a reward has no mean

@@ -46,8 +46,7 @@ class Quantizer:
     def __init__(self, spec: RunSpec, model: Any) -> None:
         """Replace the linear layers of a model without memory for its weights by those of bitsandbytes.
 
-        Raises:
-            UserError: bitsandbytes is unavailable.
+        Raises UserError: bitsandbytes is unavailable.
         """
         config = nf4_config(spec)
         from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -87,9 +86,7 @@ def defer_quantization(spec: RunSpec, model: Any) -> Any:
     """Return a loaded model with linear layers of bitsandbytes, whose weights stay as they are until `quantize_layers`.
 
     Weights that are mapped into memory are then read and quantized layer by layer, by a strategy that shards them.
-
-    Raises:
-        UserError: the weights are quantized already, or bitsandbytes is unavailable.
+    Raises UserError: the weights are quantized already, or bitsandbytes is unavailable.
     """
     if getattr(model.config, "quantization_config", None):
         raise UserError(f"model: {spec.model} is quantized already, which strategy=fsdp cannot load: set strategy=ddp")

@@ -57,8 +57,7 @@ class CompletionWriter:
     ) -> list[list[int]]:
         """Return the tokens that the model writes after each prompt, at most `limits` of them, with the one that ends them.
 
-        Args:
-            keys: what the random numbers of every completion depend on.
+        `keys`: what the random numbers of every completion depend on.
         """
         width, most = max(map(len, prompts)), max(limits)
         ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts])

@@ -109,8 +109,7 @@ def other_end(tokenizer: Any) -> str:
 def end_ids(tokenizer: Any, config: Any) -> list[int]:
     """Return the tokens that end an answer: those of the generation config (else of the tokenizer), and the template's.
 
-    Args:
-        config: the model's generation config; it may have no end.
+    `config`: the model's generation config; it may have no end.
     """
     known = getattr(config, "eos_token_id", None)
     known = tokenizer.eos_token_id if known is None else known

@@ -11,12 +11,8 @@ def agree(spec: RunSpec, started: bool, world: World) -> RunSpec:
     """Return the spec with automatic fields that are the same on all ranks. Every rank calls it, also one that decides nothing.
 
     A rank with an earlier start of the run, or with the spec that another rank has written, has what the others take.
-
-    Args:
-        started: whether this rank decided nothing: its spec came with all fields, or an earlier start kept them.
-
-    Raises:
-        UserError: `strategy=auto`, and ranks chose different ones.
+    `started`: whether this rank decided nothing: its spec came with all fields, or an earlier start kept them. Raises
+    UserError: `strategy=auto`, and ranks chose different ones.
     """
     found = world.gather({name: getattr(spec, name) for name in DECIDED} | {"started": started})
     values = next((values for values in found if values["started"]), None)
@@ -34,8 +30,7 @@ def agree(spec: RunSpec, started: bool, world: World) -> RunSpec:
 def agree_compile(spec: RunSpec, steps: int, world: World) -> RunSpec:
     """Return the spec with torch_compile decided, if it is still automatic. Every rank calls it.
 
-    Args:
-        steps: number of steps of the run, about.
+    `steps`: number of steps of the run, about.
     """
     if "torch_compile" not in spec.automatic:
         return spec

@@ -110,8 +110,7 @@ def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tup
 def this_host(*, imports_torch: bool = True) -> dict[str, Any]:
     """Return what `decide` has to know of this machine.
 
-    Args:
-        imports_torch: whether torch is imported although no driver of a GPU is installed.
+    `imports_torch`: whether torch is imported although no driver of a GPU is installed.
     """
     cpu = {
         "processes": 1,
@@ -149,8 +148,7 @@ def as_before(spec: RunSpec, before: RunSpec) -> tuple[RunSpec, list[str]]:
 def common(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of automatic fields that suit all ranks, if they decided differently: those that need the least.
 
-    Args:
-        specs: for each rank its AUTOMATIC fields.
+    `specs`: for each rank its AUTOMATIC fields.
     """
     found = {name: [each[name] for each in specs] for name in AUTOMATIC}
     precisions = set(found["precision"])

@@ -49,10 +49,8 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
 def _seconds(strategies: Sequence[DDP], batch: Batch, limit: float) -> list[tuple[float, float]]:
     """Return the median seconds of a micro-batch and of an optimizer step of each, without the first of each.
 
-    They take turns, because the speed of a machine changes: only their difference counts in the end.
-
-    Args:
-        limit: seconds for more than the fewest rounds.
+    They take turns, because the speed of a machine changes: only their difference counts in the end. `limit`: seconds
+    for more than the fewest rounds.
     """
     times: list[list[tuple[float, float]]] = [[] for _ in strategies]
     began = time.perf_counter()

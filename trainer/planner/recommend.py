@@ -92,9 +92,7 @@ class Option:
 class Setting:
     """The inputs of a run's cost besides its spec.
 
-    Attributes:
-        link: Mbit/s between hosts; ignored for one host.
-        gloo: whether processes run on CPUs.
+    `link`: Mbit/s between hosts; ignored for one host. `gloo`: whether processes run on CPUs.
     """
 
     shape: Shape
@@ -171,11 +169,7 @@ def _best(found: Sequence[Option]) -> Option | None:
 def recommend(spec: RunSpec, found: Sequence[Option], setting: Setting) -> tuple[str, str]:
     """Return the fastest strategy that fits and that is worth its concessions, and the reason in one line.
 
-    Args:
-        found: result of `options`.
-
-    Raises:
-        UserError: none fits in memory.
+    `found`: result of `options`. Raises UserError: none fits in memory.
     """
     alone, *others = found
     if setting.layout.world == 1:
@@ -288,12 +282,8 @@ def fits(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape) -> boo
 def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: int) -> float:
     """Return the time that the steps of a run take, within a factor of a few: by nominal speeds, with full rows.
 
-    Args:
-        hosts: as for `choose`.
-        samples: samples of the dataset. A row holds one sample at least.
-
-    Raises:
-        UserError: the planner does not know the model, or no strategy fits in memory.
+    `hosts`: as for `choose`. `samples`: samples of the dataset. A row holds one sample at least. Raises UserError: the
+    planner does not know the model, or no strategy fits in memory.
     """
     setting, _ = _setting_of(spec, hosts, shape_of(spec))
     found = options(spec, setting)

@@ -28,12 +28,9 @@ class Logger(Protocol):
 def open_loggers(spec: RunSpec, run_dir: Path, first: bool, purge_step: int | None) -> list[Logger]:
     """Return the loggers of the spec. A restarted run continues its record.
 
-    Args:
-        first: whether this is the first rank of the run: several heads of DiLoCo share the record of a service.
-        purge_step: the first step of which TensorBoard forgets what was recorded before; None for no step.
-
-    Raises:
-        UserError: a logger is not installed.
+    `first`: whether this is the first rank of the run: several heads of DiLoCo share the record of a service.
+    `purge_step`: the first step of which TensorBoard forgets what was recorded before; None for no step. Raises
+    UserError: a logger is not installed.
     """
     loggers: list[Logger] = [_TensorBoard(run_dir, purge_step)] if "tensorboard" in spec.loggers else []
     services: dict[str, Callable[[RunSpec, Path], Logger]] = {"wandb": _wandb, "trackio": _trackio, "mlflow": _Mlflow}

@@ -113,10 +113,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
     """Remove the records on this host that are no longer valid. One rank of a host calls it before any rank adds records.
 
-    This includes the records of ranks that ran here before: other ranks repeat their steps.
-
-    Raises:
-        DiskError: a file cannot be written.
+    This includes the records of ranks that ran here before: other ranks repeat their steps. Raises DiskError: a file
+    cannot be written.
     """
     try:
         names = ("metrics.jsonl", "evals.jsonl", EXAMPLES)
@@ -131,8 +129,7 @@ def drop_invalid_records(run_dir: Path, history: RunHistory) -> None:
 def replicate_metrics(run_dir: Path, world: "World", step: int) -> None:
     """Copy metrics.jsonl to the hosts where it is incomplete up to `step`, from one where it is complete. Every rank calls it.
 
-    Raises:
-        DiskError: the file cannot be written.
+    Raises DiskError: the file cannot be written.
     """
     path = run_dir / "metrics.jsonl"
     complete = sum(1 for _ in _records(path)) == step
@@ -186,16 +183,14 @@ class Recorder:
     def samples(self, step: int, rows: list[list[int]]) -> None:
         """Record the samples of this rank in `step`, row by row; before ranks synchronize, so that no checkpoint is newer.
 
-        Raises:
-            DiskError: the disk is full or not writable.
+        Raises DiskError: the disk is full or not writable.
         """
         self._write(self._samples, {"step": step, "start": self._start, "rows": rows})
 
     def examples(self, step: int, examples: list[dict[str, Any]]) -> None:
         """Record examples of what the model writes, for a person to read; at intervals, print the first one.
 
-        Raises:
-            DiskError: the disk is full or not writable.
+        Raises DiskError: the disk is full or not writable.
         """
         if examples:
             try:
@@ -210,8 +205,7 @@ class Recorder:
     def step(self, record: dict[str, Any], *, eta: float, last: bool) -> None:
         """Record the metrics of one step; on rank 0 also scalars and, at intervals or if it is the `last`, a progress line.
 
-        Raises:
-            DiskError: the disk is full or not writable.
+        Raises DiskError: the disk is full or not writable.
         """
         if self._metrics:
             self._write(self._metrics, record | {"start": self._start})
@@ -230,8 +224,7 @@ class Recorder:
     def evaluation(self, loss: float | None, step: int, metrics: Mapping[str, float]) -> None:
         """Record the loss on the held-out samples after `step`, None where it is unknown, and the metrics of the method.
 
-        Raises:
-            DiskError: the disk is full or not writable.
+        Raises DiskError: the disk is full or not writable.
         """
         if self._evals and loss is not None:
             found = {"metrics": metrics} if metrics else {}

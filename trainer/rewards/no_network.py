@@ -22,11 +22,8 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2  # linux
 def deny_network(*, kill: bool) -> None:
     """Let every new socket of this process and its children fail with EPERM.
 
-    Args:
-        kill: end the process instead (SIGSYS) at a socket that is not local.
-
-    Raises:
-        OSError: the kernel or the machine has no such filters.
+    `kill`: end the process instead (SIGSYS) at a socket that is not local. Raises OSError: the kernel or the machine
+    has no such filters.
     """
     found = _MACHINES.get(platform.machine())
     if found is None:

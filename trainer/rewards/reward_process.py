@@ -90,8 +90,7 @@ class RewardProcess:
     def __call__(self, rollouts: Rollouts) -> np.ndarray:
         """Return the rewards of completions by function, float64 [n, functions]; NaN where a function does not rate one.
 
-        Raises:
-            UserError: a function failed, exceeded a limit, or returned something else; the message names it.
+        Raises UserError: a function failed, exceeded a limit, or returned something else; the message names it.
         """
         self._ask(vars(rollouts), "reading the completions", "")
         parts = np.full((len(rollouts.completions), len(self.functions)), math.nan)
@@ -112,9 +111,8 @@ class RewardProcess:
     def _ask(self, request: object, doing: str, who: str) -> Any:
         """Return the answer of the process. Raises UserError.
 
-        Args:
-            doing: what it does, for the message about a limit.
-            who: what begins the message of an error that it reports.
+        `doing`: what it does, for the message about a limit. `who`: what begins the message of an error that it
+        reports.
         """
         try:
             error, answer = self._process.ask(request)
@@ -135,9 +133,7 @@ class RewardProcess:
 def total(parts: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """Return the weighted sums of rewards, float64 [n]; NaN for a completion that no function rates, as in TRL.
 
-    Args:
-        parts: float64 [n, functions].
-        weights: of the functions.
+    `parts`: float64 [n, functions]. `weights`: of the functions.
     """
     sums = np.nansum(parts * np.array(weights), axis=1)
     return np.where(np.isnan(parts).all(axis=1), math.nan, sums)

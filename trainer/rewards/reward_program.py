@@ -101,11 +101,8 @@ def _described(error: BaseException) -> str:
 def load(entries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[Reward]:
     """Return the rewards of the entries of a spec (RewardSource as JSON), in order.
 
-    Args:
-        columns: of the dataset.
-
-    Raises:
-        RewardError: a file cannot be imported, or a function needs other columns; the message names both.
+    `columns`: of the dataset. Raises RewardError: a file cannot be imported, or a function needs other columns; the
+    message names both.
     """
     found: list[tuple[str, str, int, Function]] = []
     for place, entry in enumerate(entries):

@@ -181,9 +181,8 @@ class Strategy(ABC):
     def step(self, lr: float) -> float:
         """Clip gradients, run the optimizer with learning rate `lr`, clear gradients. Return the norm before clipping.
 
-        Raises:
-            FloatingPointError: the norm is not finite (see `check_norm`). All ranks that share the gradient raise it, before
-                the optimizer changes a weight. Steps that a gradient scaler skips do not count.
+        Raises FloatingPointError: the norm is not finite (see `check_norm`). All ranks that share the gradient raise
+        it, before the optimizer changes a weight. Steps that a gradient scaler skips do not count.
         """
 
     @abstractmethod

@@ -200,11 +200,7 @@ def _persistent(spec: RunSpec, shape: Shape) -> tuple[int, int]:
 
 
 def import_deepspeed(world: World) -> Any:
-    """Import DeepSpeed for this process group.
-
-    Raises:
-        UserError: DeepSpeed is not installed or fails to import.
-    """
+    """Import DeepSpeed for this process group. Raises UserError: DeepSpeed is not installed or fails to import."""
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     for name, value in (("RANK", world.rank), ("LOCAL_RANK", world.local_rank), ("WORLD_SIZE", world.size)):

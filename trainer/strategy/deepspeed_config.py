@@ -74,8 +74,7 @@ def _comm_dtype(spec: RunSpec) -> str:
 def file_config(spec: RunSpec, world: int) -> dict[str, Any]:
     """Return a configuration file for other tools, with an optimizer, for `world` processes.
 
-    Raises:
-        UserError: the rows of a step do not divide evenly, or a user's own file has other micro-batches.
+    Raises UserError: the rows of a step do not divide evenly, or a user's own file has other micro-batches.
     """
     accumulation = even_micro_batches(spec, world)
     check_accumulation(spec, accumulation, world)
@@ -126,14 +125,9 @@ def _scheduler(spec: RunSpec) -> dict[str, Any] | None:
 def accelerate_options(spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
     """Return the options of accelerate's configuration file, with DeepSpeed's file in it.
 
-    accelerate reads the path of a file of DeepSpeed, or its JSON in base64. Beside it, accelerate refuses its own options of
-    the same meaning, such as mixed_precision; None removes one.
-
-    Args:
-        processes: number of processes of every host.
-
-    Raises:
-        UserError: as `file_config`.
+    accelerate reads the path of a file of DeepSpeed, or its JSON in base64. Beside it, accelerate refuses its own
+    options of the same meaning, such as mixed_precision; None removes one. `processes`: number of processes of every
+    host. Raises UserError: as `file_config`.
     """
     config = file_config(spec, sum(processes))
     options: dict[str, Any] = {

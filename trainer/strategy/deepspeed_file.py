@@ -146,8 +146,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "", depth: int = 1) -> Itera
 def check_file(spec: RunSpec) -> None:
     """Check the options in `deepspeed_config` against the other fields of the spec.
 
-    Raises:
-        ValueError: an option that a run does not take, or whose value differs from that of a field.
+    Raises ValueError: an option that a run does not take, or whose value differs from that of a field.
     """
     fields = owned(spec)
     for number, (name, value) in enumerate(leaves(spec.deepspeed_config)):
@@ -187,8 +186,7 @@ def _check_owned(shown: str, value: Any, expected: Any, field: str) -> None:
 def check_accumulation(spec: RunSpec, count: int, world: int) -> None:
     """Check the micro-batches of one rank in `deepspeed_config` against those of a run with `world` ranks, `count`.
 
-    Raises:
-        UserError: they differ.
+    Raises UserError: they differ.
     """
     given = spec.deepspeed_config.get(_ACCUMULATION, AUTO)
     if given not in (AUTO, count):

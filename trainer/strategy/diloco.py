@@ -275,8 +275,7 @@ class DiLoCo(Strategy):
     def sync(self, waiting: Callable[[], bool]) -> None:
         """Run the outer step, bit-equal on every host.
 
-        Raises:
-            NonFiniteError: the weights of a rank are not finite; all ranks raise it.
+        Raises NonFiniteError: the weights of a rank are not finite; all ranks raise it.
         """
         count, mine = len(self.sizes), self.mine
         numbers = [0.0] * (2 * count)  # the tokens of every replica in this round, and its seconds per inner step

@@ -194,10 +194,8 @@ PLAN = FSDPPlan()
 def make_mesh(spec: RunSpec, world: World, replica_group: World | None = None) -> device_mesh.DeviceMesh:
     """Return a mesh of all ranks (one sharded model), or of hosts x ranks of a host (one sharded model per host).
 
-    The mesh of a `replica_group` always has one dimension.
-
-    Raises:
-        UserError: one model per host, but the numbers of ranks per host differ.
+    The mesh of a `replica_group` always has one dimension. Raises UserError: one model per host, but the numbers of
+    ranks per host differ.
     """
     kind = world.device.type
     if replica_group:

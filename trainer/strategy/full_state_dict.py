@@ -26,13 +26,9 @@ def write_full(
 ) -> None:
     """Write trained weights, or one of their moments, as float32. Only one tensor is in memory at a time.
 
-    Args:
-        shapes: {name: shape} of all tensors, in the order of `values`.
-        values: (name, tensor in host memory); nothing on ranks that do not write, which only take part in assembling them.
-
-    Raises:
-        OSError: the disk is full or not writable.
-        RuntimeError: the values are not those that `shapes` names, an error of the strategy.
+    `shapes`: {name: shape} of all tensors, in the order of `values`. `values`: (name, tensor in host memory); nothing
+    on ranks that do not write, which only take part in assembling them. Raises OSError: the disk is full or not
+    writable; RuntimeError: the values are not those that `shapes` names, an error of the strategy.
     """
     import torch
 

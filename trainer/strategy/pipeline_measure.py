@@ -31,12 +31,9 @@ def divide_model(spec: RunSpec, pipelines: Pipelines, costs: Sequence[LayerCosts
     """Return the layers of every stage: as the spec says, or by speed and free memory. Every rank calls it.
 
     All pipelines have the same division. The slowest rank of a stage, and the one with least memory, determine it.
-
-    Args:
-        costs: for full rows, and then for ever smaller ones: the rows of the dataset are not known yet. The first that fit count.
-
-    Raises:
-        UserError: the ranks have too little memory even for the last costs, or the numbers of the spec do not match the model.
+    `costs`: for full rows, and then for ever smaller ones: the rows of the dataset are not known yet. The first that
+    fit count. Raises UserError: the ranks have too little memory even for the last costs, or the numbers of the spec do
+    not match the model.
     """
     layers, world, stages = shape_of(spec).layers, pipelines.world, pipelines.stages
     if spec.pipeline_layers:

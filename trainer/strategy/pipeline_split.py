@@ -66,13 +66,8 @@ def divide_layers(layers: int, facts: Sequence[RankFacts], costs: LayerCosts, mi
     """Return the number of layers of every rank, at least one each, that minimize the time of the slowest rank.
 
     Each layer goes to the rank that would finish it first and has memory for it, which is optimal for equal layers.
-
-    Args:
-        facts: one per rank, in rank order. If a speed is unknown (0), ranks count as equally fast.
-        micro: micro-batches of a step.
-
-    Raises:
-        UserError: there are more ranks than layers, or the ranks together have too little memory.
+    `facts`: one per rank, in rank order. If a speed is unknown (0), ranks count as equally fast. `micro`: micro-batches
+    of a step. Raises UserError: there are more ranks than layers, or the ranks together have too little memory.
     """
     ranks = len(facts)
     check_ranks(ranks, layers)

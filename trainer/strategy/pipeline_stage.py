@@ -159,8 +159,7 @@ class StageLoss(ModelWithLoss):
     def run_stage(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Return the output of this rank: hidden states [rows, T, hidden], or on the last rank the summed loss.
 
-        Args:
-            hidden: the output of the rank before; None on the first rank.
+        `hidden`: the output of the rank before; None on the first rank.
         """
         received = getattr(self._decoder, self._parts.embedding)
         if not self.division.first:
@@ -181,8 +180,7 @@ class StageLoss(ModelWithLoss):
 def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     """Return the spec's model without memory for its weights, and the names of its parts.
 
-    Raises:
-        UserError: its configuration cannot be loaded, it is an adapter, or a pipeline does not support it.
+    Raises UserError: its configuration cannot be loaded, it is an adapter, or a pipeline does not support it.
     """
     refuse_adapter(spec.model)
     try:
@@ -205,12 +203,9 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
 def load_stage(spec: RunSpec, division: Division, world: World) -> StageLoss:
     """Load this rank's part of the model on its device. Every rank of `world` calls it.
 
-    Only its tensors are read from the model's files. Adapters are drawn as for a complete model: those of all ranks together
-    are the adapters of strategy=ddp.
-
-    Raises:
-        UserError: the model cannot be loaded, has fewer layers than the run has ranks, or a tensor has a data type of quantized
-            weights, whose scales are other tensors.
+    Only its tensors are read from the model's files. Adapters are drawn as for a complete model: those of all ranks
+    together are the adapters of strategy=ddp. Raises UserError: the model cannot be loaded, has fewer layers than the
+    run has ranks, or a tensor has a data type of quantized weights, whose scales are other tensors.
     """
     torch.manual_seed(spec.seed)
     model, parts = empty_model(spec)
@@ -284,10 +279,8 @@ def stored_names(
 def file_check(spec: RunSpec, model: Any, parts: Parts) -> Callable[[WeightFiles], None]:
     """Return a function that checks that files have all tensors of a model, and no others. It raises UserError if not.
 
-    It reads only headers, and the tensors that are stored twice.
-
-    Args:
-        model: complete, without memory for its weights, and not yet quantized.
+    It reads only headers, and the tensors that are stored twice. `model`: complete, without memory for its weights, and
+    not yet quantized.
     """
     names = stored_names(model, parts, [model])[0]
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}

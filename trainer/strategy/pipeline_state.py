@@ -31,11 +31,8 @@ _PATTERN = "stage-*.safetensors"
 def gather(stage: StageLoss, world: World, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the trained weights of the whole model by name in host memory, from their owners. Every rank iterates.
 
-    Only the first rank of every host receives them.
-
-    Args:
-        world: the ranks of this rank's pipeline.
-        tensors: those of this rank, by name, in float32.
+    Only the first rank of every host receives them. `world`: the ranks of this rank's pipeline. `tensors`: those of
+    this rank, by name, in float32.
     """
     weights = stage.trained_weights
     for owner, names in groupby(weights, lambda name: weights[name].owner):

@@ -24,8 +24,7 @@ class WeightFiles:
     def __init__(self, model: str) -> None:
         """Read the index of the model, a folder or a name on the hub.
 
-        Raises:
-            UserError: it has no safetensors files, or a damaged index.
+        Raises UserError: it has no safetensors files, or a damaged index.
         """
         self._model = model
         index = self._path(_INDEX, required=False)

@@ -217,20 +217,15 @@ class StrategyPlan:
     def exposed_seconds(self, spec: RunSpec, shape: Shape, communication: float, micro_batch: float) -> float:
         """Return the seconds of communication in a step that computation does not hide.
 
-        Args:
-            communication: seconds of all communication of the step.
-            micro_batch: seconds of the step's last micro-batch, forward and backward.
+        `communication`: seconds of all communication of the step. `micro_batch`: seconds of the step's last
+        micro-batch, forward and backward.
         """
         return communication
 
     def accelerate_config(self, spec: RunSpec, processes: Sequence[int]) -> dict[str, Any]:
         """Return the options of accelerate's configuration file that the strategy sets; None removes one.
 
-        Args:
-            processes: number of processes of every host.
-
-        Raises:
-            UserError: accelerate has no such strategy.
+        `processes`: number of processes of every host. Raises UserError: accelerate has no such strategy.
         """
         raise UserError(
             f"config accelerate: accelerate has no strategy {spec.strategy}: set strategy=ddp, fsdp or deepspeed, or use "
@@ -248,12 +243,8 @@ def _free_part(needed: float, room: float | None) -> float | None:
 def reject_unshardable(spec: RunSpec, field: str, possible: Collection[str] = ()) -> None:
     """Check that the spec needs the full model on no rank.
 
-    Args:
-        field: the field whose value shards the model.
-        possible: fields that may have their value in `UNSHARDABLE` all the same.
-
-    Raises:
-        ValueError: another field has one of the values in `UNSHARDABLE`.
+    `field`: the field whose value shards the model. `possible`: fields that may have their value in `UNSHARDABLE` all
+    the same. Raises ValueError: another field has one of the values in `UNSHARDABLE`.
     """
     for name, value in UNSHARDABLE.items():
         if getattr(spec, name) == value and name not in possible:
@@ -264,8 +255,7 @@ def reject_unshardable(spec: RunSpec, field: str, possible: Collection[str] = ()
 def even_micro_batches(spec: RunSpec, world: int) -> int:
     """Return the micro-batches per step of every rank.
 
-    Raises:
-        UserError: the rows of a step do not divide evenly, which other tools require.
+    Raises UserError: the rows of a step do not divide evenly, which other tools require.
     """
     parts, rest = divmod(spec.rows_per_step, spec.batch_size * world)
     if rest or not parts:

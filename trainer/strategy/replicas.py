@@ -26,8 +26,7 @@ class Replicas:
     def find(cls, spec: RunSpec, world: World) -> Replicas:
         """Determine the replicas from the hosts of the ranks. Every rank calls it.
 
-        Raises:
-            UserError: there are more replicas than rows in a step.
+        Raises UserError: there are more replicas than rows in a step.
         """
         nodes = world.gather(world.node_rank)
         places = [node // spec.replica_hosts for node in nodes]
@@ -46,8 +45,7 @@ class Replicas:
 def by_speed(shares: list[float], costs: list[float]) -> list[float]:
     """Return shares by speed if they make a round shorter than `shares` by more than measurement noise.
 
-    Args:
-        costs: seconds per portion of each replica; 0: unknown.
+    `costs`: seconds per portion of each replica; 0: unknown.
     """
     if not all(costs):
         return shares

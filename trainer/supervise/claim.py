@@ -42,11 +42,8 @@ def claimed_by_another(run_dir: LinkFreePath, token: str) -> bool:
 def consume_claim(run_dir: LinkFreePath, token: str) -> None:
     """Remove the claim of the controller that starts the run now.
 
-    Args:
-        token: token of the controller's claim; empty if it starts files that were staged before.
-
-    Raises:
-        SupervisorError: another controller has claimed the run.
+    `token`: token of the controller's claim; empty if it starts files that were staged before. Raises SupervisorError:
+    another controller has claimed the run.
     """
     if claimed_by_another(run_dir, token) or (token and read_claim(run_dir).get("token") != token):
         raise SupervisorError(

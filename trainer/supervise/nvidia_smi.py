@@ -18,11 +18,8 @@ def program() -> str:
 def query(*fields: str, subject: str = "gpu") -> list[list[str]]:
     """Return the values of `fields` for every GPU, or for every process that computes on one; none without a driver.
 
-    Sizes are numbers in MiB. `nvidia-smi --help-query-gpu` and `--help-query-compute-apps` list the fields.
-
-    Args:
-        fields: names of fields, one value each; only the last one's may hold a comma.
-        subject: "gpu" or "compute-apps".
+    Sizes are numbers in MiB. `nvidia-smi --help-query-gpu` and `--help-query-compute-apps` list the fields. `fields`:
+    names of fields, one value each; only the last one's may hold a comma. `subject`: "gpu" or "compute-apps".
     """
     rows = _lines(f"--query-{subject}={','.join(fields)}", "--format=csv,noheader,nounits")
     values = [[value.strip() for value in row.split(",", len(fields) - 1)] for row in rows]

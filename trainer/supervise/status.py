@@ -108,12 +108,10 @@ def is_uneventful(state: dict[str, Any]) -> bool:
 def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, Any]:
     """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `left`.
 
-    Processes are `left` if there are some although no supervisor holds the lock of the run. A run whose record cannot be read is `alive` as long as it has processes.
+    Processes are `left` if there are some although no supervisor holds the lock of the run. A run whose record cannot
+    be read is `alive` as long as it has processes.
 
-    A lost part has `why`: the reason as far as it is known.
-
-    Args:
-        has_processes: whether the run may have processes here.
+    A lost part has `why`: the reason as far as it is known. `has_processes`: whether the run may have processes here.
     """
     alive = holds_lock(run_dir)
     node = read_node(run_dir)  # after the lock, so that an end written in between is seen

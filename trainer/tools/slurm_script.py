@@ -84,8 +84,7 @@ def gpus_of(gres: str) -> int:
 def header(run: str, resources: Resources, output: str = "%x-%j.log") -> list[str]:
     """Return the first lines of a batch script.
 
-    Args:
-        output: file of the job's output; empty where the command line of sbatch names it.
+    `output`: file of the job's output; empty where the command line of sbatch names it.
     """
     return [
         "#!/bin/bash",

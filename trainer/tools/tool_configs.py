@@ -78,12 +78,8 @@ class Script:
     def of(cls, env: Sequence[str], slurm: Mapping[str, str], places: Mapping[str, str | None], kind: str) -> "Script":
         """Check the values of --env NAME=VALUE, of the options of Slurm, and of flags that say where ranks run.
 
-        Args:
-            places: values of `num_gpus_per_node`, `master_port` and `node_rank`.
-            kind: the kind of the file.
-
-        Raises:
-            UserError: a value is not valid, or a file of this kind has no place for it.
+        `places`: values of `num_gpus_per_node`, `master_port` and `node_rank`. `kind`: the kind of the file. Raises
+        UserError: a value is not valid, or a file of this kind has no place for it.
         """
         pairs = {name: value for name, _, value in (each.partition("=") for each in env)}
         for each in env:
@@ -126,8 +122,7 @@ class Script:
     def hosts_of(self, argument: str) -> list[dict[str, Any]]:
         """Return the hosts that --hosts names. A node has one process for each GPU in --gres unless a file has their number.
 
-        Raises:
-            UserError: as `read_hosts`.
+        Raises UserError: as `read_hosts`.
         """
         hosts = read_hosts(argument)
         gpus = self.processes or slurm_script.gpus_of(self.slurm.get("gres", ""))
@@ -143,8 +138,7 @@ class Script:
 def fsdp(spec: RunSpec) -> dict[str, Any]:
     """Return the argument fsdp_config of transformers' TrainingArguments (FSDP2).
 
-    Raises:
-        UserError: a strategy or sharding that it cannot express.
+    Raises UserError: a strategy or sharding that it cannot express.
     """
     if "strategy" in spec.model_fields_set and not isinstance(plan_of(spec), FSDPPlan):
         raise UserError(f"config fsdp: the run has strategy={spec.strategy}: set strategy=fsdp, or omit strategy")
@@ -185,10 +179,8 @@ def accelerate(spec: RunSpec, hosts: list[dict[str, Any]], head: str, port: int,
 def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bool, script: Script) -> str:
     """Return an sbatch script that runs the spec on nodes that Slurm chooses, from a shared folder.
 
-    `words`: the command-line arguments that define the spec.
-
-    Raises:
-        UserError: the hosts have different numbers of processes.
+    `words`: the command-line arguments that define the spec. Raises UserError: the hosts have different numbers of
+    processes.
     """
     spec = spec.named()
     each = _processes("slurm", hosts)
@@ -213,8 +205,7 @@ def slurm(spec: RunSpec, hosts: list[dict[str, Any]], words: list[str], gpus: bo
 def launcher(spec: RunSpec, hosts: list[dict[str, Any]], head: str, words: list[str], script: Script) -> str:
     """Return a bash script that starts one host's part of a run: its argument is the place of the host, from 0.
 
-    Raises:
-        UserError: the hosts have different numbers of processes.
+    Raises UserError: the hosts have different numbers of processes.
     """
     spec = spec.named()
     each = _processes("launcher", hosts)
@@ -261,8 +252,7 @@ def render(
 ) -> str:
     """Return the text of one configuration file or script. `words`: the command-line arguments that define the spec.
 
-    Raises:
-        UserError: an unknown kind, or a spec that the tool cannot express.
+    Raises UserError: an unknown kind, or a spec that the tool cannot express.
     """
     if kind == "slurm":
         return slurm(spec, hosts, words, gpus, script)
