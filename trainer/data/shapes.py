@@ -69,9 +69,9 @@ class Sample:
 
     Every message has `role` and `content`; an answer may have `reasoning_content` and `tool_calls`, and the result of a tool
     `name` and `tool_call_id`. `tools` are the descriptions of the tools of a chat, `variables` those of its chat template.
-    `silent` are the indices of the answers without loss; `has_weights` if their own keys say so. Of a pair,
-    this is the chosen answer with its prompt, and `rejected` the other one; `desirable` is the label of an answer. `record` is that of a prompt without an answer, see `to_prompt`. `where` is the record's place, such
-    as ``file:line``.
+    `silent` are the indices of the answers without loss; `has_weights`: their own keys say so. Of a pair, this is the chosen
+    answer with its prompt, and `rejected` the other one; `desirable` is the label of an answer. `record` is that of a prompt
+    without an answer, see `to_prompt`. `where` is the record's place, such as ``file:line``.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
