@@ -19,8 +19,7 @@ def project() -> str:
 class Logger(Protocol):
     def log(self, values: dict[str, float], step: int) -> None: ...
 
-    def flush(self) -> None:
-        """Write what is pending; a service needs nothing."""
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -54,7 +53,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Service(Logger):
+class _Service:
     """wandb, or a package with its interface."""
 
     def __init__(self, package: str, spec: RunSpec, **more: Any) -> None:
@@ -63,6 +62,8 @@ class _Service(Logger):
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
+
+    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._run.finish()
@@ -77,7 +78,7 @@ def _trackio(spec: RunSpec, run_dir: Path) -> Logger:
     return _Service("trackio", spec, embed=False)
 
 
-class _Mlflow(Logger):
+class _Mlflow:
     def __init__(self, spec: RunSpec, run_dir: Path) -> None:
         if "MLFLOW_TRACKING_URI" not in os.environ:  # a database would need more packages
             os.environ |= {"MLFLOW_TRACKING_URI": f"file:{run_dir}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
@@ -91,6 +92,8 @@ class _Mlflow(Logger):
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._mlflow.log_metrics(values, step=step)
+
+    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -8,8 +8,8 @@ from heapq import heapify, heappop, heapreplace
 from trainer.common.errors import UserError
 
 # Model types of transformers that a pipeline supports; trainer.strategy.pipeline_stage names their parts.
-PIPELINE_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2")
-PIPELINE_KINDS += ("smollm3", "gpt2")
+PIPELINE_KINDS: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+PIPELINE_KINDS += ("olmo2", "smollm3", "gpt2")
 
 
 @dataclass(frozen=True)
