@@ -47,9 +47,9 @@ def as_it_is(spec: RunSpec, steps: int) -> RunSpec:
 class TrainingInputs:
     """What a run trains and on which data, loaded on this rank.
 
-    `data`: the digest of the encoded dataset; `train_samples`: the number of different training samples; `teacher`: the model that teaches, if the spec names one; `template_date`: the
-    date that the chat template prints, empty if it prints none; `base`: the digest of the base model's files, empty if no host
-    has all of them.
+    `data`: the digest of the encoded dataset; `train_samples`: the number of different training samples; `teacher`: the
+    model that teaches, if the spec names one; `template_date`: the date that the chat template prints, empty if it prints
+    none; `base`: the digest of the base model's files, empty if no host has all of them.
     """
 
     spec: RunSpec
@@ -157,15 +157,13 @@ def notes_of(spec: RunSpec, module: ModelWithLoss, tokenizer: Any) -> list[str]:
     """Return lines about what a run does not train as the files of its model, or its spec, may suggest; empty ones among them."""
     model: Any = module.model
     base = model.get_base_model() if spec.lora_r else model
-    lost, dropout = (
-        module.router_loss.left_out,
-        spec.lora_dropout if spec.lora_r and not module.method.keeps_dropout else 0,
-    )
+    lost = module.router_loss.left_out
+    dropout = spec.lora_dropout if spec.lora_r and not module.method.keeps_dropout else 0
+    stays = f"lora_dropout: {dropout:g} stays on with method={spec.method}, unlike in TRL: set 0 for its losses"
     return [
         getattr(model, "left_out", ""),
         lost and f"{lost} of the model's config: no such loss is trained, as transformers computes none for this model",
-        dropout
-        and f"lora_dropout: {dropout:g} stays on with method={spec.method}, unlike in TRL: set 0 for its losses",
+        stays if dropout else "",
         untrained_end(spec, base, tokenizer),
     ]
 
