@@ -17,12 +17,13 @@ def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
 
 def inventory_problems(hostvars: Any, hosts: list[str]) -> list[str]:
     """Return a line for each fault that the inventory alone tells: an address of two hosts, or a name that Slurm refuses."""
-    problems, seen = [], {}
+    problems: list[str] = []
+    seen: dict[str, str] = {}
     for host, address in cluster_addresses(hostvars, hosts).items():
         values = hostvars[host]
         if str(values.get("ansible_connection", "")).endswith("local"):
             continue
-        if other := seen.setdefault(address.lower(), host) != host and seen[address.lower()]:
+        if (other := seen.setdefault(address.lower(), host)) != host:
             problems.append(
                 f"{other} and {host} both have the address {address}: set ansible_host or cluster_address of one"
             )

@@ -28,12 +28,18 @@ def test_another_distribution_is_refused_by_its_name(name: str) -> None:
 def test_what_the_line_says_is_missing_is_what_the_roles_install() -> None:
     error = distribution_error("ID=fedora\n")
     installing = {
-        path.parts[-3] for path in TOP.glob("roles/*/tasks/*.yml") if "ansible.builtin.apt:" in path.read_text()
+        path.parts[-3]
+        for path in TOP.glob("roles/*/tasks/*.yml")
+        if re.search("ansible.builtin.apt:|tasks_from: packages", path.read_text())
     }
-    # pull serves nfs and ollama; python installs a compiler for the extra deepspeed only.
-    assert installing - {"pull", "python"} == {role for role in installing if re.search(rf"\b{role}\b", error)}
+    # cluster installs for the others; pull serves nfs and ollama; python installs a compiler for the extra deepspeed only.
+    assert installing - {"cluster", "pull", "python"} == {
+        role for role in installing if re.search(rf"\b{role}\b", error)
+    }
     for role, package in (("firewall", "ufw"), ("system", "chrony"), ("system", "libtcmalloc-minimal4")):
-        assert any(f"name: {package}\n" in path.read_text() for path in TOP.glob(f"roles/{role}/tasks/*.yml"))
+        assert any(
+            f"cluster_packages: [{package}]\n" in path.read_text() for path in TOP.glob(f"roles/{role}/tasks/*.yml")
+        )
         assert package in error
 
 
