@@ -9,7 +9,7 @@ from pydantic_core import to_jsonable_python
 
 from trainer.common.errors import UserError, nearest
 from trainer.common.formats import printable, quoted
-from trainer.config.aliases import MUTABLE, is_of_a_run, resolve_aliases, suggest
+from trainer.config.aliases import FSDP_IMPLIED, MUTABLE, is_of_a_run, resolve_aliases, suggest
 from trainer.config.combinations import check_combinations
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.fields import as_text, is_off, metadata, mismatch
@@ -19,7 +19,7 @@ from trainer.config.tool_files import as_options, read_tool_files
 from trainer.config.yaml_text import read_yaml
 from trainer.method import method_of
 from trainer.strategy import AUTO, plan_of
-from trainer.strategy.deepspeed_file import derived_fields
+from trainer.strategy.deepspeed_file import LOSS_SCALE, derived_fields, leaves
 
 MAX_LISTED = 5  # unknown names in an error message
 
@@ -143,17 +143,32 @@ def read_spec(
     Raises:
         UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
     """
-    values, notes = resolve_aliases(read_tool_files(read_yaml(path) if path else {}), source=str(path), ranks=ranks)
+    of_file, given = read_tool_files(read_yaml(path) if path else {}), read_tool_files(overrides)
+    values, notes = resolve_aliases(of_file, source=str(path), ranks=ranks)
     if path:
         make_spec(values, str(path), ranks)
-    resolved, more = resolve_aliases(read_tool_files(overrides), values, source=source, ranks=ranks)
+    resolved, more = resolve_aliases(given, values, source=source, ranks=ranks)
     spec = make_spec({**values, **resolved}, source, ranks)
     if strict:
         check_given(spec, values, str(path))
         check_given(spec, resolved, source)
-    for note in notes + more:
+    for note in notes + more + idle_options(of_file | given):
         report(note)
     return spec
+
+
+def idle_options(values: Mapping[str, Any]) -> list[str]:
+    """Return a note for each file of DeepSpeed or FSDP, whose options are a value, with options that ask for nothing here."""
+    notes = []
+    for name in ("fsdp_config", "deepspeed", "deepspeed_config"):
+        options = as_options(values.get(name))
+        idle = [
+            printable(option, 80)
+            for option, value in (leaves(options) if isinstance(options, Mapping) else ())
+            if not is_off(value) and {option, option.lower().removeprefix("fsdp_")} & {*LOSS_SCALE, *FSDP_IMPLIED}
+        ]
+        notes += [f"{name}: without effect here: {', '.join(idle)}"] if idle else []
+    return notes
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -14,7 +14,7 @@ from trainer.common.formats import printable
 from trainer.common.inputs import user_path
 from trainer.config import FIELDS, RunSpec, read_yaml, resolve_aliases, suggest
 from trainer.config.tool_files import read_tool_files
-from trainer.spec import MAX_LISTED, and_more, check_given, make_spec
+from trainer.spec import MAX_LISTED, and_more, check_given, idle_options, make_spec
 from trainyard.project_folder import shared_folder
 from trainyard.run import launch_options as options
 
@@ -26,14 +26,17 @@ def known_variables(top: Path) -> set[str]:
 
     These are the launch options, the variables of group_vars/all below `top`, and those of every role's argument_specs.
     """
-    names = set(options.names())
-    for path in sorted((top / "group_vars" / "all").glob("*.yml")):
-        names |= set(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    names = set(options.names()) | _group_variables(top)
     for path in sorted(shared_folder().glob("roles/*/meta/argument_specs.yml")):
         specs = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         for entry in (specs.get("argument_specs") or {}).values():
             names |= set(entry.get("options") or {})
     return names
+
+
+def _group_variables(top: Path) -> set[str]:
+    files = sorted((top / "group_vars" / "all").glob("*.yml"))
+    return {str(name) for path in files for name in yaml.safe_load(path.read_text(encoding="utf-8")) or {}}
 
 
 def unknown(names: Iterable[str], fields: Iterable[str], variables: Iterable[str]) -> list[str]:
@@ -96,21 +99,24 @@ def read_run_spec(
         UserError: an unknown name (with the nearest known one), or a bad value.
     """
     check_pairs(extra_vars)
-    base, notes = resolve_aliases(
-        read_tool_files(read_yaml(user_path(file, "spec")) if file else {}), source=printable(file)
-    )
-    given, further = resolve_aliases(read_tool_files(extra_vars), base, source=source)
+    of_file, named = read_tool_files(read_yaml(user_path(file, "spec")) if file else {}), read_tool_files(extra_vars)
+    base, notes = resolve_aliases(of_file, source=printable(file))
+    given, further = resolve_aliases(named, base, source=source)
     check_names(given, top, more)
     if file:
         hint = (
             "" if base.keys() <= FIELDS.keys() else "; `trainyard import` turns a file of another tool into a run spec"
         )
         make_spec(base, f"{file}{hint}")
-    for note in notes + further:
-        report(note)
     spec = make_spec(base | {name: given[name] for name in given if name in FIELDS}, source)
     check_given(spec, base, file)
     check_given(spec, given, source)
+    if idle := sorted(FIELDS.keys() & _group_variables(top)):
+        notes.append(
+            f"group_vars: without effect there: {', '.join(idle)}: give fields of the run spec with -e, or in the file of spec"
+        )
+    for note in notes + further + idle_options(of_file | named):
+        report(note)
     return spec
 
 

@@ -61,7 +61,7 @@ _FSDP_OPTIONS: dict[str, Mapping[str, Fields]] = {
     "offload_params": {"true": {"fsdp_offload": True}, "false": {}},
     "activation_checkpointing": {"true": {"gradient_checkpointing": True}, "false": {}},
 }
-_FSDP_IMPLIED = [
+FSDP_IMPLIED = [
     "version",
     "auto_wrap_policy",
     "transformer_layer_cls_to_wrap",
@@ -192,7 +192,7 @@ def _fsdp_fields(name: str, options: Any, where: str) -> Fields:
         word = str(key).lower().removeprefix("fsdp_")
         if word in _FSDP_OPTIONS:
             found |= _convert(f"{name}.{printable(key, 40)}", option, _FSDP_OPTIONS[word], where)
-        elif word not in _FSDP_IMPLIED and not is_off(option):
+        elif word not in FSDP_IMPLIED and not is_off(option):
             raise UserError(f"run spec: fsdp_config: FSDP2 does not have {printable(key, 40)}: omit it{where}")
     return found
 

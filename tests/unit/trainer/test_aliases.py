@@ -121,8 +121,17 @@ def test_the_files_of_the_guides(tmp_path: Path) -> None:
     assert (spec.gradient_checkpointing, spec.precision, spec.loggers) == (True, "bf16-mixed", ("tensorboard",))
     assert spec_of(f"--deepspeed {zero}")[0].items() >= {"strategy": "deepspeed", "deepspeed_stage": 3}.items()
     file.write_text(f"distributed: {{use_fsdp: true, fsdp_config: {fsdp}, use_deepspeed: false}}\n")
-    spec = read_spec(file, {}, "the flags")
+    notes: list[str] = []
+    spec = read_spec(file, {"deepspeed_config": {"fp16": {"loss_scale": 3}}}, "the flags", report=notes.append)
     assert (spec.strategy, spec.fsdp_shard, spec.precision) == ("fsdp", "gradients", "bf16-mixed")
+    assert [note.partition(": ")[0] for note in notes] == ["fsdp_config", "deepspeed_config"]
+    assert "fsdp_state_dict_type, fsdp_auto_wrap_policy" in notes[0] and "use_orig" not in notes[0]
+    assert notes[1] == "deepspeed_config: without effect here: fp16.loss_scale"
+    (tmp_path / "group_vars/all").mkdir(parents=True)
+    (tmp_path / "group_vars/all/mine.yml").write_text("max_restarts: 3\nlr: 0.1\n")
+    assert read_run_spec("", {}, tmp_path, notes.append).lr != 0.1 and notes[2].startswith(
+        "group_vars: without effect there: lr: give"
+    )
     file.write_text("training: {lr: 1}\nlr: 2\n")
     with pytest.raises(UserError, match=r"run spec: lr is 1 and 2: remove one of them"):
         read_spec(file, {}, "the flags")
