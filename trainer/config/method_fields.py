@@ -1,11 +1,17 @@
 """The fields of a run spec that a training method or a teacher uses."""
 
+import functools
 from typing import Literal
 
 from trainer.config.basic_fields import BasicFields
 from trainer.config.fields import MAX_NUMBER, MAX_SECONDS, Words, declare
 from trainer.config.reward_source import EXPECTED as EXPECTED_REWARD
 from trainer.config.reward_source import Rewards
+
+_grpo = functools.partial(declare, needs="method=grpo")
+_served = functools.partial(declare, needs="method=grpo rollout_servers")
+_dpo = functools.partial(declare, needs="method=dpo")
+_kto = functools.partial(declare, needs="method=kto")
 
 
 class MethodFields(BasicFields):
@@ -32,46 +38,33 @@ class MethodFields(BasicFields):
         le=1,
         needs="teacher",
     )
-    reward: Rewards = declare(
+    reward: Rewards = _grpo(
         (),
         "grpo: what rates a completion, each with a weight after a colon: Python files, and exact, regex, length, format and json; "
         "see docs/rewards.md",
         expected=EXPECTED_REWARD,
-        needs="method=grpo",
     )
-    reward_timeout: float = declare(
+    reward_timeout: float = _grpo(
         60.0,
         "grpo: time limit of one call of a reward function, which rates all completions of a step",
         ge=0.1,
         le=MAX_SECONDS,
         unit="seconds",
         mutable=True,
-        needs="method=grpo",
     )
-    grpo_group_size: int = declare(
-        8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096, needs="method=grpo"
-    )
-    grpo_max_tokens: int | None = declare(
+    grpo_group_size: int = _grpo(8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096)
+    grpo_max_tokens: int | None = _grpo(
         None,
         "grpo: maximum length of a completion; the prompt has the rest of seq_length; unset: half of seq_length",
         ge=1,
         le=1_048_576,
         unit="tokens",
-        needs="method=grpo",
     )
-    grpo_temperature: float = declare(
-        1.0,
-        "grpo: temperature at which the model writes completions, and of their probabilities",
-        ge=0.01,
-        le=100,
-        needs="method=grpo",
+    grpo_temperature: float = _grpo(
+        1.0, "grpo: temperature at which the model writes completions, and of their probabilities", ge=0.01, le=100
     )
-    grpo_beta: float = declare(
-        0.0,
-        "grpo: weight of the KL divergence from the model without its adapter; requires LoRA",
-        ge=0,
-        le=MAX_NUMBER,
-        needs="method=grpo",
+    grpo_beta: float = _grpo(
+        0.0, "grpo: weight of the KL divergence from the model without its adapter; requires LoRA", ge=0, le=MAX_NUMBER
     )
     grpo_epsilon: float = declare(
         0.2,
@@ -87,50 +80,36 @@ class MethodFields(BasicFields):
         le=MAX_NUMBER,
         needs="method=grpo grpo_iterations|rollout_servers",
     )
-    grpo_iterations: int = declare(
-        1,
-        "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped",
-        ge=1,
-        le=1000,
-        needs="method=grpo",
+    grpo_iterations: int = _grpo(
+        1, "grpo: optimizer updates from the completions of one step; 1: no ratio is clipped", ge=1, le=1000
     )
-    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = declare(
+    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = _grpo(
         "dapo",
         "grpo: mean of the loss over all tokens of a step (dapo), over the means of the completions (grpo), or of the sums of "
         "completions over grpo_max_tokens (dr_grpo)",
-        needs="method=grpo",
     )
-    grpo_scale_rewards: Literal["group", "batch", "none"] = declare(
+    grpo_scale_rewards: Literal["group", "batch", "none"] = _grpo(
         "group",
         "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
-        needs="method=grpo",
     )
-    rollout_servers: Words = declare(
+    rollout_servers: Words = _grpo(
         (),
         "grpo: servers that write completions with the newest adapter, beside the ranks: addresses of Ollama (http://10.0.0.5:11434) "
         "and of vLLM (http://10.0.0.6:8000/v1), or cluster or all: the Ollama servers of the cluster, or of the inventory",
         mutable=True,
-        needs="method=grpo",
     )
-    rollout_model: str = declare(
+    rollout_model: str = _served(
         "",
         "grpo: name of the base model on the Ollama servers, such as smollm2:135m; empty: they get that of the run, in 16 bits",
         mutable=True,
-        needs="method=grpo rollout_servers",
     )
-    rollout_ranks: bool = declare(
-        True,
-        "grpo: ranks write completions, too, if there are rollout_servers",
-        mutable=True,
-        needs="method=grpo rollout_servers",
+    rollout_ranks: bool = _served(
+        True, "grpo: ranks write completions, too, if there are rollout_servers", mutable=True
     )
-    rollout_folder: str = declare(
-        "",
-        "grpo: folder that the first host shares with vLLM servers, in which they find the adapters",
-        mutable=True,
-        needs="method=grpo rollout_servers",
+    rollout_folder: str = _served(
+        "", "grpo: folder that the first host shares with vLLM servers, in which they find the adapters", mutable=True
     )
-    max_staleness: int = declare(
+    max_staleness: int = _served(
         1,
         "grpo: steps by which the adapter that writes a completion on a server may be older than the one that it trains; 0: "
         "servers wait while the ranks train",
@@ -138,7 +117,6 @@ class MethodFields(BasicFields):
         le=64,
         unit="steps",
         mutable=True,
-        needs="method=grpo rollout_servers",
     )
     preference_beta: float = declare(
         0.1,
@@ -148,17 +126,11 @@ class MethodFields(BasicFields):
         suggested_names=["beta"],
         needs="method=dpo|orpo|kto",
     )
-    preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = declare(
-        "sigmoid",
-        "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing",
-        needs="method=dpo",
+    preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = _dpo(
+        "sigmoid", "dpo: loss of a pair; robust: some pairs have the wrong order, see preference_label_smoothing"
     )
-    preference_label_smoothing: float = declare(
-        0.0,
-        "dpo: fraction of the pairs with the wrong order, for preference_loss=robust",
-        ge=0,
-        lt=0.5,
-        needs="method=dpo",
+    preference_label_smoothing: float = _dpo(
+        0.0, "dpo: fraction of the pairs with the wrong order, for preference_loss=robust", ge=0, lt=0.5
     )
     preference_precompute: bool = declare(
         False,
@@ -166,9 +138,5 @@ class MethodFields(BasicFields):
         "always without LoRA and in pipelines. Otherwise every step computes them with the adapter switched off",
         needs="method=dpo|kto",
     )
-    kto_desirable_weight: float = declare(
-        1.0, "kto: weight of the loss of good answers", gt=0, le=1000, needs="method=kto"
-    )
-    kto_undesirable_weight: float = declare(
-        1.0, "kto: weight of the loss of bad answers", gt=0, le=1000, needs="method=kto"
-    )
+    kto_desirable_weight: float = _kto(1.0, "kto: weight of the loss of good answers", gt=0, le=1000)
+    kto_undesirable_weight: float = _kto(1.0, "kto: weight of the loss of bad answers", gt=0, le=1000)

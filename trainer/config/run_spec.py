@@ -3,6 +3,7 @@
 Importable without torch: the controller also validates specs.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,39 +45,38 @@ DROPPED = "dropped"  # in `keep_going`
 _WORD = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
 
 
+_lora = functools.partial(declare, needs="lora_r")
+_fsdp = functools.partial(declare, needs="strategy=fsdp")
+_deepspeed = functools.partial(declare, needs="strategy=deepspeed")
+_diloco = functools.partial(declare, needs="strategy=diloco")
+
+
 class RunSpec(MethodFields):
     """Everything that defines a training run. The same spec gives the same run on any number of hosts."""
 
     lora_r: int = declare(
         16, "rank of the LoRA adapters; 0: full fine-tuning", ge=0, le=4096, suggested_names=["lora", "r", "rank"]
     )
-    lora_alpha: float = declare(
-        32.0,
-        "scaling of the adapters: lora_alpha / lora_r",
-        gt=0,
-        le=MAX_NUMBER,
-        suggested_names=["alpha"],
-        needs="lora_r",
+    lora_alpha: float = _lora(
+        32.0, "scaling of the adapters: lora_alpha / lora_r", gt=0, le=MAX_NUMBER, suggested_names=["alpha"]
     )
     quantize: Literal["none", "nf4"] = declare(
         "none",
         "nf4: frozen base weights in 4 bits under LoRA (QLoRA); requires bitsandbytes, slow on a CPU; auto: nf4 where the model does not fit otherwise",
         automatic=True,
     )
-    lora_dropout: float = declare(
+    lora_dropout: float = _lora(
         0.0,
         "dropout before the adapters; its masks depend on the number of ranks",
         ge=0,
         lt=1,
         suggested_names=["dropout"],
-        needs="lora_r",
     )
-    lora_targets: Words = declare(
+    lora_targets: Words = _lora(
         ("all-linear",),
         "names of the layers that get an adapter, all of which must exist, or all-linear",
         min_length=1,
         max_length=1000,
-        needs="lora_r",
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
         "32-true",
@@ -109,53 +109,39 @@ class RunSpec(MethodFields):
         "not depend on it without dropout; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
         mutable=True,
     )
-    fsdp_shard: Literal["all", "gradients", "host"] = declare(
+    fsdp_shard: Literal["all", "gradients", "host"] = _fsdp(
         "all",
         "fsdp: shard over all ranks; gradients: as all, but layers stay gathered from the forward to the backward pass; host: one model per host, over its ranks",
-        needs="strategy=fsdp",
     )
-    fsdp_offload: bool = declare(
+    fsdp_offload: bool = _fsdp(
         False,
         "fsdp: keep weights, gradients and optimizer state in host memory; every pass copies layers to the GPU",
         mutable=True,
-        needs="strategy=fsdp",
     )
-    deepspeed_stage: int = declare(
+    deepspeed_stage: int = _deepspeed(
         2,
         "deepspeed: ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also weights",
         ge=1,
         le=3,
         mutable=True,
         suggested_names=["zero_optimization"],
-        needs="strategy=deepspeed",
     )
-    deepspeed_offload: Literal["none", "optimizer", "all"] = declare(
+    deepspeed_offload: Literal["none", "optimizer", "all"] = _deepspeed(
         "none",
         "deepspeed: what ZeRO offloads to host memory: optimizer state, or with stage 3 all (also weights)",
         mutable=True,
-        needs="strategy=deepspeed",
     )
-    deepspeed_config: DeepSpeedOptions = declare(
+    deepspeed_config: DeepSpeedOptions = _deepspeed(
         {},
         "deepspeed: options of DeepSpeed that no field has, such as bucket sizes; a path is replaced by the file's contents",
         mutable=True,
         expected="the path of a JSON file, or options of DeepSpeed as a mapping",
-        needs="strategy=deepspeed",
     )
-    local_steps: int = declare(
-        10,
-        "diloco: inner steps between two synchronizations of the replicas",
-        ge=1,
-        le=100_000,
-        unit="steps",
-        needs="strategy=diloco",
+    local_steps: int = _diloco(
+        10, "diloco: inner steps between two synchronizations of the replicas", ge=1, le=100_000, unit="steps"
     )
-    outer_lr: float = declare(
-        0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER, needs="strategy=diloco"
-    )
-    outer_momentum: float = declare(
-        0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1, needs="strategy=diloco"
-    )
+    outer_lr: float = _diloco(0.7, "diloco: learning rate of the outer optimizer", gt=0, le=MAX_NUMBER)
+    outer_momentum: float = _diloco(0.9, "diloco: maximum Nesterov momentum of the outer optimizer", ge=0, lt=1)
     replica_hosts: int = declare(
         1,
         "diloco, averaging: number of consecutive hosts that form one replica",
@@ -171,10 +157,8 @@ class RunSpec(MethodFields):
         le=4096,
         needs="strategy=averaging lora_r",
     )
-    replica_strategy: Literal["ddp", "fsdp", "pipeline"] = declare(
-        "ddp",
-        "diloco: strategy within a replica; fsdp shards the model, pipeline divides its layers",
-        needs="strategy=diloco",
+    replica_strategy: Literal["ddp", "fsdp", "pipeline"] = _diloco(
+        "ddp", "diloco: strategy within a replica; fsdp shards the model, pipeline divides its layers"
     )
     comm_dtype: Annotated[Literal["auto", "32", "bf16"], _WORD] = declare(
         "auto",
@@ -235,11 +219,8 @@ class RunSpec(MethodFields):
     resume: Literal["auto", "never"] = declare(
         "auto", "auto: resume from the newest complete checkpoint; never: fail if the run has one", mutable=True
     )
-    merge: bool = declare(
-        False,
-        "also write base model and adapter merged into one model: merged/ on the head",
-        mutable=True,
-        needs="lora_r",
+    merge: bool = _lora(
+        False, "also write base model and adapter merged into one model: merged/ on the head", mutable=True
     )
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(split_words)] = declare(
         ("tensorboard",), "metric loggers", mutable=True, min_length=1
