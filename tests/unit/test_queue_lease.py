@@ -409,3 +409,22 @@ def test_the_program_is_complete(tmp_path: Path) -> None:
     done = subprocess.run(words, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True)
     assert done.stdout.strip().startswith(str(tmp_path))
     assert not is_locked(tmp_path / "none")
+
+
+def test_a_driver_that_cannot_start_ends_the_run_at_the_third_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hosts are free then, and `queue list` says why."""
+    (tmp_path / "a").mkdir()
+    write_json(tmp_path / "a/state.json", {"phase": "waiting", "job": 7})
+    ended: list[list[str]] = []
+    monkeypatch.setattr(service.subprocess, "run", lambda words, **_more: ended.append(words))
+    here = service.Service(tmp_path, "/nowhere/python", tmp_path)
+    monkeypatch.setattr(here, "program", lambda run: tmp_path)
+    for attempt in range(service.ATTEMPTS):
+        assert not ended, attempt
+        here.not_before.clear()
+        here.start("a")
+    state = read_json(tmp_path / "a/state.json") or {}
+    assert state["phase"] == "failed" and "correct cluster_python" in state["exit"]["reason"]
+    assert ended == [["scancel", "--name=a", "7"]]

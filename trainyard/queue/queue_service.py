@@ -31,6 +31,7 @@ from trainyard.remote.verified_tree import TreeError, read_regular, unpack
 POLL = 0.5  # s between two queries to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
 REFUSED_PAUSE = 5.0  # s after a run whose program was changed
+ATTEMPTS = 3  # to start a driver whose program or interpreter cannot be used
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
 WAITING = ("PENDING", "REQUEUED", "CONFIGURING")
@@ -140,8 +141,11 @@ class Service:
             self.report(run, why)
             self.refuse(run, why)
         except (OSError, zipfile.BadZipFile) as error:
-            self.report(run, f"cannot start its driver: {error}")
+            self.report(run, why := f"cannot start its driver: {error}")
             self.not_before[run] = time.monotonic() + DELAY_LIMIT
+            self.failures[run] = self.failures.get(run, 0) + 1
+            if self.failures[run] >= ATTEMPTS:  # it would hold its hosts
+                self.refuse(run, f"{why}: correct cluster_python of the queue host, and add the run again")
 
     def report(self, run: str, line: str) -> None:
         """Write a line about a run to the journal, once."""
