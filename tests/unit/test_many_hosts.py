@@ -3,54 +3,89 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import resource
 import subprocess
 import sys
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lying_host
 import pytest
-from simulated_hosts import Cluster, prepared_run
+from lying_host import RUN
 
+from trainer.spec import make_spec
 from trainer.supervise.status import shorten
 from trainyard.run.launch_options import make_options
 from trainyard.run.session import RunSession
-from trainyard.run.types import SessionState
-from trainyard.wire.connection import Host, HostConnection
+from trainyard.run.types import PreparedRun, SessionState, StagedFile
 from trainyard.wire.run_errors import PlanError
 
+LATENCY = 0.05  # s of a request: Python starts on the host
+STEP = 0.5  # s of a training step
+POLL = 0.2  # s between two checks of a host while a request waits for a change
 
-class Recording(Cluster):
-    """Keeps the bytes of requests and answers by verb."""
 
-    def __init__(self, count: int, folder: Path) -> None:
-        super().__init__(count, folder, duration=1.0)
+def prepared_run(rows: int) -> PreparedRun:
+    """Return a run whose files are already on the hosts."""
+    spec = make_spec({"run": RUN, "model": "tiny", "fake_data": True, "total_batch_size": rows}, "the test")
+    return PreparedRun(spec, [StagedFile("trainer", "/dev/null", "store/t.zip", {"": "0" * 64}, "0" * 64, 1)], {})
+
+
+class Cluster(lying_host.Cluster):
+    """Hosts with one rank each, whose run ends `duration` seconds after its start. It counts the bytes of each verb.
+
+    Sizes are those of real answers: a heartbeat has the step times of all ranks, node.json the names of all hosts.
+    """
+
+    def __init__(self, count: int, folder: Path, duration: float) -> None:
+        super().__init__(folder, count)
+        self.duration, self.began, self.plan = duration, 0.0, ""
+        self.names, self.times = [host.name for host in self.hosts], [0.1234] * count
         self.verbs: dict[str, list[int]] = {}
-        self.plan = ""
+        for number, transport in enumerate(self.transports.values()):
+            transport.lie = functools.partial(self.answer, number)
 
-    def connect(self, host: Host) -> HostConnection:
-        connection = super().connect(host)
-        execute = connection.transport.execute
+    def state(self, number: int, request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the status of a host's part of the run, when it changes or after the seconds of the request."""
+        deadline = time.monotonic() + request.get("wait", 0.0)
+        while time.monotonic() < min(deadline, self.began + self.duration):
+            time.sleep(POLL)
+        ran = time.monotonic() - self.began
+        ended, steps = ran >= self.duration, int(self.duration / STEP)
+        rank = answer["ranks"][str(number)] | {"step": min(steps, int(ran / STEP)), "steps": steps, "error": None}
+        rank |= {"status": "finished" if ended else "training", "time": time.time()}
+        rank |= {"step_seconds": self.times, "comm_share": self.times}
+        node = answer["node"] | {"hosts": self.names, "failures": [], "status": "finished" if ended else "running"}
+        answer |= {"status": node["status"], "node": node, "ranks": {str(number): rank}, "logs": {}}
+        return shorten(answer) if request.get("brief") else answer
 
-        def recorded(command: str, stdin: bytes | None = None) -> tuple[int, bytes, bytes]:
-            answer = execute(command, stdin)
-            verb = command.rpartition(" ")[2] if not command.startswith("cd -P") else "begin"
-            size, _, rest = (stdin or b"0\n").partition(b"\n")
-            request = rest[int(size) :] if size.isdigit() else stdin or b""
-            self.verbs.setdefault(verb, []).append(len(request) + len(answer[1]))
-            if verb == "commit":
-                self.plan = json.loads(request)["contents"]["plan.json"][1]
-            return answer
+    def answer(self, number: int, verb: str, request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of a host."""
+        if verb == "run_status":
+            answer = self.state(number, request, answer)
+        if verb == "health":
+            peers = [host for host in self.hosts if host is not self.hosts[number]]
+            answer["names"]["addresses"] = {peer.name: [peer.address] for peer in peers}
+            answer |= {"busy": [], "torchruns": [], "clock": [time.time(), time.time()], "files": {}, "wsl": None}
+            answer["gpu"] = {"cards": 0, "gpus": [], "users": []}
+        if verb == "begin":
+            self.began = self.began or time.monotonic()
+            answer = {"now": time.time()}
+        if verb == "commit":
+            self.plan = request["contents"]["plan.json"][1]
+        self.verbs.setdefault(verb, []).append(len(json.dumps(request)) + len(json.dumps(answer)))
+        time.sleep(LATENCY)
+        return answer
 
-        connection.transport.execute = recorded  # type: ignore[method-assign]
-        return connection
 
-
-def recorded(count: int, folder: Path) -> Recording:
+def recorded(count: int, folder: Path) -> Cluster:
     """Return the traffic of a session with simulated hosts until their run ended."""
-    cluster = Recording(count, folder)
+    cluster = Cluster(count, folder, duration=1.0)
     state = SessionState(prepared=prepared_run(count))
     session = RunSession(
         cluster.hosts, cluster.connect, make_options({}), home=folder, report=lambda line: None, state=state

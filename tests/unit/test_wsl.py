@@ -55,7 +55,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def health_reply(facts: dict[str, Any] | None) -> dict[str, Any]:
     """Return what the controller takes of a host's health."""
-    answer = lying_host.health(Host("node2", "10.0.0.2", "/d", "/p"))
+    answer = lying_host.honest("health", {}, Host("node2", "10.0.0.2", "/d", "/p"), 1)
     return checked_reply("health", answer | {"wsl": facts})
 
 
