@@ -16,11 +16,8 @@ import yaml
 from fake_target import serve_target
 from fake_teacher import Teacher, serve
 from run_hosts import TOP, Bed, bed, free_port, until
-from ssh_server import control_folder, server
-from test_run_session import dataset, session_of_plan
-
-from trainyard.wire.connection import HostConnection
-from trainyard.wire.openssh import LocalTransport
+from ssh_server import Server, control_folder, server
+from test_run_session import dataset, local, session_of_plan
 
 __all__ = ["bed", "control_folder", "server"]
 
@@ -51,11 +48,9 @@ def inventory(folder: Path, **variables: Any) -> Path:
     return path
 
 
-@pytest.fixture(params=["local", "ssh"])
-def hosts(request: pytest.FixtureRequest, bed: Bed) -> Path:
-    if request.param == "local":
-        return inventory(bed.folder)
-    login = request.getfixturevalue("server").login
+@pytest.fixture
+def hosts(server: Server, bed: Bed) -> Path:
+    login = server.login
     return inventory(
         bed.folder,
         ansible_connection="ssh",
@@ -120,7 +115,6 @@ def words_of_run(bed: Bed, hosts: Path, steps: int) -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     this_run = words_of_run(bed, hosts, 6)
     planned = answer("plan", *this_run)
@@ -128,6 +122,10 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     assert planned["plan"][0]["spec"]["lr"] == 1e-3 and planned["phase"] == "new"
     would = run("train", *this_run, "--check")
     assert (would.returncode, would.stdout.splitlines()[-1]) == (0, "would start r on node1, node2")
+    rendered = run("train", *this_run, "--render-only", f"--render-to={bed.folder / 'out'}")
+    scripts = sorted((bed.folder / "out").iterdir())
+    assert rendered.returncode == 0 and [file.name for file in scripts] == ["node1.sh", "node2.sh", "slurm.sbatch"]
+    assert not any(subprocess.run(["bash", "-n", file], check=False).returncode for file in scripts)
     assert not bed.run_dir(0).exists()
     ended = answer("train", *this_run)
     assert (ended["run"], ended["status"], ended["result"]["step"]) == ("r", "finished", 6)
@@ -139,10 +137,9 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", ["ssh", pytest.param("local", marks=pytest.mark.long)], indirect=True)
 def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> None:
     bed.make_run(2)
-    session_of_plan(bed, lambda host: HostConnection(host, LocalTransport()), bed.plan(2, 100_000), []).launch()
+    session_of_plan(bed, local, bed.plan(2, 100_000), []).launch()
     bed.at_step(1)
     runs = answer("status", "r", "-i", hosts, "--no-hardware")["runs"]
     assert [(state["host"], state["alive"]) for state in runs] == [("node1", True), ("node2", True)]

@@ -10,28 +10,23 @@ from typing import Any
 import pytest
 from fake_nvidia_smi import write_nvidia_smi
 from run_hosts import Bed, bed
-from test_run_session import SMALL, hosts
+from test_run_session import SMALL, hosts, local
 
 from trainer.spec import make_spec
 from trainyard.run.follow.manage_runs import manage_runs
 from trainyard.run.launch_options import LaunchOptions, make_options
 from trainyard.run.session import RunSession
 from trainyard.run.types import PlanEntry
-from trainyard.wire.connection import Host, HostConnection
-from trainyard.wire.openssh import LocalTransport
+from trainyard.wire.connection import Host
 from trainyard.wire.run_errors import PlanError
 
 __all__ = ["bed"]
 
 
-def connect(host: Host) -> HostConnection:
-    return HostConnection(host, LocalTransport())
-
-
 def start(host: Host, folder: Path, run: str, **options: Any) -> list[PlanEntry]:
     """Start a run that takes long; return its plan."""
     spec = make_spec(SMALL | {"model": "tiny", "fake_data": True, "max_steps": 100_000, "run": run}, "the test")
-    session = RunSession([host], connect, make_options(options), spec=spec, home=folder, report=lambda line: None)
+    session = RunSession([host], local, make_options(options), spec=spec, home=folder, report=lambda line: None)
     for step in (session.prepare, session.plan, session.stage, session.launch):
         step()
     return session.state.plan
@@ -61,5 +56,5 @@ def test_two_runs_on_one_host_use_different_gpus(bed: Bed, tmp_path: Path, monke
         (tmp_path / "bin/nvidia-smi").unlink()
         start(host, tmp_path, "three")
     for run in ("one", "two"):
-        manage_runs("stopped", run, [host], connect, LaunchOptions(), print, now=True)
+        manage_runs("stopped", run, [host], local, LaunchOptions(), print, now=True)
     assert not bed.live_processes()

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_hosts import Bed, bed, until
+from test_run_session import session_of_spec
 from trainer_runs import write_jsonl
 
-from trainer.spec import make_spec
-from trainyard.run.launch_options import make_options
 from trainyard.run.session import RunSession
-from trainyard.wire.connection import Host, HostConnection
-from trainyard.wire.openssh import LocalTransport
 from trainyard.wire.run_errors import RunError
 
 __all__ = ["bed"]
@@ -40,18 +36,7 @@ def session(bed: Bed, reward: Path, lines: list[str], run: str, **options: Any) 
     fields = {"run": run, "model": "tiny", "dataset": str(dataset), "method": "grpo", "reward": f"{reward},exact:0.5"}
     fields |= {"seq_length": 48, "grpo_max_tokens": 8, "grpo_group_size": 4, "total_batch_size": 16, "epochs": 10}
     fields |= {"max_steps": 12, "checkpoint_interval": 2, "loggers": "none", "eval_split": 0.1, "balance": "even"}
-    hosts = [
-        Host(name, "127.0.0.1", str(bed.folder / name), sys.executable, backend="process")
-        for name in ("node1", "node2")
-    ]
-    return RunSession(
-        hosts,
-        lambda host: HostConnection(host, LocalTransport()),
-        make_options({"progress_interval": 0.1, **options}),
-        spec=make_spec(fields, "the test"),
-        home=bed.folder,
-        report=lines.append,
-    )
+    return session_of_spec(bed, fields, lines, progress_interval=0.1, **options)
 
 
 def test_a_killed_rank_loses_no_completion(bed: Bed) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_hosts import Bed, bed, until
+from test_run_session import hosts, local, session_of_spec
 
-from trainer.spec import make_spec
 from trainyard.run.follow.manage_runs import manage_runs
-from trainyard.run.launch_options import LaunchOptions, make_options
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
-from trainyard.wire.connection import Host, HostConnection
-from trainyard.wire.openssh import LocalTransport
 from trainyard.wire.run_errors import PlanError, RunError
 
 __all__ = ["bed"]
@@ -24,25 +21,9 @@ pytestmark = pytest.mark.slow
 SUMMING = Path(__file__).parents[1] / "support/summing_script.py"
 
 
-def connect(host: Host) -> HostConnection:
-    return HostConnection(host, LocalTransport())
-
-
-def hosts(folder: Path) -> list[Host]:
-    names = ("node1", "node2")
-    return [Host(name, "127.0.0.1", str(folder / name), sys.executable, backend="process") for name in names]
-
-
 def session(bed: Bed, script: Path, lines: list[str], run: str, **options: Any) -> RunSession:
     fields = {"script": str(script), "run": run, "max_steps": 200, "checkpoint_interval": 50}
-    return RunSession(
-        hosts(bed.folder),
-        connect,
-        make_options({"progress_interval": 0.1, **options}),
-        spec=make_spec(fields, "the test"),
-        home=bed.folder,
-        report=lines.append,
-    )
+    return session_of_spec(bed, fields, lines, progress_interval=0.1, **options)
 
 
 def test_a_script_stops_with_a_checkpoint_and_resumes(bed: Bed) -> None:
@@ -51,7 +32,7 @@ def test_a_script_stops_with_a_checkpoint_and_resumes(bed: Bed) -> None:
     running = threading.Thread(target=first.run, daemon=True)
     running.start()
     until(lambda: first.state.phase == "running" and bed.state(1, "sum").get("step", 0) >= 5, 180, "step 5 of rank 1")
-    stopped = manage_runs("stopped", "sum", hosts(bed.folder), connect, LaunchOptions(), lines.append, grace=30)
+    stopped = manage_runs("stopped", "sum", hosts(bed.folder), local, LaunchOptions(), lines.append, grace=30)
     assert stopped["hosts"] == {"node1": "stopped", "node2": "stopped"}
     running.join(60)
     assert first.state.status == "stopped" and any(line.startswith("step ") for line in lines)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_hosts import FAKE_RANK, TOP, Bed, bed, free_port, parent_of, until
+from run_hosts import FAKE_RANK, TOP, Bed, bed, free_port, until
+from tables import table
 
 from trainer.supervise.logs import LOG_SIZE
 from trainer.supervise.processes import environ, is_running, process_stat, send_signal
@@ -71,17 +72,6 @@ def torchrun(steps: int = 1000, local_ranks: int = 1) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={local_ranks}"]
     where = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     return [sys.executable, *launcher, *where, str(FAKE_RANK), str(steps), "0.05"]
-
-
-@pytest.mark.slow
-def test_a_run_finishes(bed: Bed) -> None:
-    bed.make_run(1)
-    answer = start(bed, torchrun(steps=3))
-    assert answer["backend"] == "process"
-    final = ended(bed)
-    assert (final["status"], final["alive"], final["node"]["exit_code"]) == ("finished", False, 0)
-    assert final["node"]["pid"] == answer["pid"]
-    assert final["ranks"]["0"]["status"] == "finished"
 
 
 def test_a_second_start_is_rejected_and_names_the_run(bed: Bed) -> None:
@@ -148,19 +138,9 @@ def test_a_dead_worker_is_noticed_while_torchrun_waits_for_other_workers(bed: Be
     assert not bed.live_processes()
 
 
-@pytest.mark.slow
-def test_sigkill_of_torchrun_leaves_no_orphan(bed: Bed) -> None:
-    bed.make_run(1)
-    start(bed, torchrun())
-    os.kill(parent_of(bed.at_step(0)["pid"]), signal.SIGKILL)
-    final = ended(bed)
-    assert (final["status"], final["node"]["exit_code"]) == ("failed", -9)
-
-
-@pytest.mark.slow
 def test_sigkill_of_the_supervisor_ends_all_processes(bed: Bed) -> None:
     bed.make_run(1)
-    pid = start(bed, torchrun())["pid"]
+    pid = start(bed, plain_rank())["pid"]
     bed.at_step(0)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not bed.live_processes(), 5, what="the end of all processes")
@@ -182,6 +162,36 @@ def test_stop_kills_processes_that_outlived_their_supervisor(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.parametrize("verb", ["start", "stop"])
+def test_a_verb_that_is_killed_leaves_a_run_that_can_be_stopped_and_started(bed: Bed, verb: str) -> None:
+    """At moments of its work: the run trains afterwards or has ended, and a stop leaves no process."""
+    bed.make_run(1)
+    request = {
+        "run_dir": str(bed.run_dir(0)),
+        "ranks": [0],
+        "backend": "process",
+        "command": plain_rank(),
+        "grace": 2.0,
+    }
+    for delay in (0.0, 0.1, 0.2, 0.4):
+        if verb == "stop":
+            start(bed, plain_rank())
+            bed.at_step(0, 1)
+        client = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainer.supervise", verb],
+            env=os.environ | {"PYTHONPATH": str(TOP)}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert client.stdin
+        client.stdin.write(json.dumps(request))
+        client.stdin.close()
+        time.sleep(delay)
+        client.kill()
+        client.wait()
+        until(lambda: (now := status(bed))["alive"] == (now["status"] == "running"), 20, "a run, or its end")
+        assert stop(bed, now=True)["status"] not in ("starting", "running")
+        until(lambda: not bed.live_processes(), 10, what="the end of all processes")
+
+
 def test_a_clean_stop_lets_the_rank_end_by_itself(bed: Bed) -> None:
     bed.make_run(1)
     start(bed, plain_rank())
@@ -189,8 +199,10 @@ def test_a_clean_stop_lets_the_rank_end_by_itself(bed: Bed) -> None:
     assert stop(bed, grace=20) == {"status": "stopped", "killed": 0}
     assert bed.state(0)["status"] == "stopped"
     assert stop(bed)["status"] == "stopped", "a second stop changes nothing"
-    start(bed, plain_rank(steps=3))  # the earlier `stop` file does not stop the new run
-    assert ended(bed)["status"] == "finished"
+    pid = start(bed, plain_rank(steps=3))["pid"]  # the earlier `stop` file does not stop the new run
+    final = ended(bed)
+    assert (final["status"], final["alive"], final["ranks"]["0"]["status"]) == ("finished", False, "finished")
+    assert (final["node"]["exit_code"], final["node"]["pid"], final["node"]["backend"]) == (0, pid, "process")
 
 
 def test_a_rank_that_ignores_stop_gets_sigterm(bed: Bed) -> None:
@@ -384,25 +396,7 @@ def test_the_ranks_end_with_the_lease_of_the_host(bed: Bed) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"state/node.json": '{"status": 5, "started": "x", "pid": [], "failures": 7}'},
-        {"state/node.json": None},
-        {"state/node.json": "fifo"},
-        {"state/node.json": '{"status": "running", "started": 1, "pid": VICTIM, "pid_start": START}'},
-        {"state/node.json": '{"status": "finished", "started": 1, "pid": VICTIM, "pid_start": START}', "lock": ""},
-        {"state/node.json": "[]", "lock": "fifo", "state/rank0.json": '{"rank": {}, "pid": "x"}'},
-        {"state/node.json": "folder", "lock": None},
-        {"state/node.json": '{"status": "running", "started": 1, "unit": "a\\u0000b"}', "lock": None},
-        {
-            "state/node.json": '{"status": "running", "started": 1, "pid": 1%s, "pid_start": 0}' % ("0" * 30),
-            "lock": None,
-        },
-        {"state/rank0.json": f'{{"rank": 0, "x": {"[" * 40}1{"]" * 40}}}', "lock": None},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("files", table("replaced_run_files"), ids=str)
 def test_a_stop_needs_nothing_that_the_run_wrote(bed: Bed, files: dict[str, str | None]) -> None:
     bed.make_run(1)
     start(bed, plain_rank())

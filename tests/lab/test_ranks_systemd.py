@@ -70,7 +70,7 @@ def test_user_unit_with_lingering(lab: Lab, site: Site) -> None:
             lab.inside(host, f"loginctl disable-linger tester; mv /root/sudoers {sudo}")
 
 
-@pytest.mark.parametrize("backend", ["process", "systemd"])
+@pytest.mark.parametrize("backend", [pytest.param("process", marks=pytest.mark.long), "systemd"])
 def test_a_run_outlives_the_login_that_started_it(lab: Lab, site: Site, backend: str) -> None:
     playbook = site.run(site.plan(), backend=backend)
     step = site.at_step(2)["step"]
@@ -92,22 +92,10 @@ def test_a_run_outlives_the_login_that_started_it(lab: Lab, site: Site, backend:
     site.check_no_processes()
 
 
-def test_controller_reattaches(lab: Lab, site: Site) -> None:
-    playbook = site.run(site.plan())
-    site.at_step(0)
-    os.killpg(playbook.pid, signal.SIGKILL)
-    assert site.play("playbooks/status.yml").wait(60) == 0
-    rows = [line.split()[:4] for line in site.read_output().splitlines() if line.startswith("r ")]
-    assert rows == [["r", f"node{i + 1}", str(i), "training"] for i in range(3)]
-    attached = site.play("playbooks/attach.yml", "-e", "run=r")
-    following = site.output
-    until(lambda: "step " in following.read_text(), 30)
-    assert site.play("playbooks/stop.yml", "-e", "run=r").wait(60) == 0
-    assert attached.wait(30) == 0
-    site.check_no_processes()
-
-
-@pytest.mark.parametrize(("fault", "options", "silence"), [("cut", {}, r"\d+"), ("pause", {"lost_limit": 10}, r"1\d")])
+@pytest.mark.parametrize(
+    ("fault", "options", "silence"),
+    [("cut", {}, r"\d+"), pytest.param("pause", {"lost_limit": 10}, r"1\d", marks=pytest.mark.long)],
+)
 def test_unreachable_host_ends_the_playbook(
     lab: Lab, site: Site, fault: str, options: dict[str, Any], silence: str
 ) -> None:
@@ -148,17 +136,6 @@ def test_out_of_memory_kill_is_reported(lab: Lab, site: Site) -> None:
     assert playbook.wait(120) == 2
     assert site.error() == "error: rank 1 on node2 was killed by SIGKILL, while its machine was out of memory"
     site.check_no_processes()
-
-
-def test_end_of_a_supervisor_ends_its_unit(lab: Lab, site: Site) -> None:
-    playbook = site.run(site.plan(torchrun=True))
-    site.at_step(1)
-    lab.inside(lab.hosts[1], f"kill -9 {site.read(lab.hosts[1], 'node')['pid']}")
-    assert playbook.wait(30) == 2
-    assert site.error().startswith("error: the supervisor on node2 has exited")
-    site.check_no_processes()
-    again = site.run(site.plan(steps=3))  # a failed unit does not prevent the next start
-    assert again.wait(60) == 0, site.read_output()
 
 
 def test_no_process_leaves_the_unit(lab: Lab, site: Site) -> None:

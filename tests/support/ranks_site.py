@@ -40,8 +40,6 @@ class Site:
             content.writestr("trainer/__init__.py", "")
             for source in sorted((TOP / "trainer/supervise").glob("*.py")):
                 content.write(source, f"trainer/supervise/{source.name}")
-            content.writestr("trainer/launch/__init__.py", "")
-            content.write(FAKE_RANK.with_name("fake_torchrun.py"), "trainer/launch/torchrun.py")
         files = {"trainer.zip": archive.getvalue(), "env": environment.encode()}
         files |= {name: FAKE_RANK.with_name(name).read_bytes() for name in ("fake_rank.py", "hiding_rank.py")}
         script = [f"rm -rf {RUN_DIR}; mkdir -p {RUN_DIR}; cd {RUN_DIR}; umask 077"]
