@@ -1,4 +1,4 @@
-"""Every fault of the lab has its effect, and its undo removes it. Most of these tests are nightly: they test the lab."""
+"""Every fault of the lab has its effect, and its undo removes it. Nightly: these tests test the lab."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 import socket
 import subprocess
 import time
+from typing import Any
 
 import pytest
 from lab_hosts import NEEDS_LAB, VENV, Host, Lab
+from tables import table
 from testbed import faults
 from testbed.machine import LabError
 
-pytestmark = NEEDS_LAB
+pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
 
 def reaches(lab: Lab, source: Host, target: Host) -> bool:
@@ -32,12 +34,27 @@ def eventually(lab: Lab, condition, what: str) -> None:
     lab.wait(condition, what, 20)
 
 
-def test_cut(lab: Lab, hosts: list[Host]) -> None:
-    faults.inject(lab, hosts[1], "cut")
-    assert not reaches(lab, hosts[0], hosts[1])
-    assert lab.inside(hosts[1], f"cat /sys/class/net/{hosts[1].nic}/carrier").strip() == "0"
-    faults.undo(lab, hosts[1], "cut")
-    eventually(lab, lambda: reaches(lab, hosts[0], hosts[1]), "node2 does not answer")
+FAULTS = table("lab_faults")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: " ".join(fault["fault"]))
+def test_fault(lab: Lab, hosts: list[Host], fault: dict[str, Any]) -> None:
+    """The output of a command on a host changes as the fault says, and its undo restores it."""
+    net, values = hosts[0].net, {host.name: host.address for host in hosts} | {"nic": hosts[1].nic}
+    host = hosts[fault["at"] - 1]
+
+    def shown() -> str:
+        return lab.inside(host, fault["command"].format(net=net, **values), check=False)
+
+    target, (name, *arguments) = hosts[fault["to"] - 1], fault["fault"]
+    for first in fault.get("first", []):
+        faults.inject(lab, target, *first)
+    before = shown()
+    for _ in range(fault.get("times", 1)):
+        faults.inject(lab, target, name, *arguments)
+    assert re.search(fault["during"].format(net=net, **values), shown()), shown()
+    faults.undo(lab, target, name)
+    eventually(lab, lambda: shown() == before, f"{name} is not undone: {before}")
 
 
 @pytest.mark.parametrize(("rate", "low", "high"), [("100mbit", 80, 101), ("1gbit", 700, 1010)])
@@ -76,7 +93,6 @@ print((got - half[0]) * 8e-6 / (time.monotonic() - half[1]))
         return float(server.stdout.readline())
 
 
-@pytest.mark.long
 def test_pause(lab: Lab, hosts: list[Host]) -> None:
     assert connects(hosts[2], 22)
     faults.inject(lab, hosts[2], "pause")
@@ -104,19 +120,6 @@ def test_crash(lab: Lab, hosts: list[Host]) -> None:
     assert lab.inside(hosts[2], "systemctl list-units --no-legend 'run-*.service'") == ""
 
 
-@pytest.mark.long
-def test_fill(lab: Lab, hosts: list[Host]) -> None:
-    faults.inject(lab, hosts[1], "fill")
-    output = lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 2>&1 || true")
-    assert "No space left on device" in output
-    faults.undo(lab, hosts[1], "fill")
-    lab.inside(hosts[1], "dd if=/dev/zero of=/home/tester/more bs=64k count=1 && rm /home/tester/more")
-    faults.inject(lab, hosts[1], "fill", "50")
-    free = int(lab.inside(hosts[1], "df --output=avail --block-size=1M / | tail -n 1"))
-    assert 45 <= free <= 51
-
-
-@pytest.mark.long
 def test_cpu(lab: Lab, hosts: list[Host]) -> None:
     faults.inject(lab, hosts[1], "cpu", "30")
     assert share(lab, hosts[1]) == pytest.approx(0.30, abs=0.06)
@@ -135,18 +138,6 @@ def share(lab: Lab, host: Host) -> float:
     return float(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
 
 
-@pytest.mark.long
-def test_memory(lab: Lab, hosts: list[Host]) -> None:
-    faults.inject(lab, hosts[1], "memory", "200")
-    eat = "python3 -c 'print(len(bytearray(300 << 20)))'"
-    # In a unit, so that the kernel kills the process that allocates, and systemd records its exit.
-    unit = f"systemd-run --quiet --collect --wait --pipe --property=OOMScoreAdjust=1000 {eat}"
-    assert lab.inside(hosts[1], unit, check=False) == ""
-    faults.undo(lab, hosts[1], "memory")
-    assert lab.inside(hosts[1], unit).strip() == str(300 << 20)
-
-
-@pytest.mark.long
 def test_skew(lab: Lab, hosts: list[Host]) -> None:
     ask = f"{VENV}/bin/python -c 'import importlib.metadata as m, yaml; print(m.version(\"PyYAML\"), yaml.__version__)'"
     real = lab.inside(hosts[0], ask).split()
@@ -160,60 +151,12 @@ def test_skew(lab: Lab, hosts: list[Host]) -> None:
     assert lab.inside(hosts[1], ask).split() == real
 
 
-@pytest.mark.long
-def test_port(lab: Lab, hosts: list[Host]) -> None:
-    assert not connects(hosts[0], 29500)
-    faults.inject(lab, hosts[0], "port", "29500")
-    assert connects(hosts[0], 29500)
-    faults.undo(lab, hosts[0], "port")
-    assert not connects(hosts[0], 29500)
-
-
-@pytest.mark.long
-def test_hosts(lab: Lab, hosts: list[Host]) -> None:
-    before = lab.inside(hosts[1], "cat /etc/hosts")
-    faults.inject(lab, hosts[1], "hosts")
-    assert lab.inside(hosts[1], "getent ahostsv4 node1").startswith(f"10.231.{hosts[1].net}.253 ")
-    faults.inject(lab, hosts[1], "hosts")
-    faults.undo(lab, hosts[1], "hosts")
-    assert lab.inside(hosts[1], "cat /etc/hosts") == before
-
-
-@pytest.mark.long
-def test_nic(lab: Lab, hosts: list[Host]) -> None:
-    faults.inject(lab, hosts[1], "nic")
-    assert f"10.232.{hosts[1].net}.10/24" in lab.inside(hosts[1], "ip -4 -brief address show up")
-    assert "0 received" in lab.inside(hosts[1], f"ping -c 1 -W 1 10.232.{hosts[1].net}.9", check=False)
-    assert reaches(lab, hosts[0], hosts[1])
-    faults.undo(lab, hosts[1], "nic")
-    assert "10.232." not in lab.inside(hosts[1], "ip address")
-
-
-@pytest.mark.long
 def test_clone(lab: Lab, hosts: list[Host]) -> None:
     first, second = (lab.inside(host, "cat /etc/machine-id") for host in hosts[:2])
     faults.inject(lab, hosts[1], "clone", "node1")
     assert lab.inside(hosts[1], "cat /etc/machine-id") == first != second
     faults.undo(lab, hosts[1], "clone")
     assert lab.inside(hosts[1], "cat /etc/machine-id") == second
-
-
-def test_block(lab: Lab, hosts: list[Host]) -> None:
-    faults.inject(lab, hosts[1], "port", "40000")
-    assert connects(hosts[1], 40000)
-    faults.inject(lab, hosts[1], "block", "32768-60999")
-    assert not connects(hosts[1], 40000)
-    assert connects(hosts[1], 22)
-    faults.undo(lab, hosts[1], "block")
-    assert connects(hosts[1], 40000)
-
-
-@pytest.mark.long
-def test_mtu(lab: Lab, hosts: list[Host]) -> None:
-    faults.inject(lab, hosts[1], "mtu", "1280")
-    assert "mtu 1280" in lab.inside(hosts[1], f"ip link show {hosts[1].nic}")
-    faults.undo(lab, hosts[1], "mtu")
-    assert "mtu 1500" in lab.inside(hosts[1], f"ip link show {hosts[1].nic}")
 
 
 def test_undo_without_names_removes_every_fault(lab: Lab, hosts: list[Host]) -> None:
@@ -226,17 +169,7 @@ def test_undo_without_names_removes_every_fault(lab: Lab, hosts: list[Host]) -> 
     assert "node1" not in lab.inside(hosts[2], "cat /etc/hosts")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["explode"], "unknown fault 'explode': use one of block, clone"),
-        (["shape"], "usage: fault node1 shape RATE"),
-        (["shape", "fast"], "shape takes a rate like 100mbit or 1gbit, not 'fast'"),
-        (["cpu", "half"], "'half' is not an integer"),
-        (["clone", "node9"], "no host 'node9'"),
-        (["block", "1;2"], "block takes a port or a range"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), table("faults")["invalid_fault_is_one_line"])
 def test_invalid_fault_is_one_line(lab: Lab, arguments: list[str], message: str) -> None:
     with pytest.raises(LabError, match=re.escape(message)):
         faults.inject(lab, lab.hosts[0], *arguments)
@@ -244,4 +177,5 @@ def test_invalid_fault_is_one_line(lab: Lab, arguments: list[str], message: str)
 
 def test_all_faults_are_tested() -> None:
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    tested |= {fault["fault"][0] for fault in FAULTS}
     assert set(faults.FAULTS) <= tested

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from lab_hosts import NEEDS_LAB, VENV, Lab, inventory_with, run_playbook
 
-pytestmark = NEEDS_LAB
+pytestmark = [*NEEDS_LAB, pytest.mark.long]  # they test the lab
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,6 @@ def test_host_cannot_change_global_settings(lab: Lab) -> None:
     assert as_user(lab, "node1", "sudo sysctl -w net.ipv4.tcp_fin_timeout=61").strip().endswith("61")
 
 
-@pytest.mark.long
 def test_apt_and_pip_install(lab: Lab) -> None:
     as_user(
         lab, "node1", "sudo apt-get update -qq && sudo apt-get install -y -qq --no-install-recommends tree >/dev/null"

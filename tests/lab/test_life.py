@@ -1,4 +1,4 @@
-"""A lab starts, changes its size, and leaves nothing behind, also after failures. Most of these tests are nightly: they test the lab."""
+"""A lab starts, changes its size, and leaves nothing behind, also after failures. Nightly: these tests test the lab."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from lab_hosts import NEEDS_LAB, REPO, Lab
+from tables import table
 from testbed import machine
 from testbed.machine import LabError
 
-pytestmark = NEEDS_LAB
+pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO / "molecule/resources")}
 
@@ -79,7 +80,6 @@ def gone(cable: str) -> bool:
     return not Path(f"/sys/class/net/{cable}").exists()
 
 
-@pytest.mark.long
 def test_ten_labs_leave_the_machine_unchanged(one: Lab) -> None:
     before = traces(one)
     for _ in range(10):
@@ -116,11 +116,7 @@ def start(lab: Lab, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("number", "moment"),
-    [
-        (signal.SIGTERM, "state.json"),
-        (signal.SIGKILL, "node1/console.log"),
-        pytest.param(signal.SIGINT, "node1/console.log", marks=pytest.mark.long),
-    ],
+    [(signal.SIGTERM, "state.json"), (signal.SIGKILL, "node1/console.log"), (signal.SIGINT, "node1/console.log")],
 )
 def test_interrupted_up_leaves_nothing(one: Lab, number: signal.Signals, moment: str) -> None:
     before = traces(one)
@@ -132,7 +128,6 @@ def test_interrupted_up_leaves_nothing(one: Lab, number: signal.Signals, moment:
     ends_as(one, before)
 
 
-@pytest.mark.long
 def test_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
     before = traces(one)
     with start(one) as begun:
@@ -148,7 +143,6 @@ def test_lab_outlives_the_command_but_not_its_holder(one: Lab) -> None:
     one.down()
 
 
-@pytest.mark.long
 def test_lab_of_a_test_ends_with_the_test(one: Lab) -> None:
     before = traces(one)
     code = f"from testbed.lab import Lab; import time; Lab({one.name!r}).up(hosts=1, persistent=False); print('up', flush=True); time.sleep(600)"
@@ -159,37 +153,22 @@ def test_lab_of_a_test_ends_with_the_test(one: Lab) -> None:
     ends_as(one, before)
 
 
-@pytest.mark.long
-def test_two_labs_are_isolated(one: Lab) -> None:
+def test_labs_are_isolated_and_reach_only_package_registries(one: Lab) -> None:
+    """slirp4netns sends all traffic of a lab, and only its rules forward packets to it; no lab uses a network that has a route."""
     other = Lab(f"{one.name}-b")
-    try:
-        one.up(hosts=1)
-        other.up(hosts=1)
-        assert one.running.net != other.running.net
-        here, there = one.host("node1"), other.host("node1")
-        assert "0 received" in one.inside(here, f"ping -c 1 -W 1 {there.address}", check=False)
-        assert one.inside(here, "cat /etc/machine-id") != other.inside(there, "cat /etc/machine-id")
-    finally:
-        other.down()
-    assert one.inside(one.host("node1"), "hostname") == "node1\n"
-
-
-@pytest.mark.long
-def test_lab_uses_no_routed_network(one: Lab) -> None:
-    # A route in a free network of the lab's range, which the lab must not use.
     free = next(net for net in range(1, 255) if not any(r.startswith(f"10.231.{net}.") for r in machine.routes()))
     subprocess.run(["ip", "route", "add", "blackhole", f"10.231.{free}.128/25"], check=True)
     try:
         one.up(hosts=1)
-        assert one.running.net != free
+        other.up(hosts=1)
+        assert free != one.running.net != other.running.net
+        here, there = one.host("node1"), other.host("node1")
+        assert "0 received" in one.inside(here, f"ping -c 1 -W 1 {there.address}", check=False)
+        assert one.inside(here, "cat /etc/machine-id") != other.inside(there, "cat /etc/machine-id")
     finally:
         subprocess.run(["ip", "route", "del", "blackhole", f"10.231.{free}.128/25"], check=True)
-
-
-@pytest.mark.long
-def test_lab_reaches_only_package_registries(one: Lab) -> None:
-    """slirp4netns sends all traffic of a lab, and only these rules forward packets to it."""
-    one.up(hosts=1)
+        other.down()
+    assert one.inside(one.host("node1"), "hostname") == "node1\n"
     rules = one.in_lab("nft", "list", "table", "inet", "lab")
     accepted = [line.strip() for line in rules.splitlines() if "accept" in line and "policy" not in line]
     assert accepted[:2] == ['iifname "br0" oifname "br0" accept', "ct state established,related accept"]
@@ -200,15 +179,7 @@ def test_lab_reaches_only_package_registries(one: Lab) -> None:
     assert one.in_lab("ip", "-o", "route", "show", "default").count("tap0") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["up", "--hosts", "0"], "a lab has 1 to 200 hosts, not 0"),
-        (["up", "--venv", "/nonexistent"], "/nonexistent is not a Python environment"),
-        (["fault", "node1", "cut"], "no lab named"),
-        (["--name", "a/b", "up"], "the name of a lab consists of letters, digits and dashes"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), table("life")["invalid_command_is_one_line"])
 def test_invalid_command_is_one_line(one: Lab, arguments: list[str], message: str) -> None:
     argv = [sys.executable, "-m", "testbed", "--name", one.name, *arguments]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True)
