@@ -74,3 +74,21 @@ def test_sbatch_runs_the_script_of_config(cluster: Lab, tmp_path: Path, capsys: 
     results = [json.loads(lab.inside(head, f"cat {path} || echo {{}}")) for path in paths]
     assert [each.get("step") for each in results] == [2, 2], said
     assert results[0]["adapter_sha256"] == results[1]["adapter_sha256"]
+
+
+def test_slurm_accepts_the_script_that_a_play_renders(cluster: Lab, tmp_path: Path) -> None:
+    given = {
+        "run": "slurm",
+        "model": "tiny",
+        "dataset": str(questions(tmp_path)),
+        "max_steps": 2,
+        "total_batch_size": 4,
+    }
+    given |= {"render_only": True, "render_to": str(tmp_path / "out")}
+    played = run_playbook("train.yml", cluster.inventory, given)
+    assert played.rc == 0, played.stdout
+    script = (tmp_path / "out/slurm.sbatch").read_text()
+    tested = cluster.inside(
+        cluster.hosts[0], f"cat >/tmp/it.sbatch <<'_END_'\n{script}_END_\nsbatch --test-only /tmp/it.sbatch 2>&1"
+    )
+    assert "to start at" in tested and "node[1-2]" in tested, tested

@@ -1,4 +1,4 @@
-"""A run that restarts after faults of its hosts, and its rendered script under Slurm."""
+"""A run that restarts after faults of its hosts."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def test_the_end_of_a_run_leaves_no_process_on_a_host_that_returned_before_it(tr
     assert not trial.leftovers()
 
 
+@pytest.mark.long
 def test_a_host_that_returns_takes_part_again_when_that_pays(trial: Trial, lab: Lab) -> None:
     trial.variables |= {"run": "returns", "max_steps": 100_000}
     trial.start()
@@ -106,68 +107,11 @@ def test_elastic_run_continues_and_ends(trial: Trial, lab: Lab) -> None:
     assert not trial.leftovers()
 
 
-SLURM = """\
-ClusterName=lab
-SlurmctldHost=node1
-AuthType=auth/none
-CryptoType=crypto/none
-CredType=cred/none
-SlurmUser=root
-StateSaveLocation=/var/spool/slurmctld
-SlurmdSpoolDir=/var/spool/slurmd
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/linear
-ReturnToService=2
-NodeName=node[1-2] CPUs=1 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-
-
-def test_slurm_accepts_the_rendered_script(trial: Trial, lab: Lab, tmp_path: Path) -> None:
-    two = lab.hosts[:2]
-    said = trial.variables | {
-        "run": "slurm",
-        "hosts": "node1,node2",
-        "render_only": True,
-        "render_to": str(tmp_path / "out"),
-    }
-    played = run_playbook("train.yml", lab.inventory, {name: str(value) for name, value in said.items()})
-    assert played.rc == 0, played.stdout
-    for file in (tmp_path / "out").iterdir():
-        lab.in_lab("bash", "-n", file)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"node1.sh", "node2.sh", "slurm.sbatch"}
-
-    install = (
-        "DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client"
-    )
-    names = "\n".join(f"{host.address} {host.name}" for host in two)
-    for host in two:
-        got = lab.inside(host, f"(apt-get update -qq && {install}) >/tmp/apt.log 2>&1 && echo installed", check=False)
-        if "installed" not in got:
-            pytest.skip("apt has no Slurm here: " + lab.inside(host, "tail -1 /tmp/apt.log", check=False))
-        lab.inside(
-            host, f"printf '{names}\\n' >>/etc/hosts; mkdir -p /etc/slurm /var/spool/slurmctld /var/spool/slurmd"
-        )
-        # Set explicitly: Slurm does not recognize the mixed cgroup hierarchies of a lab host.
-        lab.inside(host, "echo CgroupPlugin=cgroup/v1 >/etc/slurm/cgroup.conf")
-        lab.inside(host, f"cat >/etc/slurm/slurm.conf <<'.'\n{SLURM}.")
-    lab.inside(two[0], "slurmctld")
-    for host in two:
-        lab.inside(host, f"slurmd -N {host.name}")
-    try:
-        both = "2 idle"  # sbatch ignores nodes that have not registered
-        lab.wait(
-            lambda: both in lab.inside(two[0], "sinfo -h -o '%D %t'", check=False), "the Slurm nodes are not idle", 60
-        )
-        script = (tmp_path / "out" / "slurm.sbatch").read_text()
-        lab.inside(two[0], f"cat >/tmp/slurm.sbatch <<'_END_'\n{script}_END_")
-        tested = lab.inside(two[0], "cd /tmp; sbatch --test-only /tmp/slurm.sbatch 2>&1 || true")
-        assert "to start at" in tested and "node[1-2]" in tested, tested
-    finally:
-        for host in two:
-            lab.inside(
-                host,
-                "for n in slurmd slurmctld; do [ -e /var/run/$n.pid ] && kill $(cat /var/run/$n.pid) || true; done",
-                check=False,
-            )
+@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_pipeline_continues_without_a_host(place: int, trial: Trial, lab: Lab) -> None:
+    trial.variables |= {"run": "lost", "max_steps": 100_000, "strategy": "pipeline", "batch_size": 1}
+    trial.start()
+    trial.wait_line(r"step \d+/", 0.0)
+    fault = trial.inject("cut", lab.hosts[place], head=place == 0)
+    assert f"{lab.hosts[place].name} has not answered" in fault.message
+    assert trial.run_hosts() == [host for host in lab.hosts if host != lab.hosts[place]]

@@ -1,4 +1,4 @@
-"""A run on lab hosts under random faults, and checks of its result. tests/lab/test_session.py and benchmarks/faults.py use it."""
+"""A run on lab hosts under faults, and checks of its result. tests/lab/test_session.py uses it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -30,8 +29,6 @@ from trainer.records.run_state import RunHistory
 
 DATA = "/home/tester/trainyard"
 CRASHES = ("kill", "torchrun", "supervisor")  # a process dies
-LOSSES = ("cut", "power")  # a host becomes unreachable
-KINDS = (*CRASHES, *LOSSES, "fill")
 
 
 @dataclass
@@ -142,24 +139,6 @@ class Trial:
                 lambda: "ok" in self.lab.inside(host, "echo ok", check=False), f"{host.name} does not answer", 60
             )
         return fault
-
-    def inject_randomly(self, count: int, seed: int, kinds: tuple[str, ...] = KINDS) -> list[Fault]:
-        """Inject `count` faults of these kinds, drawn with `seed`, each while the run trains; stop near the end of the run."""
-        draw = random.Random(seed)
-        done: list[Fault] = []
-        self.wait_line(r"step \d+/", 0.0)
-        for place in range(count):
-            kind = kinds[place] if len(kinds) == count else draw.choice(kinds)
-            time.sleep(draw.uniform(0.0, 2.0))
-            steps = [line for _, line in self.lines if re.match(r"step \d+/", line)]
-            step, steps_all = map(int, re.findall(r"\d+", steps[-1])[:2])
-            if step > 0.9 * steps_all:
-                break
-            hosts = self.run_hosts()
-            host = draw.choice(hosts)
-            done.append(self.inject(kind, host, host is hosts[0]))
-            print(f"{place + 1}: {done[-1]}", flush=True)
-        return done
 
     def end(self, limit: float = 900.0) -> int:
         return self.process.wait(limit)

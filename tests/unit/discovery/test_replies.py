@@ -1,11 +1,6 @@
-"""Parsing of two thousand almost valid replies, over real sockets and directly in the parser."""
+"""Parsing of replies in the parser and over sockets; tests/unit/test_fuzz.py sends broken ones over sockets."""
 
 import asyncio
-import contextlib
-import json
-import random
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_ollama import model
@@ -56,79 +51,6 @@ def test_parsers_raise_an_error_or_return_printable_text(reply):
             assert str(error).isprintable()
         else:
             assert "\n" not in str(result)
-
-
-def mutants(seed: int, count: int):
-    """Replies of Ollama with random errors: bytes flipped, removed or doubled, numbers enlarged."""
-    chance = random.Random(seed)
-    bodies = [b'{"version":"0.12.3"}', json.dumps({"models": [model("qwen2.5:0.5b"), model("llama3.2")]}).encode()]
-    for _ in range(count):
-        body = chance.choice(bodies)
-        head = chance.choice(
-            [
-                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body),
-                b"HTTP/1.0 200 OK\r\n\r\n",
-            ]
-        )
-        reply = bytearray(head + body)
-        for _ in range(chance.randrange(1, 6)):
-            at = chance.randrange(len(reply) + 1)
-            kind = chance.randrange(5)
-            if kind == 0 and at < len(reply):
-                reply[at] = chance.randrange(256)
-            elif kind == 1:
-                del reply[at : at + chance.randrange(1, 40)]
-            elif kind == 2:
-                reply[at:at] = reply[at : at + chance.randrange(1, 200)]
-            elif kind == 3:
-                reply[at:at] = chance.choice(
-                    [b"{{ 1 }}", b"\r\n", b"\x00", b"9" * 30, b"[" * 300, b"\\ud800", b"-", b'"']
-                )
-            else:
-                reply[at:at] = chance.randbytes(chance.randrange(1, 30))
-        yield bytes(reply)
-
-
-@pytest.mark.slow
-def test_two_thousand_broken_replies_over_a_socket():
-    """Each reply is an answer or OllamaError, without a crash or a hang, and all of them take less than a minute."""
-    count, at_once = 2_000, 50
-    waiting, served = mutants(4, count), [0]
-
-    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(next(waiting, b""))
-        served[0] += 1
-        writer.close()
-
-    def client(port: int, outcomes: list[str]) -> None:
-        # Count the replies that were sent, not the requests: a request may fail before the server replies.
-        while served[0] < count:
-            outcomes.append("")
-            try:
-                reply = OllamaClient(f"http://127.0.8.1:{port}", deadline=1.0).get("/api/tags", limit=REPLY_LIMIT)
-                for parse in PARSERS:
-                    with contextlib.suppress(OllamaError):
-                        parse(reply)
-                        outcomes[-1] = "parsed"
-            except OllamaError as error:
-                assert str(error).isprintable()
-
-    async def main() -> list[str]:
-        server = await asyncio.start_server(serve_one, "127.0.8.1", 0, backlog=200)
-        outcomes: list[str] = []
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            with ThreadPoolExecutor(at_once) as threads:
-                loop = asyncio.get_running_loop()
-                await asyncio.gather(*(loop.run_in_executor(threads, client, port, outcomes) for _ in range(at_once)))
-        return outcomes
-
-    start = time.perf_counter()
-    outcomes = asyncio.run(main())
-    assert len(outcomes) >= count
-    assert next(waiting, None) is None
-    assert time.perf_counter() - start < 60
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"])
