@@ -272,7 +272,7 @@ def test_one_host_fetches_from_the_hub_and_passes_it_on(here: Here, stand_in: Fa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transfer", ["controller", "auto"])
+@pytest.mark.parametrize("transfer", [pytest.param("controller", marks=pytest.mark.long), "auto"])
 def test_the_hosts_of_a_pipeline_go_on_without_the_first_one(here: Here, stand_in: FakeHub, transfer: str) -> None:
     """Every host has the model, so that no host fetches it again."""
     cluster = Here(here.folder, remote=True)
@@ -291,7 +291,7 @@ def test_the_hosts_of_a_pipeline_go_on_without_the_first_one(here: Here, stand_i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transfer", ["controller", "auto"])
+@pytest.mark.parametrize("transfer", [pytest.param("controller", marks=pytest.mark.long), "auto"])
 def test_the_controller_relays_where_hosts_do_not_reach_each_other(
     here: Here, stand_in: FakeHub, transfer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
 
-pytestmark = [*NEEDS_LAB, pytest.mark.slow]
+pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 
 OS_RELEASE = """PRETTY_NAME="Ubuntu 24.04.1 LTS"
 NAME="Ubuntu"

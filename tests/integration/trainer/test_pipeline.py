@@ -154,6 +154,7 @@ def test_pipelines_need_equal_numbers_of_hosts(deep_cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_quantized_model_trains_as_with_ddp_and_resumes_with_other_layers(deep_cluster: Cluster, deep: Here) -> None:
     pytest.importorskip("bitsandbytes")
     fields = STEPS | {"quantize": "nf4"}

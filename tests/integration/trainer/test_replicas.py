@@ -320,6 +320,7 @@ def test_replicas_of_several_ranks(lora_r: int, quantize: str, cluster: Cluster)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not CAN_UNSHARE, reason="network namespaces are unavailable (unshare --net)")
 def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     """Per local_steps steps, diloco sends the bytes of one DDP step, half in 16 bits; averaging sends nothing."""
