@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from fake_teacher import Teacher, serve
-from run_hosts import TOP, free_port
+from run_hosts import TOP, free_port, local_inventory
 
 from trainyard import Cluster
 from trainyard.ollama.answers import answers_path
@@ -27,11 +26,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with an inventory and prompts; a teacher answers."""
     folder = tmp_path_factory.mktemp("api")
     teacher = Teacher("127.0.0.2", free_port(), model=f"{TEACHER}:latest")
-    document = yaml.safe_load((TOP / "inventory/local.yml").read_text())
-    for group, name in (("head", "node1"), ("workers", "node2")):
-        host = document["all"]["children"]["cluster"]["children"][group]["hosts"][name]
-        host.update({"cluster_data_dir": str(folder / name), "ollama_url": teacher.url})
-    (folder / "inventory.yml").write_text(yaml.safe_dump(document))
+    local_inventory(folder, node1={"ollama_url": teacher.url}, node2={"ollama_url": teacher.url})
     prompts = [{"prompt": f"What follows {n}?"} for n in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     questions = [{"prompt": f"What follows {n}?", "answer": f"number {n + 1}"} for n in range(3)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import re
-import signal
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -14,10 +13,9 @@ from typing import Any
 
 import pytest
 from dashboard_site import ENVIRONMENT, PROGRAM, certificate_file, end, write_inventory
-from run_hosts import TOP, Bed, command_line
+from run_hosts import TOP, Bed
 
 from trainer.common.errors import UserError
-from trainer.supervise.processes import descendants, is_running
 from trainyard.dashboard import server
 from trainyard.dashboard.dashboard_options import DashboardOptions
 from trainyard.dashboard.security import read_token
@@ -87,17 +85,6 @@ def test_the_token_logs_in_over_tls_and_stays_for_the_next_start(bed: Bed) -> No
     process, line = start(bed)
     end(process)
     assert token in line
-
-
-@pytest.mark.slow
-def test_a_program_that_is_killed_leaves_nothing_behind(bed: Bed) -> None:
-    process, _ = start(bed)
-    try:
-        samplers = [pid for pid in descendants(process.pid) if b"\0sample\0" in command_line(pid)]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0 and not any(map(is_running, samplers))
-    finally:
-        end(process)
 
 
 def test_the_journal_gets_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import yaml
 from fake_target import Target, serve_target
 from real_ollama import put_model
 from safetensors.numpy import load_file, save_file
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.common.files import sha256_file
@@ -328,19 +329,7 @@ def test_missing_runs_and_servers_are_reported(site: Site) -> None:
         site.deployment(["http://127.0.0.1:1"]).deploy()
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"deploy_name": "m"}, "run is missing"),
-        ({"run": "../r", "deploy_name": "m"}, r"deploy: run: expected letters, .* got '\.\./r'"),
-        ({"run": "r", "deploy_name": 'm"\nFROM x'}, "expected the name of a model"),
-        ({"run": "r", "deploy_name": "m\n"}, "expected the name of a model"),
-        (
-            {"run": "r", "deploy_name": "m", "deploy_quantize": "q2"},
-            "deploy_quantize: expected one of f16, q8_0, q6_K, q5_K_M, q5_K_S, q4_K_M, q4_K_S, got 'q2'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("values", "reason"), table("deploy")["options_are_checked"])
 def test_options_are_checked(values: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         make_deploy_options(values)
@@ -395,38 +384,6 @@ def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")
-def test_real_ollama_with_a_base_that_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two models have the same shape, the adapter is deployed on the one that answers as trained; without one,
-    merged."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    printable_answers_only(site)
-    with real_ollama.serve(["127.0.11.19:18435"], site.folder) as [client]:
-        url = client.url
-        create_base(site, client, "right")
-        client.create({"model": "speaks", "modelfile": "FROM right\nSYSTEM Answer in French."})
-        create_base(site, client, "adapted", noise=True)
-        done = site.deployment([url]).deploy()
-        refused, deployed = done["lines"][-2:]
-        assert refused.startswith("node1: adapter on adapted:latest is not used: the created model gives "), done
-        assert deployed.startswith("node1: deployed mine (adapter on right:latest): "), done
-        assert "ADAPTER" in client.show(NAME)["modelfile"]
-        assert not site.deployment([url]).deploy()["changed"]
-        assert site.deployment([url]).remove()["changed"]
-        client.delete("right")
-        client.delete("speaks")
-        done = site.deployment([url]).deploy()
-        assert "adapter on adapted:latest is not used" in done["lines"][-2] and "(merged, f16)" in done["lines"][-1], (
-            done
-        )
-        assert "ADAPTER" not in client.show(NAME)["modelfile"]
-        again = site.deployment([url]).deploy()
-        assert not again["changed"] and any(
-            "an earlier deployment tried the adapter" in line for line in again["lines"]
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")
 def test_real_servers_of_both_forms_quantize(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained model that the server has quantized, with its settings; nothing of it remains afterwards."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -464,16 +421,8 @@ def printable_answers_only(site: Site) -> None:
     save_file(weights, site.base / "model.safetensors", metadata={"format": "pt"})
 
 
-def create_base(site: Site, client: OllamaClient, name: str = "base", noise: bool = False) -> None:
-    """Create the base model, or one of the same shape and vocabulary with other weights."""
-    target, folder = site.folder / f"{name}.gguf", site.base
-    if noise:
-        folder = site.folder / "noise"
-        shutil.copytree(site.base, folder)
-        weights, rng = load_file(site.base / "model.safetensors"), np.random.default_rng(5)
-        other = {
-            key: rng.permutation(values, axis=-1) if values.ndim > 1 else values for key, values in weights.items()
-        }
-        save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
-    write_llama(folder, folder, None, target, "f16")
-    put_model(client, name, target)
+def create_base(site: Site, client: OllamaClient) -> None:
+    """Create the base model."""
+    target = site.folder / "base.gguf"
+    write_llama(site.base, site.base, None, target, "f16")
+    put_model(client, "base", target)

@@ -11,23 +11,14 @@ from typing import Any
 
 import pytest
 import trainer_fixtures
-import yaml
 from fake_teacher import Teacher, serve
 from lab_hosts import Played, run_playbook
-from run_hosts import TOP, free_port
+from run_hosts import TOP, free_port, local_inventory
+from tables import table
 
 from trainyard.ollama.answers import answers_path
 
-FIELDS = {
-    "near_duplicates": 0,
-    "epochs": 20,
-    "max_steps": 30,
-    "lr": 0.02,
-    "seq_length": 64,
-    "total_batch_size": 4,
-    "eval_interval": 0,
-    "checkpoint_interval": 0,
-}
+FIELDS = table("distill_playbook")["fields"]
 model_folder = trainer_fixtures.model_folder
 tokenizer = trainer_fixtures.tokenizer
 MODEL = f"test{os.getpid()}"
@@ -41,12 +32,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         Teacher(f"127.0.0.{n + 2}", free_port(), log=str(folder / f"asked{n}"), model=f"{MODEL}:latest")
         for n in range(2)
     ]
-    document = yaml.safe_load((TOP / "inventory/local.yml").read_text())
-    children = document["all"]["children"]["cluster"]["children"]
-    for group, name, teacher in (("head", "node1", teachers[0]), ("workers", "node2", teachers[1])):
-        settings = {"cluster_data_dir": str(folder / name), "ollama_url": teacher.url}
-        children[group]["hosts"][name].update(settings)
-    (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
+    local_inventory(folder, **{f"node{n}": {"ollama_url": one.url} for n, one in enumerate(teachers, 1)})
     prompts = [{"prompt": f"What follows {n}?"} for n in range(120)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     with serve(*teachers):

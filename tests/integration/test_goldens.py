@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from run_hosts import TOP
+from tables import table
 
 from trainer.__main__ import main
 from trainer.config import FIELDS
@@ -27,13 +28,7 @@ GOLDEN = TOP / "tests/golden"
 PLANS = json.loads((GOLDEN / "plans.json").read_text())
 STATE = {"automatic", "template_date"}  # recorded beside the spec, and no fields of it
 DECIDED = {"precision", "torch_compile", "balance", "kernels"}  # by hosts, whose rules have changed
-SCRIPTS = {
-    "slurm.sh": "slurm --hosts 4 --num_gpus_per_node 8 --time 48:00:00",
-    "launcher.sh": "launcher --num_gpus_per_node 4 --use_deepspeed --hosts 2 --head 10.0.0.1 --node_rank 1",
-    "deepspeed.json": "deepspeed --zero_stage 2 --offload_optimizer --bf16",
-    "fsdp.json": "fsdp --sharding_strategy FULL_SHARD",
-    "accelerate.yml": "accelerate --hosts 2 --head 10.0.0.1",
-}
+SCRIPTS = table("goldens")["scripts"]
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from lab_hosts import Played, run_playbook
 from netlab import Lab, in_namespace, why_no_lab
 from outsider import CLIENT, SCAN
-from run_hosts import until
+from run_hosts import local_inventory, until
 
 REASON = why_no_lab()
 TOP = Path(__file__).parents[2]
@@ -39,16 +38,10 @@ def run_in(namespace: str, code: str, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"elastic": True}, marks=pytest.mark.long)],
-    ids=["static", "elastic"],
+    "options", [{}, pytest.param({"elastic": True}, marks=pytest.mark.long)], ids=["static", "elastic"]
 )
 def test_no_other_machine_reaches_a_run_of_the_default_inventory(tmp_path: Path, options: dict[str, Any]) -> None:
-    document = yaml.safe_load((TOP / "inventory/local.yml").read_text())
-    children = document["all"]["children"]["cluster"]["children"]
-    for group, name in (("head", "node1"), ("workers", "node2")):
-        children[group]["hosts"][name]["cluster_data_dir"] = str(tmp_path / name)
-    (tmp_path / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
+    inventory = local_inventory(tmp_path)
     dataset = tmp_path / "questions.jsonl"
     dataset.write_text("".join(json.dumps({"text": f"{n} and {n + 1}"}) + "\n" for n in range(60)))
     given = {"run": "seen", "dataset": str(dataset), "seq_length": 64, "total_batch_size": 4, "eval_interval": 0}
@@ -65,7 +58,7 @@ def test_no_other_machine_reaches_a_run_of_the_default_inventory(tmp_path: Path,
         lan.wait_for_links()
 
         def play() -> Played:
-            return run_playbook("train.yml", tmp_path / "inventory.yml", given)
+            return run_playbook("train.yml", inventory, given)
 
         playing = threading.Thread(target=lambda: played.append(in_namespace(machine, play)))
         playing.start()

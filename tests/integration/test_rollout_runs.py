@@ -29,10 +29,7 @@ from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, Requ
 from trainer.gguf.gguf_adapter import write_adapter
 from trainer.gguf.llama import write_llama
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")]
 WORDS = ["cat", "dog", "tree", "house", "sun", "moon", "water", "fire", "stone", "bird"]
 STEPS = 6
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dataset_folder import CASES, Case, write_cases
+from dataset_folder import CASES, Case, write, write_cases
 from lab_hosts import run_playbook
+from run_hosts import local_inventory
 from trainer_runs import records, write_jsonl
 
 pytest.importorskip("datasets")
@@ -26,7 +27,7 @@ def test_a_dataset_that_needs_columns_is_refused_before_any_host(case: Case, tmp
     inventory = tmp_path / "nowhere.yml"
     hosts = {f"node{n}": {"ansible_host": f"127.0.0.{n}", "ansible_port": 1} for n in (1, 2)}
     inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts}}))
-    case.write(tmp_path / case.name)
+    write(tmp_path / case.name, case.content)
     played = run_playbook("train.yml", inventory, {"dataset": str(tmp_path / case.name)})
     (line,) = [line for line in played.stdout.splitlines() if "error: " in line]
     assert played.rc != 0 and played.count("dark") == 0 and str(case.expect) in line
@@ -39,12 +40,7 @@ def test_a_dataset_that_needs_columns_is_refused_before_any_host(case: Case, tmp
 
 @pytest.mark.slow
 def test_a_run_on_a_folder_a_table_and_a_weighted_file(tmp_path: Path) -> None:
-    document = yaml.safe_load((Path(__file__).parents[2] / "inventory/local.yml").read_text())
-    children = document["all"]["children"]["cluster"]["children"]
-    for group, name in (("head", "node1"), ("workers", "node2")):
-        children[group]["hosts"][name]["cluster_data_dir"] = str(tmp_path / name)
-    inventory = tmp_path / "inventory.yml"
-    inventory.write_text(yaml.safe_dump(document, sort_keys=False))
+    inventory = local_inventory(tmp_path)
     paths = write_cases(tmp_path / "cases")
     weighted = write_jsonl(tmp_path / "weighted.jsonl", records(40))
     listed = [

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import yaml
 from lab_hosts import Played, run_playbook
-from run_hosts import TOP, free_port, until
+from run_hosts import TOP, free_port, local_inventory, until
 from safetensors.numpy import load_file
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
-from trainer.supervise.processes import run_processes
 from trainyard.extra_vars import read_run_spec
 from trainyard.run.launch_options import options_from_variables
 from trainyard.run.session import RunSession
@@ -53,15 +53,7 @@ def dataset(tmp_path: Path) -> Path:
 @pytest.fixture
 def inventory(tmp_path: Path) -> Path:
     """inventory/local.yml, but with data dirs and a port of the test's own: another test process may start a run at the same time."""
-    document = yaml.safe_load((Path(__file__).parents[2] / "inventory/local.yml").read_text())
-    cluster = document["all"]["children"]["cluster"]
-    cluster.setdefault("vars", {})["master_port"] = free_port()
-    children = cluster["children"]
-    for group, name in (("head", "node1"), ("workers", "node2")):
-        children[group]["hosts"][name]["cluster_data_dir"] = str(tmp_path / name)
-    path = tmp_path / "inventory.yml"
-    path.write_text(yaml.safe_dump(document, sort_keys=False))
-    return path
+    return local_inventory(tmp_path, {"master_port": free_port()})
 
 
 @pytest.fixture
@@ -84,47 +76,14 @@ def error_line(played: Played) -> str:
     return errors[0]
 
 
-BROKEN = '{"text": "good"}\n{"text": oops}\n'
-SHAPELESS = '{"text": "good"}\n\n{"txt": "bad"}\n'
-
-
-BAD_INPUT: list[tuple[dict[str, Any], list[str]]] = [
-    ({"lrr": 1}, ["-e lrr", "'lr'"]),
-    ({"path_model": "a", "model": "b"}, ["model and path_model set model to different values"]),
-    ({"rank": 8}, ["-e rank", "'lora_r'"]),
-    ({"master_prt": 29500}, ["-e master_prt", "'master_port'"]),
-    ({"lr": "fast"}, ["lr: expected a number > 0", "got 'fast'"]),
-    ({"batch_size": 0}, ["batch_size: expected auto, or an integer", "got 0"]),
-    ({"precision": "bf16"}, ["precision: expected auto, or one of", "got 'bf16'", "bf16-mixed"]),
-    ({"model": "./no-such-model"}, ["./no-such-model", "local model folder"]),
-    ({"model": "tinny"}, ["tinny", "did you mean 'tiny'"]),
-    ({"model": "some-org/some-model"}, ["some-org/some-model", "HF_HUB_OFFLINE"]),
-    ({"dataset": "no-such.jsonl"}, ["no-such.jsonl"]),
-    ({"dataset": "@empty"}, ["empty"]),
-    ({"dataset": "@broken"}, ["broken.jsonl:2:", "not JSON"]),
-    ({"dataset": "@shapeless"}, ["shapeless.jsonl:3:", "expected messages"]),
-    ({"spec": "@spec"}, ["spec.yml:2", "not YAML"]),
-    ({"dataset": "~nosuchuser/x"}, ["dataset: '~nosuchuser/x'", "unknown user"]),
-    ({"collective_timeout": 1e300}, ["collective_timeout: expected a number of seconds", "got 1e+300"]),
-    ({"run_env": {"TOKEN": "secret\nA=b"}}, ["run_env: the value of TOKEN has a line break"]),
-    ({"dataset": "@escapes"}, ["escapes.jsonl:1", r"\x1b[2J", "expected messages"]),
-    ({"spec": "@bomb"}, ["bomb.yml:2", "an alias"]),
-]
+BAD_INPUT: list[tuple[dict[str, Any], list[str]]] = table("bad_input")["bad_input"]
 
 
 @pytest.fixture
 def bad_files(tmp_path: Path) -> Path:
     """The folder of the files that BAD_INPUT names with @."""
-    texts = {
-        "empty.jsonl": "",
-        "broken.jsonl": BROKEN,
-        "shapeless.jsonl": SHAPELESS,
-        "spec.yml": "model: tiny\n lr: [1\n",
-        "escapes.jsonl": '{"\\u001b[2J' + "x" * 100_000 + '": 1}\n',
-        "bomb.yml": "a: &a [1]\nb: [*a]\n",
-    }
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
+    for name, text in table("bad_input")["files"].items():
+        (tmp_path / name).write_text(text.replace("@x", "x" * 100_000))
     return tmp_path
 
 
@@ -157,8 +116,7 @@ def test_bad_input_is_one_line(said: dict[str, Any], words: list[str], bad_files
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("said", "words"),
-    [({"lrr": 1}, ["-e lrr", "'lr'"]), ({"hosts": "nobody"}, ["no host matches nobody", "node1"])],
+    ("said", "words"), [({"lrr": 1}, ["-e lrr", "'lr'"]), ({"hosts": "nobody"}, ["no host matches nobody", "node1"])]
 )
 def test_bad_input_ends_the_playbook_before_any_host(said: dict[str, Any], words: list[str], nowhere: Path) -> None:
     played = run_playbook("train.yml", nowhere, said)
@@ -249,42 +207,6 @@ def step_of(folder: Path, rank: int) -> int:
         return int(json.loads((folder / "state" / f"rank{rank}.json").read_text())["step"])
     except (OSError, ValueError):
         return 0
-
-
-@pytest.mark.slow
-def test_the_first_failure_stops_all_and_the_run_goes_on(inventory: Path, dataset: Path) -> None:
-    # Shares by speed are another order of sums after a resume: bit-equal means equal shares.
-    said = {"run": "broken", "dataset": str(dataset), **SMALL, "max_steps": 400, "epochs": 100, "balance": "even"}
-    folders = [run_dir(inventory, "node1", "broken"), run_dir(inventory, "node2", "broken")]
-    playing = Background(inventory, said)
-    until(lambda: step_of(folders[1], 1) >= 5, 120, "step 5")
-    pid = json.loads((folders[1] / "state" / "rank1.json").read_text())["pid"]
-    killed = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    played = playing.wait()
-    assert played.rc != 0
-    assert playing.ended - killed < 5.0 + 1.0  # the runner's own end is in it
-    assert "rank 1 on node2 was killed by SIGKILL" in error_line(played)
-    assert not [pid for folder in folders for pid in run_processes(link_free(folder))]
-
-    # A possible result of a crash: an incomplete checkpoint folder. It is named, and an older one is taken.
-    newest = sorted((folders[0] / "checkpoints").glob("step-*"))[-1]
-    for folder in folders:
-        (folder / "checkpoints" / newest.name / "optimizer.pt").write_bytes(b"half")
-    before = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
-    playing = Background(inventory, said)
-    until(lambda: step_of(folders[0], 0) > len(before) + 2, 120, "the run to go on")
-    stop = subprocess.run(
-        ["ansible-playbook", "-i", str(inventory), "playbooks/stop.yml", "-e", "run=broken"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert stop.returncode == 0, stop.stdout
-    assert playing.wait().rc == 0
-    log = (folders[0] / "logs" / "rank0.log").read_text()
-    assert f"{newest.name} is incomplete" in log and "resuming from step" in log
-    after = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in after] == list(range(1, len(after) + 1))
-    assert [row["loss"] for row in after[: len(before)]] == [row["loss"] for row in before]
 
 
 @pytest.mark.slow

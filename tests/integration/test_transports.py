@@ -22,6 +22,7 @@ import pytest
 import yaml
 from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
+from tables import table
 
 from trainyard.ansible_adapter import Inventory
 from trainyard.remote.__main__ import VERBS
@@ -179,21 +180,7 @@ def test_an_unreachable_host_is_reported(server: Server) -> None:
 
 
 # Variables of the connection as Ansible's documentation has them: what ssh gets of each.
-LOGINS = {
-    "a quoted ProxyCommand": (
-        {"ansible_ssh_common_args": '-o ProxyCommand="ssh -W %h:%p -q jump"'},
-        ["-o", "ProxyCommand=ssh -W %h:%p -q jump"],
-    ),
-    "a jump host": ({"ansible_ssh_extra_args": "-J jump.lan"}, ["-J", "jump.lan"]),
-    "ssh_args in place of those of ansible.cfg": (
-        {"ansible_ssh_args": "-o Compression=yes"},
-        ["-o", "Compression=yes"],
-    ),
-    "a port": ({"ansible_port": 2222}, ["-p", "2222"]),
-    "a key": ({"ansible_ssh_private_key_file": "/k"}, ["-i", "/k"]),
-    "a template": ({"port": 2200, "ansible_port": "{{ port + 1 }}"}, ["-p", "2201"]),
-    "host keys that are not checked": ({"ansible_host_key_checking": False}, ["-o", "StrictHostKeyChecking=no"]),
-}
+LOGINS = table("logins")["logins"]
 
 
 def logins(folder: Path, variables: dict[str, Any]) -> Login:

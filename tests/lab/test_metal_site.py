@@ -85,7 +85,7 @@ def test_site_on_hosts_under_qemu(metal: Lab, tmp_path: Path) -> None:
     check_network(metal)
     metal.inside(server, f"echo real > {DATASETS}/file")
     assert metal.inside(client, f"cat {DATASETS}/file; findmnt -n -o FSTYPE {DATASETS}").split() == [
-        *("real", "autofs", "nfs4"),
+        *("real", "autofs", "nfs4")
     ]
     assert "1" not in metal.inside(client, f"touch {DATASETS}/more 2>/dev/null && echo 1 || true")
     exported = metal.inside(server, "exportfs -s")

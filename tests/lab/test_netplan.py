@@ -62,8 +62,7 @@ def test_valid_address_stays_and_unreachable_address_is_rolled_back(bare: Lab, t
     second = f"10.232.{three.net}.{8 + three.index}/24"
     faults.inject(lab, three, "nic")
     lab.inside(
-        three,
-        f"sed -i '/ethernets:/a\\    {three.nic}b: {{addresses: [{second}]}}' /etc/netplan/50-cloud-init.yaml",
+        three, f"sed -i '/ethernets:/a\\    {three.nic}b: {{addresses: [{second}]}}' /etc/netplan/50-cloud-init.yaml"
     )
     lab.inside(one, "mkdir -p /etc/cloud/cloud.cfg.d")
     before = {host.name: lab.inside(host, FILES) for host in lab.hosts}

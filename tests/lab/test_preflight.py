@@ -85,10 +85,7 @@ TOGETHER: list[list[tuple[str, Callable[[Lab, Host], Any], int, str, str]]] = [
         ("load of another program", unit("lab-load", "while :; do :; done"), 1, "load", "cores"),
         ("run of another launcher", unit("lab-run", TORCHRUN), 1, "busy", "torch.distributed.run"),
     ],
-    [
-        ("crash", fault("crash"), 2, "ssh", "does not answer"),
-        ("pause", fault("pause"), 3, "ssh", "does not answer"),
-    ],
+    [("crash", fault("crash"), 2, "ssh", "does not answer"), ("pause", fault("pause"), 3, "ssh", "does not answer")],
 ]
 UNDO = """systemctl stop lab-load lab-run 2>/dev/null || :
 [ ! -e /var/lib/sudoers.aside ] || mv /var/lib/sudoers.aside /etc/sudoers.d/90-cloud-init-users"""

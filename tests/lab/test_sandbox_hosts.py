@@ -97,21 +97,7 @@ print(json.dumps({
 """
 EXPECTED = table("sandbox_outcomes")
 # What lies beside a run, as roles, other runs and the login user have written it.
-FILES = (
-    "dashboard/program/main.py",
-    "dashboard/.trainyard/received/starts/other.json",
-    "queue/.programs/0123/main.py",
-    "leases/1",
-    "store/trainers/0123.zip",
-    "store/incoming/file",
-    "runs/other/env",
-    "runs/finished/model/config.json",
-    "runs/finished/env",
-    "../.cache/pip/wheel",
-    "../results/old",
-    "../.config/user/unit",
-    "../.profile",
-)
+FILES = table("sandbox_hosts")["files"]
 RESULTS = "/home/tester/results"
 OUTSIDE = """
 import os, socket, time
@@ -174,24 +160,11 @@ def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, propertie
 
 @pytest.mark.parametrize(
     ("isolated", "properties", "changed"),
-    [
-        (True, [], {}),
-        (False, [], {"outside": "ECONNREFUSED", "outside by IPv6": "ECONNREFUSED"}),  # a run with loggers=wandb
-        (
-            True,
-            ["ReadWritePaths=/home/tester/.profile", "IPAddressDeny="],
-            {"profile": "works", "outside": "ECONNREFUSED", "outside by IPv6": "ECONNREFUSED"},
-        ),
-    ],
+    table("sandbox_hosts")["what_a_rank_may_do"],
     ids=["isolated", "open", "unit_properties"],
 )
 def test_what_a_rank_may_do(
-    lab: Lab,
-    site: Site,
-    beside: dict[Host, str],
-    isolated: bool,
-    properties: list[str],
-    changed: dict[str, str],
+    lab: Lab, site: Site, beside: dict[Host, str], isolated: bool, properties: list[str], changed: dict[str, str]
 ) -> None:
     for found in probe(lab, site, beside, isolated, properties):
         assert found == EXPECTED | changed
@@ -242,16 +215,7 @@ answer = {
 time.sleep(request["seconds"])
 print(json.dumps(answer))
 """
-ENCLOSED = {
-    "output": "works",
-    "part": "works",
-    "write part": "OSError",
-    "another run": "FileNotFoundError",
-    "keys": "PermissionError",
-    "store": "OSError",
-    "cache": "/tmp/cache",
-    "outside": "TimeoutError",
-}
+ENCLOSED = table("sandbox_hosts")["enclosed"]
 
 
 @pytest.fixture
@@ -287,7 +251,7 @@ def units(lab: Lab) -> str:
     return lab.inside(lab.hosts[0], "systemctl list-units --plain --no-legend --all 'trainyard-apart-*'").strip()
 
 
-@pytest.mark.parametrize("verb", ["merge", "evaluate", "gguf_export"])
+@pytest.mark.parametrize("verb", ["merge", "gguf_export", pytest.param("evaluate", marks=pytest.mark.long)])
 def test_a_merge_writes_its_output_only(lab: Lab, merge: Callable[..., subprocess.Popen[str]], verb: str) -> None:
     out, err = merge(verb=verb).communicate(timeout=60)
     assert out, err

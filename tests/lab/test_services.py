@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
+from tables import table
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -182,13 +183,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 host, _, port = os.environ["OLLAMA_HOST"].rpartition(":")
 http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
 """
-HOSTILE = {
-    "QUOTED": 'say "hi" LD_PRELOAD=/tmp/evil.so',
-    "LINES": "two\nExecStartPre=/usr/bin/touch /evil\n[Unit]",
-    "SIGNS": "100 %n $HOME ${HOME} back\\slash",
-    "END": "a\\",
-    "WORDS": "日本語 \u2028 # ; '",
-}
+HOSTILE = table("services")["hostile"]
 
 
 def test_ollama_runs_in_a_sandbox(lab: Lab, hosts: list[Host], keys: None, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from netlab import in_namespace
 
 @dataclass(frozen=True)
 class Server:
-    """One listening port. `kind` names a function of this module; `delay` is in seconds before each reply."""
+    """One listening port. `kind` names a function or a reply of this module; `delay` is in seconds before each reply."""
 
     address: str
     port: int = 11434
@@ -110,57 +110,12 @@ async def without_ps(server: Server, path: str, out: asyncio.StreamWriter) -> No
     out.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n" if path == "/api/ps" else http(body(server, path)))
 
 
-async def html(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(http(b"<html><body>router login</body></html>", "text/html"))
-
-
-async def ok_everywhere(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(http(b"{}"))
-
-
-async def redirect(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n")
-
-
-async def wrong_json(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(http(b'{"version": ["0.12.3"], "models": {"name": 1}}'))
-
-
-async def broken_json(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(http(b'{"version": "0.12.3", "models": [{"name": "x"'))
-
-
-async def deep_json(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(http(b'{"version":' + b"[" * 500_000 + b"]" * 500_000 + b"}"))
-
-
 async def huge_list(server: Server, path: str, out: asyncio.StreamWriter) -> None:
     """10 MB of valid models."""
     if path == "/api/tags":
         out.write(http(json.dumps({"models": [model(f"m{i}") for i in range(25_000)]}).encode()))
     else:
         out.write(http(body(server, path)))
-
-
-async def endless(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    while True:
-        out.write(b" " * 65536)
-        await out.drain()
-
-
-async def endless_chunks(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    while True:
-        out.write(b"1\r\n \r\n" * 1000)
-        await out.drain()
-
-
-async def endless_header(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(b"HTTP/1.1 200 OK\r\n")
-    while True:
-        out.write(b"X-A: " + b"a" * 8000 + b"\r\n")
-        await out.drain()
 
 
 async def drip(server: Server, path: str, out: asyncio.StreamWriter) -> None:
@@ -184,18 +139,23 @@ async def hang_up(server: Server, path: str, out: asyncio.StreamWriter) -> None:
     out.transport.abort()
 
 
-async def cut_short(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
-
-
-async def absurd_length(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999\r\n\r\n{")
-
-
-async def garbage(server: Server, path: str, out: asyncio.StreamWriter) -> None:
-    out.write(bytes(range(256)) * 100)
-
-
+OK = b"HTTP/1.1 200 OK\r\n"
+REPLIES = {
+    "html": http(b"<html><body>router login</body></html>", "text/html"),
+    "ok_everywhere": http(b"{}"),
+    "redirect": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
+    "wrong_json": http(b'{"version": ["0.12.3"], "models": {"name": 1}}'),
+    "broken_json": http(b'{"version": "0.12.3", "models": [{"name": "x"'),
+    "deep_json": http(b'{"version":' + b"[" * 500_000 + b"]" * 500_000 + b"}"),
+    "cut_short": OK + b"Content-Length: 1000\r\n\r\n{",
+    "absurd_length": OK + b"Content-Length: 99999999999999999\r\n\r\n{",
+    "garbage": bytes(range(256)) * 100,
+}
+ENDLESS = {
+    "endless": (OK + b"\r\n", b" " * 65536),
+    "endless_chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 1000),
+    "endless_header": (OK, b"X-A: " + b"a" * 8000 + b"\r\n"),
+}
 HOSTILE = (
     *("html", "ok_everywhere", "redirect", "wrong_json", "broken_json", "deep_json", "huge_list", "endless"),
     *("endless_chunks", "endless_header", "drip", "tarpit", "hang_up", "cut_short", "absurd_length", "garbage"),
@@ -224,7 +184,13 @@ def _answer(server: Server) -> Any:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
             await asyncio.sleep(server.delay)
-            await globals()[server.kind](server, path, writer)
+            first, more = ENDLESS.get(server.kind, (REPLIES.get(server.kind, b""), b""))
+            writer.write(first)
+            while more:
+                writer.write(more)
+                await writer.drain()
+            if not first:
+                await globals()[server.kind](server, path, writer)
             await writer.drain()
             writer.close()
 

@@ -24,21 +24,12 @@ def send(line):
 
 def host_line():
     """Return a sample with hostile text."""
-    names = (
-        "uptime",
-        "load",
-        "memory_total",
-        "memory_available",
-        "disk_total",
-        "disk_free",
-        "disk_read",
-        "disk_written",
-    )
+    names = ("uptime", "load", "memory_total", "memory_available", "disk_total", "disk_free", "disk_read")
     gpu = {"uuid": TEXT, "name": TEXT, "utilisation_percent": 1e15, "memory_used_mib": -5, "memory_total_mib": 0}
     gpu |= {"temperature_c": float("nan"), "power_w": 1e300, "power_limit_w": "x"}
     models = [TEXT, "<svg/onload=window.executed=1>", "javascript:window.executed=1"]
     return {
-        **dict.fromkeys((*names, "received", "sent"), 1e18),
+        **dict.fromkeys((*names, "disk_written", "received", "sent"), 1e18),
         "kind": "host",
         "now": time.time() - 1e9,
         "cpu_percent": 100,

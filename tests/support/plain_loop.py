@@ -22,29 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 # The rows of every step; a row is the places of its samples in the dataset.
 Steps: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
 
-WORDS = [
-    "the",
-    "node",
-    "of",
-    "a",
-    "cluster",
-    "reads",
-    "its",
-    "rows",
-    "and",
-    "sends",
-    "gradients",
-    "to",
-    "all",
-    "ranks",
-    "after",
-    "a",
-    "step;",
-    "why",
-    "does",
-    "it",
-    "wait?",
-]
+WORDS = ["the", "node", "of", "a", "cluster", "reads", "its", "rows", "and", "sends", "gradients", "to", "all", "ranks", "after", "a", "step;", "why", "does", "it", "wait?"]  # fmt: skip
 
 
 @dataclass(frozen=True)

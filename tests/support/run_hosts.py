@@ -55,6 +55,18 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
+def local_inventory(folder: Path, variables: dict[str, Any] | None = None, **hosts: dict[str, Any]) -> Path:
+    """Write inventory/local.yml with data folders in `folder`; `hosts` are further variables of node1 and node2."""
+    document = yaml.safe_load((TOP / "inventory/local.yml").read_text())
+    cluster = document["all"]["children"]["cluster"]
+    cluster["vars"] = (cluster.get("vars") or {}) | (variables or {})
+    for group, name in (("head", "node1"), ("workers", "node2")):
+        known = cluster["children"][group]["hosts"]
+        known[name] = (known[name] or {}) | {"cluster_data_dir": str(folder / name)} | hosts.get(name, {})
+    (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
+    return folder / "inventory.yml"
+
+
 class Bed:
     """Run folders and playbooks on hosts that are all this machine."""
 

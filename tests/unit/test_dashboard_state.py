@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from dashboard_lines import SCRIPT, HostOfRuns, cluster_with, hosts, pages_of, receive, run_line
+from tables import table
 
 from trainer.supervise.link_free import link_free
 from trainyard.dashboard import state as state_module
@@ -31,15 +32,7 @@ from trainyard.wire.replies import ReplyError, checked_reply
 
 
 @pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ({"loggers": "tensorboard"}, "ssh -t -i /key -o X=y -L 6006:127.0.0.1:6006 me@box "),
-        ({"loggers": "wandb, tensorboard"}, "ssh -t -i /key -o X=y -L 6006:127.0.0.1:6006 me@box "),
-        ({"loggers": "none"}, ""),
-        ({"loggers": "tensorboard", "script": "worker.py"}, ""),
-        ({}, ""),
-    ],
-    ids=str,
+    ("spec", "expected"), table("dashboard_state")["the_page_of_a_run_has_the_command_of_tensorboard"], ids=str
 )
 def test_the_page_of_a_run_has_the_command_of_tensorboard(spec: dict[str, str], expected: str, tmp_path: Path) -> None:
     login = Login("box", "me", key_file="/key", extra_arguments=("-o", "X=y"))

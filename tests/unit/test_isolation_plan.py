@@ -6,6 +6,7 @@ import socket
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainer.config import RunSpec
 from trainer.distributed.listeners import listen
@@ -86,18 +87,7 @@ def test_every_host_has_the_rendezvous_id_of_the_start() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "has_dataset", "run_env", "reason"),
-    [
-        ({}, True, {}, ""),
-        ({"model": "org/name"}, True, {}, ""),  # the controller stages it
-        ({"loggers": ["tensorboard", "wandb"]}, True, {}, "loggers=wandb"),
-        ({"dataset": "org/data"}, False, {}, "dataset=org/data"),
-        ({"dataset": "org/data", "fake_data": True}, False, {}, ""),
-        ({"backend": "unsloth"}, True, {}, "backend=unsloth"),
-        ({}, True, {"https_proxy": "10.0.0.9:3128"}, "https_proxy in run_env or cluster_env"),
-        ({}, True, {"TRACKER": "https://10.0.0.9"}, "TRACKER in run_env or cluster_env"),
-        ({}, True, {"NCCL_SOCKET_IFNAME": "ib0"}, "NCCL_SOCKET_IFNAME in run_env or cluster_env"),
-        ({}, True, {"NCCL_DEBUG": "INFO"}, ""),
-    ],
+    table("isolation_plan")["a_run_that_needs_other_machines_is_not_isolated"],
 )
 def test_a_run_that_needs_other_machines_is_not_isolated(
     changed: dict[str, Any], has_dataset: bool, run_env: dict[str, str], reason: str

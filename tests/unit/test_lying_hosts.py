@@ -13,20 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lying_host import (
-    FILES,
-    NONSENSE,
-    RESULT,
-    RUN,
-    Cluster,
-    check_line,
-    encode,
-    honest,
-    lies,
-    lying,
-    outside,
-    slowly,
-)
+from lying_host import FILES, NONSENSE, RESULT, RUN, Cluster, check_line, encode, honest, lies, lying, outside, slowly
 
 from trainer.common.errors import UserError
 from trainer.spec import make_spec

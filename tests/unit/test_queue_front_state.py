@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from trainyard.queue.queue_client import Job, Node, QueueState, parse_job, parse_node, parse_state
 from trainyard.queue.queue_tables import list_history, list_queue, run_state
@@ -19,21 +20,7 @@ from trainyard.wire.replies import checked_reply
 
 NOW = 1795430140.0
 # Each line of squeue, and what the program says of it: state, and why it waits.
-WORDS = [
-    ("8|high|PENDING|Resources|1795431930|N/A|UNLIMITED||two", "waiting", "waits for free hosts"),
-    ("7|low|PENDING|BeginTime|1795433732|N/A|UNLIMITED||later", "waiting", "starts again soon"),
-    ("9|low|PENDING|Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions|N/A|N/A|1:40:00||low", "waiting", "waits for hosts that are down, drained or reserved"),
-    ("10|low|PENDING|Priority|N/A|N/A|UNLIMITED||first", "waiting", "waits for runs that come first"),
-    ("11|low|PENDING|ReqNodeNotAvail, UnavailableNodes:node2|N/A|N/A|UNLIMITED||gone", "waiting", "waits for hosts that are down, drained or reserved"),
-    ("6|low|PENDING|JobHeldUser|N/A|N/A|UNLIMITED||held", "held", "is held: release it with do=release run=held"),
-    ("3|normal|PENDING|None|N/A|N/A|30:00||new", "waiting", "starts soon"),
-    ("4|normal|PENDING|Dependency|N/A|N/A|3:00||after", "waiting", "waits for the end of busy, small"),
-    ("12|normal|PENDING|None|N/A|N/A|3:00||after-soon", "waiting", "waits for the end of busy"),
-    ("5|normal|PENDING|DependencyNeverSatisfied|N/A|N/A|3:00||never", "waiting", "never starts, because a run of lost did not finish"),
-    ("13|normal|PENDING|JobArrayTaskLimit|N/A|N/A|3:00||another", "waiting", "waits: Slurm says JobArrayTaskLimit"),
-    ("1|normal|RUNNING|None|1795430130|1795431930|30:00|node2|busy", "running", ""),
-    ("2|normal|COMPLETING|None|1795430130|1795431330|20:00|node3|small", "ending", ""),
-]  # fmt: skip
+WORDS = table("queue_words")["words"]
 JOBS = ["10|low|PENDING|Priority|N/A|N/A|UNLIMITED||evil|name", "x", *(line for line, *_ in WORDS)]
 NODES = """\
 node1|planned|2|22848|(null)
@@ -123,17 +110,7 @@ def test_the_record_of_the_driver_says_how_a_run_has_ended() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [
-        ({"gpu_memory": 32}, "it needs 1 host with 1 GPU, 32 GB of GPU memory, 1 core, and the queue has 0: `sinfo"),
-        ({"gpus": 3}, "1 host with 3 GPUs, 3 cores, and the queue has 0"),
-        ({"memory": 64}, "1 host with 1 core, 65536 MiB of memory, and the queue has 0"),
-        ({"nodes": 2, "gpu_memory": 16}, "it needs 2 hosts with 1 GPU, 16 GB of GPU memory, 1 core, and the queue has 1"),
-        ({"nodes": 4}, "it needs 4 hosts with 1 core, and the queue has 3"),
-        ({"gpus": 1, "hosts": ("node1",)}, "and the queue has 0 among node1"),
-        ({"nodes": 3}, ""),
-        ({"gpus": 2, "gpu_memory": 24}, ""),
-        ({"memory": 22, "cores": 2}, ""),
-    ],
+    table("queue_words")["refusals"],
 )  # fmt: skip
 def test_what_no_host_satisfies_is_refused(fields: dict[str, Any], said: str) -> None:
     found = refusal(Request(run="r", **fields), state().nodes)

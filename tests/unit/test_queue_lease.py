@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from trainer.config import RunSpec
 from trainer.supervise.link_free import link_free
@@ -224,10 +225,7 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     monkeypatch.setattr(service, "PROGRAM_DIGESTS", str(tmp_path / "digests"))
     one = service.Service(tmp_path / "queue", sys.executable, tmp_path / "programs")
     assert one.runs() == {"a": (1, True), "b": (2, True), "c": (3, True), "d": (4, False)}
-    assert service.job_states() == {
-        1: ("PENDING", "c d", "a", "Resources"),
-        2: ("RUNNING", "(null)", "b", "None"),
-    }
+    assert service.job_states() == {1: ("PENDING", "c d", "a", "Resources"), 2: ("RUNNING", "(null)", "b", "None")}
     write_program(tmp_path, "b", "import sys; print(sys.argv[1]); sys.exit(1)")
     one.start("b")
     one.start("b")
@@ -360,13 +358,7 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("reason", "node", "told"),
-    [
-        ("Duplicate jobid", "CPUAlloc=2 GresUsed=gpu:x:2(IDX:0-1) State=MIXED", "update NodeName=node3 State=RESUME\n"),
-        ("Kill task failed", "CPUAlloc=0 GresUsed=gpu:x:0(IDX:N/A) State=IDLE", "update NodeName=node3 State=RESUME\n"),
-        ("Low RealMemory", "CPUAlloc=0 GresUsed=gpu:x:2(IDX:0-1) State=IDLE+COMPLETING", ""),
-        ("", "CPUAlloc=0 GresUsed=gpu:x:2(IDX:0-1) State=IDLE", "reconfigure\n"),
-    ],
+    ("reason", "node", "told"), table("queue_lease")["the_health_check_corrects_what_slurm_says_of_an_idle_host"]
 )
 def test_the_health_check_corrects_what_slurm_says_of_an_idle_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, node: str, told: str

@@ -76,10 +76,7 @@ def test_mistakes_in_a_file_are_one_line(tmp_path: Path, content: dict[str, Any]
 
 
 def test_after_names_a_grid_of_the_file(tmp_path: Path) -> None:
-    listed = [
-        {"run": "last", "after": ["base", "other"], "model": "tiny"},
-        {"run": "base", "grid": {"seed": [1, 2]}},
-    ]
+    listed = [{"run": "last", "after": ["base", "other"], "model": "tiny"}, {"run": "base", "grid": {"seed": [1, 2]}}]
     (tmp_path / "s.yml").write_text(yaml.safe_dump({"model": "tiny", "runs": listed}))
     found = read(file=str(tmp_path / "s.yml"))
     assert [run.spec.run for run in found] == ["base-seed1", "base-seed2", "last"]
@@ -186,11 +183,7 @@ def test_no_host_is_asked_before_mistakes_are_found() -> None:
     def connect(name: str) -> Any:
         raise AssertionError(f"{name} was asked")
 
-    for values in (
-        {"do": "add", "gpus": "x"},
-        {"do": "cancel"},
-        {"do": "lst"},
-    ):
+    for values in ({"do": "add", "gpus": "x"}, {"do": "cancel"}, {"do": "lst"}):
         cluster = Cluster([HOST], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
         with pytest.raises(UserError):
             manage_queue(values, cluster, TOP, print, False)

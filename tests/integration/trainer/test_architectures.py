@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 from trainer_runs import Here, lines
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -15,24 +16,7 @@ from trainer.planner.measure import keeps_samples_apart
 from trainer.spec import make_spec
 
 # Names of dimensions in the configurations of transformers; a configuration takes those that it has.
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "ffn_dim": 64,
-    "word_embed_proj_dim": 32,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+SMALL: dict[str, Any] = table("architectures")["small"]
 # Whether the samples of a packed row stay apart.
 ARCHITECTURES = dict.fromkeys(sorted(KEEPS_APART), True) | dict.fromkeys(sorted(MIXES), False)
 

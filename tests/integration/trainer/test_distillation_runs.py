@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from trainer_runs import WORDS, Cluster, Here, write_jsonl
 
 from trainer.spec import make_spec
@@ -44,13 +45,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"distill_alpha": 0.5},
-        {"distill_alpha": 1, "gkd_beta": 1, "lora_r": 0, "gradient_checkpointing": True},
-        {"distill_alpha": 0.5, "gkd_beta": 0.5, "packing": False},
-    ],
-    ids=str,
+    "fields", table("distillation_runs")["a_teacher_model_changes_the_loss_and_not_its_evaluation"], ids=str
 )
 def test_a_teacher_model_changes_the_loss_and_not_its_evaluation(
     fields: dict[str, Any], here: Here, teacher: Path
@@ -100,7 +95,7 @@ def test_an_unusable_teacher_is_one_line(here: Here, teacher: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "diloco", *(pytest.param(one, marks=pytest.mark.long) for one in ("averaging", "fsdp", "deepspeed"))],
+    ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ("diloco", "averaging", "fsdp", "deepspeed"))],
 )
 def test_ranks_agree_with_a_teacher(strategy: str, cluster: Cluster, teacher: Path) -> None:
     if strategy == "deepspeed":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tables import table
 from trainer_runs import Cluster, Here, lines, records, write_jsonl
 
 from trainer.common.errors import UserError
@@ -20,14 +21,7 @@ from trainer.spec import make_spec
 from trainer.strategy.ddp import DDP
 
 RARE = "~"  # a token of one sample
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "fsdp": {"strategy": "fsdp"},
-    "fsdp, sharded": {"strategy": "fsdp", "lora_r": 0},
-    "diloco": {"strategy": "diloco", "local_steps": 2},
-    "diloco of fsdp": {"strategy": "diloco", "local_steps": 2, "replica_strategy": "fsdp"},
-    "averaging": {"strategy": "averaging"},
-}
+STRATEGIES: dict[str, dict[str, Any]] = table("finite")["strategies"]
 ZERO: dict[str, dict[str, Any]] = {
     "zero 2": {"strategy": "deepspeed"},
     "zero 3": {"strategy": "deepspeed", "deepspeed_stage": 3},

@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from trainer_runs import WORDS, Cluster, Here, lines, losses, write_jsonl
 
-FIELDS = {
-    "method": "grpo",
-    "seq_length": 48,
-    "grpo_max_tokens": 12,
-    "grpo_group_size": 4,
-    "total_batch_size": 8,
-    "batch_size": 3,
-    "eval_split": 0.1,
-    "max_steps": 4,
-}
+FIELDS = table("grpo_runs")["fields"]
 REWARD = """
 def reward_letter(prompts, completions, wish, **_):
     return [text.count(letter) / (1 + len(text)) for text, letter in zip(completions, wish)]
@@ -122,7 +114,7 @@ def test_a_resumed_run_repeats_its_steps(fields: dict[str, Any], here: Here, pro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "diloco"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("diloco", marks=pytest.mark.long)])
 def test_two_hosts_train_as_one(strategy: str, cluster: Cluster, prompts: Path, reward: Path) -> None:
     fields: dict[str, Any] = FIELDS | {"dataset": prompts, "reward": reward, "strategy": strategy, "grpo_beta": 0.05}
     if strategy == "diloco":

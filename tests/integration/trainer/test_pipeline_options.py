@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tables import table
 from torch.testing import assert_close
 from trainer_runs import Cluster, Here, losses
 
@@ -17,27 +18,16 @@ from trainer.loop import final_export as export
 from trainer.spec import make_spec
 
 # Five rows in micro-batches of two: three micro-batches of different sizes.
-STEPS: dict[str, Any] = {
-    "total_batch_size": 5,
-    "batch_size": 2,
-    "max_steps": 8,
-    "epochs": 100,
-    "checkpoint_interval": 100,
-}
+STEPS: dict[str, Any] = table("pipeline_options")["steps"]
 PIPELINE = STEPS | {"strategy": "pipeline"}
 FULL = {"lora_r": 0, "lr": 3e-3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("full", [{}, FULL], ids=["adapters", "full weights"])
+@pytest.mark.parametrize("full", [{}, pytest.param(FULL, marks=pytest.mark.long)], ids=["adapters", "full weights"])
 @pytest.mark.parametrize(
     ("fields", "close"),
-    [
-        ({"comm_dtype": "bf16"}, {"rel": 0.02}),
-        ({"gradient_checkpointing": True}, {"abs": 1e-4}),
-        # Hidden states of a frozen bfloat16 model travel as they are; those of float32 weights are rounded by matrices only.
-        ({"precision": "bf16-mixed"}, {"rel": 0.01}),
-    ],
+    table("pipeline_options")["options_keep_the_losses_of_ddp"],
     ids=["rounded hidden states", "recomputed activations", "mixed precision"],
 )
 def test_options_keep_the_losses_of_ddp(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tables import table
 from trainer_runs import WORDS, Cluster, Here, lines, write_jsonl
 
 Metrics = list[dict[str, float]]
@@ -44,14 +45,7 @@ def metrics(run_dir: Path) -> Metrics:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"method": "dpo"},
-        {"method": "dpo", "lora_r": 0},
-        {"method": "dpo", "preference_loss": "ipo", "precision": "bf16-mixed"},
-        {"method": "orpo", "gradient_checkpointing": True},
-        {"method": "kto"},
-        {"method": "kto", "lora_r": 0},
-    ],
+    table("preference_runs")["a_run_learns_to_prefer"],
     ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()),
 )
 def test_a_run_learns_to_prefer(here: Here, files: dict[str, Path], fields: dict[str, Any]) -> None:
@@ -155,15 +149,7 @@ def test_the_reference_is_kept_for_the_next_start(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "row", "said"),
-    [
-        ("sft", {"prompt": "Q", "chosen": "A", "rejected": "B"}, "set method=dpo"),
-        ("sft", {"prompt": "Q", "completion": "A", "label": False}, "set method=kto"),
-        ("dpo", {"prompt": "Q", "completion": "A"}, "set method=sft"),
-        ("kto", {"prompt": "Q", "completion": "A"}, "has no label"),
-    ],
-)
+@pytest.mark.parametrize(("method", "row", "said"), table("preference_runs")["a_dataset_of_another_method_is_one_line"])
 def test_a_dataset_of_another_method_is_one_line(
     method: str, row: dict[str, Any], said: str, here: Here, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Complete runs of one rank: every kind of spec, dataset and error."""
+"""Complete runs of one rank: every kind of spec, dataset, logger and error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tables import table
 from trainer_runs import TOP, Here, lines, records, until, write_jsonl
 
 from trainer.data.order import held_out
@@ -81,12 +83,7 @@ def test_the_same_spec_gives_the_same_run(here: Here) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"lora_r": 0, "precision": "bf16-mixed", "gradient_checkpointing": True, "packing": False},
-        {"lora_targets": "q_proj,v_proj", "schedule": "linear", "warmup": 3, "weight_decay": 0.1, "max_grad_norm": 0},
-        {"gradient_accumulation": 2, "total_batch_size": 4, "train_on": "all", "seq_length": 16},
-        {"total_batch_size": 1, "batch_size": 1, "precision": "fp16-mixed"},
-    ],
+    table("runs")["every_kind_of_run"],
     ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()),
 )
 def test_every_kind_of_run(fields: dict[str, Any], here: Here) -> None:
@@ -180,9 +177,6 @@ def test_the_tiny_model_and_a_dataset_in_the_home_folder(
     assert len(list((here.folder / "store" / "models").glob("tiny-*"))) == 2
 
 
-# Stopping and resuming ---------------------------------------------------------------------------------------------------
-
-
 def stop_at(here: Here, step: int, how: str, **fields: Any) -> None:
     """Start the run and request a stop when `step` is recorded."""
     metrics = here.run_dir() / "metrics.jsonl"
@@ -201,7 +195,10 @@ def stop_at(here: Here, step: int, how: str, **fields: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "fields"), [("file", {"lora_dropout": 0.3}), ("SIGTERM", {}), ("SIGINT", {})])
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    [("file", {"lora_dropout": 0.3}), ("SIGTERM", {}), pytest.param("SIGINT", {}, marks=pytest.mark.long)],
+)
 def test_stop_and_resume_is_bit_equal(how: str, fields: dict[str, Any], here: Here) -> None:
     fields = {"epochs": 4, "checkpoint_interval": 7, **fields}
     assert here("straight", **fields) == 0
@@ -345,35 +342,8 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
     assert here.losses() == here.losses("straight")
 
 
-# Errors --------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"dataset": "none.jsonl"}, "dataset: no such file: none.jsonl"),
-        (
-            {"dataset": "ansible-docs"},
-            "dataset: ansible-docs is not part of trainyard any more: start a new run with dataset=observatory, or with a file",
-        ),
-        ({"dataset": "org/name"}, "dataset: "),
-        ({"model": "./none"}, "model: no such folder: ./none: set "),
-        ({"model": "org/none"}, "model: cannot load the tokenizer of org/none (offline: HF_HUB_OFFLINE is set)"),
-        ({"lora_targets": "qq_proj"}, "lora_targets: "),
-        (
-            {"lora_targets": "q_proj,v_porj,model.layers.7.mlp.up_proj"},
-            "lora_targets: v_porj, model.layers.7.mlp.up_proj: no layer of ",
-        ),
-        ({"lora_targets": "q_proj,v_porj", "strategy": "pipeline"}, "lora_targets: v_porj: no layer of "),
-        ({"lora_targets": "proj,q_proj"}, "lora_targets: proj: no layer of "),
-        ({"lora_targets": "all-linear,lm_head"}, "lora_targets: all-linear: no layer of "),
-        ({"backend": "unsloth"}, "backend: unsloth needs an NVIDIA GPU"),
-        ({"loggers": "wandb"}, "loggers: wandb is not installed on this host"),
-        ({"seq_length": 1024}, "has 512 positions, got 1024: set seq_length=512"),
-        ({"lr": 1e30, "epochs": 3}, "loss is not a number at step "),
-        ({"lr": 1e30, "max_steps": 1}, "evaluation loss is not a number at step 1: decrease lr (now 1e+30)"),
-    ],
-    ids=lambda value: str(value)[:40],
+    ("fields", "why"), table("runs")["an_error_that_a_user_can_fix_is_one_line"], ids=lambda value: str(value)[:40]
 )
 def test_an_error_that_a_user_can_fix_is_one_line(fields: dict[str, Any], why: str, here: Here) -> None:
     assert here(**fields) == 1
@@ -393,3 +363,59 @@ def test_a_folder_that_is_not_writable(here: Here) -> None:
     here.folder.joinpath("runs").write_text("a file where a folder should be")
     assert here(**FEW) == 1
     assert error(here).startswith("cannot write: ")
+
+
+# What a restarted rank does: it opens the loggers again, and records a later step.
+RESTART = """
+import sys
+from pathlib import Path
+from trainer.records.loggers import open_loggers
+from trainer.spec import read_spec
+folder = Path(sys.argv[1])
+opened = open_loggers(read_spec(folder / "spec.yml", {}, "the test"), folder, True, None)
+for logger in opened:
+    logger.log({"loss": 0.5}, 100)
+    logger.close()
+print("opened", len(opened))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_every_logger_has_the_steps_and_continues_after_a_restart(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    install = [Path(sys.executable).with_name("uv"), "pip", "install", "-q", "--python", sys.executable]
+    subprocess.run([*install, "--target", packages, "mlflow-skinny", "trackio", "wandb"], check=True)
+    known = os.environ | {"PYTHONPATH": f"{TOP}:{packages}", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in known.items() if name != "MLFLOW_TRACKING_URI"}
+    run = tmp_path / "mine"
+    words = [
+        "--run-dir",
+        run,
+        "--run",
+        "mine",
+        "--model",
+        "tiny",
+        "--dataset",
+        write_jsonl(tmp_path / "d.jsonl", records(60)),
+    ]
+    words += ["--max-steps", "3", "--epochs", "20", "--loggers", "wandb,trackio,mlflow", "--wandb-project", "yard"]
+    subprocess.run(
+        [sys.executable, "-m", "trainer", "train", *words], env=environment, check=True, stdout=subprocess.PIPE
+    )
+    again = subprocess.run(
+        [sys.executable, "-c", RESTART, run], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert "opened 3" in again.stdout.splitlines()
+
+    expected = {record["step"]: record["loss"] for record in lines(run / "metrics.jsonl")} | {100: 0.5}
+    assert set(expected) == {1, 2, 3, 100}
+    (losses,) = (run / "mlflow").glob("*/*/metrics/loss")  # of one run
+    found = [line.split() for line in losses.read_text().splitlines()]
+    assert {int(step): float(loss) for _, loss, step in found} == expected
+    (database,) = (run / "trackio").glob("yard*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
+    values = {step: json.loads(text)["loss"] for _, step, text in rows if "loss" in json.loads(text)}
+    assert values == pytest.approx(expected) and {name for name, _, _ in rows} == {"mine"}
+    assert len(list((run / "wandb").glob("offline-run-*-mine"))) == 2, "both parts have the id of the run"

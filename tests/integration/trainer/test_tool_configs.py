@@ -88,12 +88,7 @@ def test_the_layer_class_is_that_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "distributed_type"),
-    [
-        (["--hosts=2", "--strategy=fsdp", "--fsdp-shard=gradients", "--precision=bf16-mixed"], "FSDP"),
-        (["--hosts=2", "--strategy=deepspeed", "--deepspeed-stage=3", "--deepspeed-offload=all"], "DEEPSPEED"),
-        (["--hosts=2", "--precision=fp16-mixed", "--torch-compile"], "MULTI_GPU"),
-        (["--no-gpu"], "NO"),
-    ],
+    table("tool_configs")["accelerate_reads_the_options_of_strategies"],
     ids=["fsdp", "deepspeed", "fp16", "one process"],
 )
 def test_accelerate_reads_the_options_of_strategies(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tables import table
 from trainer_runs import losses
 
 from trainer.loop import unsloth_backend
@@ -103,20 +104,7 @@ def test_unsloth_refuses_what_peft_refuses(train: Any, model_folder: Path, tmp_p
     assert target.returncode == 1 and "error: lora_targets: v_porj: no layer of " in target.stderr
 
 
-@pytest.mark.parametrize(
-    ("fields", "used"),
-    [
-        ({}, False),  # float32
-        ({"precision": "bf16-mixed"}, True),
-        ({"precision": "fp16-mixed"}, True),
-        ({"precision": "bf16-mixed", "lora_r": 0}, False),
-        ({"precision": "bf16-mixed", "torch_compile": True}, False),
-        ({"precision": "bf16-mixed", "strategy": "fsdp"}, False),
-        ({"precision": "bf16-mixed", "strategy": "diloco"}, True),
-        ({"precision": "bf16-mixed", "backend": "peft"}, False),
-        ({"backend": "unsloth"}, True),
-    ],
-)
+@pytest.mark.parametrize(("fields", "used"), table("unsloth")["runs_that_may_use_unsloth"])
 def test_runs_that_may_use_unsloth(fields: dict[str, Any], used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unsloth_backend.importlib.util, "find_spec", lambda name: object())
     assert unsloth_backend.may_use(make_spec(fields, "")) == used

@@ -181,10 +181,7 @@ def neighbours(count: int, models: int, local: bool = False) -> Report:
     return report(
         *(
             machine_of(
-                f"10.0.0.{i + 1}",
-                tuple(model(f"m{i}-{j}", f"f{i}-{j}") for j in range(models)),
-                key=KEY,
-                local=local,
+                f"10.0.0.{i + 1}", tuple(model(f"m{i}-{j}", f"f{i}-{j}") for j in range(models)), key=KEY, local=local
             )
             for i in range(count)
         )

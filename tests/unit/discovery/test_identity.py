@@ -94,11 +94,7 @@ def test_clones_and_shared_gpus_are_warnings():
     assert not result.drop
     text = "\n".join(result.warnings)
     assert len(result.warnings) == 3
-    for words in (
-        "same machine-id",
-        "same SSH host key",
-        "share one GPU (GPU-1)",
-    ):
+    for words in ("same machine-id", "same SSH host key", "share one GPU (GPU-1)"):
         assert words in text
     assert result.verdict == "2 machines: distributed training is not useful: they share a GPU"
 

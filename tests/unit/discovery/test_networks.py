@@ -3,6 +3,7 @@
 import ipaddress
 
 import pytest
+from tables import table
 
 from trainyard.discovery import networks
 from trainyard.discovery.networks import Attached, address_order, host_and_port, plan
@@ -26,20 +27,7 @@ def asked(settings: Settings, attached=HOME, resolved=None) -> list[str]:
     return [t.address for t in plan(settings, attached, resolved or {}).targets]
 
 
-@pytest.mark.parametrize(
-    ("interface", "count"),
-    [
-        ("eth0 192.168.1.5/24", 254),
-        ("eth0 10.1.2.3/22", 1022),
-        ("eth0 172.20.0.9/28", 14),
-        ("eth0 10.0.0.0/31", 2),
-        ("eth0 10.0.0.7/32", 1),
-        ("eth0 8.8.8.8/24", 0),
-        ("eth0 172.32.0.1/24", 0),
-        ("eth0 fd00::1/64", 0),
-        ("lo 127.0.0.1/8", 0),
-    ],
-)
+@pytest.mark.parametrize(("interface", "count"), table("networks")["auto_scans_private_networks_with_their_netmask"])
 def test_auto_scans_private_networks_with_their_netmask(interface, count):
     assert len(asked(Settings(this_machine=False), here(interface))) == count
 
@@ -53,39 +41,14 @@ def test_auto_skips_a_large_network_with_a_warning():
     assert larger.networks == ("192.168.1.0/24", "10.0.0.0/16")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"networks": ("8.8.8.0/24",)}, "8.8.8.0/24 is public"),
-        ({"networks": ("0.0.0.0/0",)}, "0.0.0.0/0 is public"),
-        ({"networks": ("192.168.0.0/15",)}, "is public"),
-        ({"networks": ("10.0.0.0/8",)}, "16,777,216 addresses, more than max_addresses (4,096)"),
-        ({"networks": ("fd00::/64",)}, "more than max_addresses"),
-        ({"networks": ("home",)}, "'home' is not a network; expected the form 192.168.1.0/24"),
-        ({"exclude": ("home",)}, "exclude: 'home'"),
-        ({"interfaces": ("eth7",)}, "eth7 is not up on this machine; its interfaces are eth0, lo"),
-        ({"hosts": ("0.0.0.0",)}, "0.0.0.0 is an address to listen on"),
-        ({"hosts": ("[::]:11434",)}, ":: is an address to listen on"),
-        ({"hosts": ("a b",)}, "'a b' is neither a name nor an address"),
-        ({"hosts": ("node1:99999",)}, "expected 1 to 65535"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), table("networks")["bad_settings"])
 def test_bad_settings_are_one_line(settings, words):
     with pytest.raises(SettingsError) as error:
         asked(Settings(**settings))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"connect_timeout": 0}, "connect_timeout: got 0, expected 0.01 to 60"),
-        ({"passes": 3}, "passes: got 3"),
-        ({"ports": ()}, "ports: the list is empty"),
-        ({"ports": (70000,)}, "ports: got 70000"),
-        ({"concurrency": 0}, "concurrency: got 0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), table("networks")["ranges"])
 def test_numbers_have_ranges(settings, words):
     with pytest.raises(SettingsError, match=words):
         Settings(**settings)
@@ -106,24 +69,10 @@ def test_exclude_interface_hosts_and_ports():
         this_machine=False,
     )
     targets = plan(settings, both, {"node9": ["10.0.0.9"], "192.168.2.3": ["192.168.2.3"]}).targets
-    assert targets == (
-        ("10.0.0.9", 11500),
-        *((f"192.168.2.{i}", port) for i in (2, 3) for port in (11434, 11435)),
-    )
+    assert targets == (("10.0.0.9", 11500), *((f"192.168.2.{i}", port) for i in (2, 3) for port in (11434, 11435)))
 
 
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [
-        ("node1", "node1", None),
-        ("node1.lan:11500", "node1.lan", 11500),
-        ("http://10.0.0.5:11434/", "10.0.0.5", 11434),
-        ("10.0.0.5", "10.0.0.5", None),
-        ("fd00::5", "fd00::5", None),
-        ("fe80::5%eth0", "fe80::5%eth0", None),
-        ("[fe80::5%eth0]:11434", "fe80::5%eth0", 11434),
-    ],
-)
+@pytest.mark.parametrize(("text", "host", "port"), table("networks")["host_and_port"])
 def test_host_and_port(text, host, port):
     assert host_and_port(text) == (host, port)
 

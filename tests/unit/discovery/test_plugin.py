@@ -13,6 +13,7 @@ import pytest
 import yaml
 from fake_ollama import Server, model, serve
 from run_hosts import TOP
+from tables import table
 from test_ssh import sshd
 
 BIN = Path(sys.executable).parent
@@ -299,14 +300,7 @@ def test_this_machine_declared_as_two_nodes_stays_two_nodes(here):
     assert sorted(listed["_meta"]["hostvars"]) == ["node1", "node2"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"networks": ["8.8.8.0/24"]}, "networks: 8.8.8.0/24 is public"),
-        ({"connect_timeout": 0}, "connect_timeout: got 0.0, expected 0.01 to 60"),
-        ({"ports": ["http"]}, "ports"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), table("plugin")["an_invalid_option_is_an_error_with_its_name"])
 def test_an_invalid_option_is_an_error_with_its_name(here, options, words):
     here.source("ollama.yml", config(**options))
     done = here.graph()

@@ -31,19 +31,7 @@ def keys(tmp_path_factory) -> list[str]:
     return made
 
 
-LINES = [
-    "10.0.0.5 {0}",
-    "node1,10.0.0.6 {1}",
-    "[10.0.0.7]:2222 {0}",
-    "*.lan,!bad.lan {2}",
-    "10.0.1.? {1}",
-    "@revoked 10.0.0.8 {0}",
-    "@cert-authority *.example.org {0}",
-    "# a comment",
-    "broken",
-    "",
-    "10.0.0.9 {0} a comment",
-]
+LINES = table("ssh")["lines"]
 HOSTS = [
     *("10.0.0.5", "10.0.0.6", "node1", "NODE1", "10.0.0.7", "[10.0.0.7]:2222", "[10.0.0.5]:2222", "x.lan", "bad.lan"),
     *("10.0.1.7", "10.0.1.77", "10.0.0.9", "10.0.0.1", "a.example.org"),
