@@ -338,6 +338,9 @@ def test_options_are_checked(values: dict[str, Any], reason: str) -> None:
 def test_addresses_of_the_server_and_comparison() -> None:
     assert server_urls({"cluster_address": "fd00::1", "ollama_port": 5}) == ["http://127.0.0.1:5", "http://[fd00::1]:5"]
     assert server_urls({"ollama_url": "http://10.0.0.1:1/"}) == ["http://10.0.0.1:1"]
+    own = {"ollama_url": "http://localhost:5/a", "cluster_address": "10.0.0.1"}  # of the host, not of the controller
+    assert server_urls(own) == ["http://localhost:5/a", "http://10.0.0.1:5/a"]
+    assert server_urls(own | {"cluster_address": "127.0.0.2"}) == ["http://localhost:5/a"]
     trained = {"prompts": [{"prompt": "a\x1b"}, {"prompt": "b"}], "answers": ["x", "y"]}
     assert compare(trained, ["no", " y"]) == (1, "'a\\x1b': 'no' instead of 'x'")
 

@@ -17,6 +17,7 @@ from run_hosts import until
 from test_dashboard_http import Served, served
 from threaded_server import running
 
+from trainer.generation.ollama_models import GREEDY
 from trainyard.dashboard import model_questions
 
 __all__ = ["served"]
@@ -31,6 +32,7 @@ class Server(ThreadingHTTPServer):
         self.asked: list[dict[str, Any]] = []
         self.behave: Callable[[Write], None] = answer
         self.left = threading.Event()  # a client has closed the connection before the end
+        self.shown: dict[str, Any] = {}  # /api/show
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,10 +41,21 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_POST(self) -> None:
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+    def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(
+            json.dumps({"models": [{"name": name, "digest": "d" * 64} for name in ("m:latest", "<b>")]}).encode()
+        )
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/api/show":
+            self.wfile.write(json.dumps(self.server.shown).encode())
+            return
+        self.server.asked.append(body)
         try:
             self.server.behave(self.wfile.write)
         except OSError:
@@ -108,7 +121,9 @@ def test_an_answer_is_streamed_from_a_host_that_has_the_model(served: Served, ol
     assert end["end"].startswith("9 tokens, ") and end["end"].endswith("ended at the limit of 512 tokens")
     [sent] = ollama.asked
     assert (sent["model"], sent["messages"]) == ("m", [{"role": "user", "content": "What?\nTell me."}])
-    assert sent["options"] == {"temperature": 0, "num_predict": model_questions.TOKENS} and sent["stream"] is True
+    assert (
+        sent["options"] == GREEDY | {"num_predict": model_questions.TOKENS, "num_ctx": 1024} and sent["stream"] is True
+    )
     served.pages.cluster.hosts["node2"].connected = True
     assert ask(served)[1][0] == {"host": "node2"}, "it has loaded the model"
     page = served.ask("GET", "/models", Cookie=served.session())[2]
@@ -125,10 +140,35 @@ def test_only_models_of_hosts_that_answer_are_asked(served: Served, ollama: Serv
     assert ask(served, csrf="wrong")[0] == 403 and served.ask("GET", "/models/ask", Cookie=served.session())[0] == 405
     assert served.post("/models/ask", form(served, served.session()), "") == 401
     node = served.pages.cluster.hosts["node1"]
-    node.host = replace(node.host, address="10.1.2.3")
-    assert "address of that host alone" in ask(served)[1][-1]["error"], "it is another server on this machine"
     node.connected = False
     assert ask(served)[0] == 404 and len(ollama.asked) == 1
+
+
+def test_what_the_end_of_an_answer_says(served: Served, ollama: Server) -> None:
+    """Thinking that took all tokens, a question that was read in part, and a model whose answers a cloud computes."""
+    ollama.shown = {
+        "capabilities": ["completion", "thinking"],
+        "model_info": {"general.architecture": "x", "x.context_length": 99},
+    }
+    cut = {"done": True, "done_reason": "length", "eval_count": 9}
+    for text, more, end in (
+        ("<think>Maybe", cut, "tokens, within its thinking"),
+        ("Yes.", cut | {"prompt_eval_count": 99}, "read a part of the question: its context is too small"),
+    ):
+        ollama.behave = lambda write, text=text, more=more: write(line(text, **more))
+        assert ask(served)[1][-1]["end"].endswith(end)
+        assert ollama.asked[-1]["think"] is False and ollama.asked[-1]["options"]["num_ctx"] == 99
+    ollama.shown = {"remote_host": "ollama.com:443"}
+    assert "ollama.com:443 computes the answers" in ask(served)[1][-1]["error"] and len(ollama.asked) == 2
+
+
+def test_two_spellings_are_one_model(served: Served, ollama: Server) -> None:
+    hosts = served.pages.cluster.hosts
+    hosts["node2"].sample = {"ollama": {"installed": ["M:latest"], "loaded": ["M:latest"], "deployed": ["M:latest"]}}
+    hosts["node2"].connected = True
+    found = served.pages.questions.models()
+    assert list(found)[1] == "m" and found["m"] == ["node1", "node2"]
+    assert ask(served)[1][0] == {"host": "node2"}, "it has loaded the model"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "trainyard/remote/network.py": {"": KERNEL},
     "trainyard/remote/ollama.py": {
         "_machine_server": KERNEL,
+        "_listener": KERNEL,
         "_accept": "records of deployments, which no rank can write",
         "_remove": "records of deployments, which no rank can write",
     },

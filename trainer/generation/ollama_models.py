@@ -22,6 +22,13 @@ GREEDY = NEUTRAL | {"temperature": 0, "top_k": 1, "seed": 1}  # what ends an ans
 NEW_FORM = (0, 5, 5)  # the first version whose /api/create takes `files` and `adapters`
 ADAPTERS_END, ADAPTERS_AGAIN = (0, 6, 0), (0, 30, 0)  # the versions between ran models without adapters
 
+# What a server takes where a Modelfile leaves it open. A model that is made of another one inherits what that one sets.
+DEFAULTS: dict[str, Any] = {
+    "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0, "typical_p": 1.0, "repeat_last_n": 64, "repeat_penalty": 1.1,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0, "seed": -1,
+    "num_predict": -1, "num_keep": 4,
+}  # fmt: skip
+
 _SPARSE = 10  # bytes of a token that no text has on average
 _AROUND, _BETWEEN = 128, 16  # tokens of a chat template: a default system message, and for each message
 _BLOB = re.compile(r"\S*sha256[-:]([0-9a-f]{64})")

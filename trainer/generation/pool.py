@@ -29,7 +29,6 @@ MAX_DELAY = 30.0  # s between two attempts on a node that fails
 FAILURES = 6  # rounds of errors in a row after which a server is left out
 STRIKES = 3  # errors of servers after which a prompt is given up
 LOSSES = 20  # lost connections after which a prompt is given up
-_GATEWAY = (502, 504)  # of a proxy, whose other answers do not say that the server is back
 SILENCE = 10.0  # s without a byte after which a node that owes an answer is probed
 PROBE_PERIOD = 5.0  # s between two probes of such a node
 PATIENCE = 300.0  # s without any live node after which the pool gives up
@@ -117,7 +116,7 @@ class _State(Generic[N, T]):
     failures: int = 0
     retry_at: float = 0.0
     down: bool = False
-    waits: bool = False  # its last reply says that it answers later
+    waits: bool = False  # it says that it answers later, or has lost all requests of some rounds
     removed: str = ""
     error: str = ""
     probing: bool = False
@@ -138,7 +137,7 @@ class _State(Generic[N, T]):
 
     @property
     def alive(self) -> bool:
-        """Whether an answer may come: a server that says to wait has begun one at least."""
+        """Whether an answer may come: a server that waits has begun one at least."""
         begun = any(request.cancel.begun for request in self.in_flight.values())
         return not (self.down or self.removed) and (begun or not self.waits)
 
@@ -349,8 +348,8 @@ class ServerPool(Generic[N, T]):
         prompt.strikes += failure == "error"
         prompt.losses += failure == "lost"
         state.down |= failure == "lost"
-        state.waits |= failure == "wait" or getattr(error, "status", 0) in _GATEWAY
         self._pause(state, request.sent, now)
+        state.waits |= failure == "wait" or (failure == "lost" and state.failures >= FAILURES)
         if failure == "refused" or (failure == "error" and state.failures >= FAILURES):
             state.removed = why  # it answers requests, but never with an answer
         if prompt.strikes >= STRIKES or prompt.losses >= LOSSES:
@@ -443,7 +442,8 @@ class ServerPool(Generic[N, T]):
 
     def _describe(self, state: _State[N, T], now: float) -> dict[str, Any]:
         why = printable(state.removed or state.error, 60)
-        how = "left out" if state.removed else "down" if state.down else "waits" if state.waits else ""
+        how = "left out" if state.removed else "down" if state.down else ""
+        how = how or (f"waits up to {self._patience:.0f} s" if state.waits else "")
         return {
             "name": printable(state.node.name, 40),
             "answers": state.answers,

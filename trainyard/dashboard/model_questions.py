@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import threading
 import time
-import urllib.parse
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from trainer.common.formats import counted
-from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError
+from trainer.data.reasoning import split_answer
+from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError, server_form
+from trainer.generation.ollama_models import GREEDY, read_facts, room_for
 from trainyard.dashboard.page_formats import clean, rate
 from trainyard.dashboard.state import ClusterView
 from trainyard.ollama.servers import host_urls
+from trainyard.ollama.teacher_nodes import OllamaNode, Prompt
 from trainyard.wire.connection import Host
 
 QUESTION = 4000  # characters
@@ -26,7 +27,6 @@ ANSWER_LIMIT = 180.0  # s for an answer, with the time in which the server loads
 AT_ONCE = 4  # requests to servers at the same time
 PER_MINUTE = 30  # requests
 LOOK = 1.0  # s between two checks of the session
-_LOOPBACK = re.compile(r"127\.|::1$|localhost$")
 
 
 class RefusedError(Exception):
@@ -49,13 +49,14 @@ class ModelQuestions:
     def models(self) -> dict[str, list[str]]:
         """Return the hosts that answer and have a model, by its name; models that trainyard has deployed first, then by name."""
         found: dict[str, list[str]] = {}
+        forms: dict[str, str] = {}  # the first spelling of each model
         deployed = set()
         for name, host in self._cluster.hosts.items():
             ollama = host.sample.get("ollama", {}) if host.connected else {}
             for model in ollama.get("installed", []):
-                found.setdefault(model, []).append(name)
-            deployed |= {*ollama.get("deployed", [])}
-        return dict(sorted(found.items(), key=lambda item: (item[0] not in deployed, item[0])))
+                found.setdefault(forms.setdefault(server_form(model), model), []).append(name)
+            deployed |= {*map(server_form, ollama.get("deployed", []))}
+        return dict(sorted(found.items(), key=lambda item: (server_form(item[0]) not in deployed, item[0])))
 
     async def ask(self, model: str, question: str, permitted: Callable[[], bool]) -> AsyncIterator[str]:
         """Ask a model on the host that has it loaded and has the fewest questions; return the lines of the reply, each a JSON object.
@@ -77,7 +78,8 @@ class ModelQuestions:
         self._times.append(now)
 
         def rank(name: str) -> tuple[bool, int]:
-            return model not in self._cluster.hosts[name].sample["ollama"]["loaded"], self._open.get(name, 0)
+            loaded = map(server_form, self._cluster.hosts[name].sample["ollama"]["loaded"])
+            return server_form(model) not in loaded, self._open.get(name, 0)
 
         host = self._cluster.hosts[min(hosts, key=rank)].host
         lines = self._answer(host, model, question, permitted)
@@ -122,18 +124,22 @@ class ModelQuestions:
 
 def _chat(host: Host, model: str, question: str, cancel: Cancel, hear: Callable[[str], None]) -> str:
     """Let a host's server answer; return what to say of the answer. Raises OllamaError."""
-    url = host_urls(host)[-1]
-    if _LOOPBACK.match(urllib.parse.urlsplit(url).hostname or "") and not _LOOPBACK.match(host.address or "localhost"):
-        raise OllamaError(f"ollama_url of {host.name} is an address of that host alone: {url}")
-    message = {"role": "user", "content": question}
+    client = OllamaClient(host_urls(host)[-1])
+    facts = read_facts(client, model)
+    if facts.remote:
+        raise OllamaError(f"{facts.remote} computes the answers of this model: a question would leave this network")
+    chat = [{"role": "user", "content": question}]
+    prompt = Prompt(chat, GREEDY | {"num_predict": TOKENS}, room=room_for([chat], TOKENS), think=False)
     times: list[float] = []  # of the parts of the answer
 
     def take(text: str) -> None:
         times.append(time.monotonic())
         hear(text)
 
-    how = {"deadline": ANSWER_LIMIT, "first": ANSWER_LIMIT, "cancel": cancel, "keep": ANSWER, "hear": take}
-    answer = OllamaClient(url).chat(model, [message], options={"temperature": 0, "num_predict": TOKENS}, **how)
+    node = OllamaNode(host.name, client, model, facts, ANSWER_LIMIT)
+    answer = node.ask(prompt, cancel, keep=ANSWER, hear=take)
     speed = rate(max(0, answer.tokens - 1) / max(times[-1] - times[0], 1e-3))  # without the time to load the model
     cut = f", ended at the limit of {TOKENS} tokens" if answer.finished == "length" else ""
+    cut += ", within its thinking" if split_answer(answer.text, answer.thinking, bool(cut))[2] else ""
+    cut += ", of a model that read a part of the question: its context is too small" if answer.truncated else ""
     return f"{counted(answer.tokens, 'token')}, {speed}{cut}"

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from trainer.common.errors import UserError
 from trainer.common.inputs import user_path
-from trainer.config.fields import declare
-from trainer.generation.ollama_client import MODEL_NAME
+from trainer.config.fields import MAX_SECONDS, declare
+from trainer.generation.ollama_client import MODEL_NAME, server_form
 from trainyard import front_end
 from trainyard.deploy.proof import WeightType
 from trainyard.playbook_options import PlaybookOptions
+from trainyard.remote.ollama import TAGS
 
 MODEL_NAME_RULES: dict[str, Any] = {"pattern": f"^({MODEL_NAME.pattern})?$"}
 MODEL_NAME_RULES |= {"expected": "the name of a model, such as mine:latest"}
@@ -50,6 +51,13 @@ class DeployOptions(PlaybookOptions):
         ge=0,
         le=1 << 28,
     )
+    deploy_answer_limit: float = declare(
+        0.0,
+        "maximum time for the first answer of the created model, which its server loads; 0: 300 s, or 50 s for each GB",
+        unit="seconds",
+        ge=0,
+        le=MAX_SECONDS,
+    )
     deploy_replace: bool = declare(False, "replace a model of this name that trainyard has not deployed")
     template: str = declare("", "file with a Go template, instead of the derived one")
 
@@ -80,4 +88,6 @@ def make_deploy_options(values: Mapping[str, Any], *, remove: bool = False) -> D
     for name in ("deploy_name",) if remove else ("run", "deploy_name"):
         if not getattr(options, name):
             raise UserError(f"deploy: {name} is missing: set it with {front_end.option(name, 'NAME')}")
+    if (tag := server_form(options.deploy_name).rpartition(":")[2]) in TAGS:
+        raise UserError(f"deploy_name: deployments use the tag {tag} themselves: choose another tag")
     return options

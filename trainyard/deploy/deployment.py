@@ -12,13 +12,14 @@ import json
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.files import sha256_file
 from trainer.common.formats import mib
+from trainer.generation.ollama_models import DEFAULTS, GREEDY
 from trainer.gguf.metadata import adds_bos
 from trainyard.deploy.adapter_base import base_misfit, run_misfit, wanted_base
 from trainyard.deploy.deploy_options import DeployOptions
@@ -284,7 +285,8 @@ class Deployment:
         }
         digest = sha256_file(file)
         settings = self._settings.read(self._export.answers(run), adds_bos(fields), base["context"])
-        return self._complete(file, digest, settings, base)
+        reset = tuple(name for name in base["parameters"] if name in DEFAULTS)
+        return self._complete(file, digest, replace(settings, reset=reset), base)
 
     def _merged(self, run: TrainedRun) -> Artifact:
         """Return the merged model; its GGUF file is on the controller only if a node needs it."""
@@ -300,7 +302,9 @@ class Deployment:
     ) -> Artifact:
         name, base_digest = (base["name"], base["digest"]) if base else ("", "")
         kind = "f16" if base else self.options.deploy_quantize
-        about = [digest, name, base_digest, kind, asdict(settings) | {"notes": []}]
+        # The key of a deployment without parameters to reset is that of former versions.
+        named = {key: value for key, value in asdict(settings).items() if key != "reset" or value}
+        about = [digest, name, base_digest, kind, named | {"notes": []}]
         return Artifact(file, digest, name, kind, settings, hashlib.sha256(json.dumps(about).encode()).hexdigest())
 
     def _notes(self, choices: Mapping[str, Choice]) -> list[str]:
@@ -332,7 +336,7 @@ class Deployment:
                             errors[name] = str(error)
                             del left[name]
                 calls = {name: functools.partial(self._create, name, choice, answers) for name, choice in left.items()}
-                done = FanOut(calls).wait(CREATE_LIMIT)
+                done = FanOut(calls).wait(CREATE_LIMIT + self.options.deploy_answer_limit)
                 errors |= done.errors
                 answered = {name: choice for name, choice in left.items() if name in done.answers}
                 left = self._judge(run, answered, done.answers, lines, errors)
@@ -428,7 +432,8 @@ class Deployment:
             prompt if "messages" in prompt else {"prompt": settings.bos + prompt["prompt"]}
             for prompt in answers["prompts"]
         ]
-        options = {"temperature": 0, "seed": 0, "top_k": 1, "repeat_penalty": 1.0, "num_predict": answers["max_tokens"]}
+        context = {"num_ctx": settings.context} if settings.context else {}
+        options = GREEDY | {"stop": list(settings.stop), "num_predict": answers["max_tokens"]} | context
         request = {
             "file": f"{incoming}/{artifact.sha256}-{secrets.token_hex(4)}",
             "sha256": artifact.sha256,
@@ -439,6 +444,7 @@ class Deployment:
             "system": settings.system,
             "prompts": prompts,
             "options": options,
+            "answer_limit": self.options.deploy_answer_limit,
             "expected": answers["answers"],
             "least": least(artifact.kind, len(prompts)),
             "key": artifact.key,

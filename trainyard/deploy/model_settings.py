@@ -14,6 +14,7 @@ from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.data.hf_template import read_template
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.generation.ollama_models import DEFAULTS
 from trainyard import front_end
 from trainyard.deploy.chat_template import SYSTEM, Derived, derive_apart
 from trainyard.deploy.deploy_options import CONTEXT, DeployOptions
@@ -31,6 +32,7 @@ class ModelSettings:
         system: system message of chats that have none; empty for none.
         bos: the text of the token that raw prompts need and the server does not add.
         notes: for the user, one line each.
+        reset: names of parameters that the base of an adapter sets.
     """
 
     template: str
@@ -39,12 +41,13 @@ class ModelSettings:
     system: str
     bos: str
     notes: list[str] = field(default_factory=list)
+    reset: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, Any]:
         """The parameters of the model, as Ollama names them."""
         values = {"stop": list(self.stop), "num_ctx": self.context}
-        return {name: value for name, value in values.items() if value}
+        return {name: DEFAULTS[name] for name in self.reset} | {name: value for name, value in values.items() if value}
 
 
 class SettingsReader:

@@ -72,13 +72,13 @@ def scan_facts(report: Report, ready: int, verdict: str) -> dict[str, Any]:
 
 
 def model_groups(models: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the groups for the models and families of one machine, at most MAX_GROUPS, families first.
+    """Return the groups for the models and families of one machine, at most MAX_GROUPS, families first; none for models of a cloud.
 
     Args:
         models: `discovered_models` of the machine.
     """
-    families = sorted(_group_names("family", {m["family"] for m in models}))
-    names = sorted(_group_names("model", {m["name"] for m in models}))
+    families = sorted(_group_names("family", {m["family"] for m in models if not m.get("remote")}))
+    names = sorted(_group_names("model", {m["name"] for m in models if not m.get("remote")}))
     return [*families, *names][:MAX_GROUPS]
 
 

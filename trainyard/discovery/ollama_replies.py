@@ -56,7 +56,10 @@ def _detail(name: str, reply_name: str) -> Any:
 
 
 class Model(Strict):
-    """A model on the disk of a server, as in an entry of /api/tags. `size` is in bytes; `modified_at` has nanosecond precision."""
+    """A model on the disk of a server, as in an entry of /api/tags. `size` is in bytes; `modified_at` has nanosecond precision.
+
+    `remote`: the host that computes its answers, for a model of a cloud.
+    """
 
     name: Name
     size: Bytes = 0
@@ -65,6 +68,7 @@ class Model(Strict):
     parameters: Optional = _detail("parameters", "parameter_size")
     quantisation: Optional = _detail("quantisation", "quantization_level")
     modified_at: Optional = ""
+    remote: Annotated[Optional, Field(validation_alias=AliasChoices("remote", "remote_host"))] = ""
 
 
 class Loaded(Strict):

@@ -40,7 +40,8 @@ def answered(
 ) -> Answered:
     """Return what is judged of a text that a model wrote. `thinking`: what its server has separated."""
     _, text, unfinished = split_answer(text, thinking, cut)
-    return Answered(MARKUP.split(text, 1)[0].rstrip(), tokens, cut, loss, loss_tokens, unfinished)
+    turn = next((part.strip() for part in MARKUP.split(text) if part.strip()), "")
+    return Answered(turn, tokens, cut, loss, loss_tokens, unfinished)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from trainyard.evaluate.questions import Question
 from trainyard.evaluate.scores import Answered, Report, answered
 from trainyard.ollama.openai_node import OpenAINode
 from trainyard.ollama.servers import host_urls
-from trainyard.ollama.teacher_nodes import Prompt, Teacher
+from trainyard.ollama.teacher_nodes import Prompt, Teacher, require_local
 from trainyard.ollama.teachers import Candidate, find_teachers
 from trainyard.wire.connection import Host
 
@@ -80,7 +80,9 @@ def server_nodes(
 ) -> Sequence[Teacher]:
     """Return the servers that answer for a subject. `accepted`: see `find_teachers`. Raises UserError if none has the model."""
     if subject.kind == "openai":
-        return [OpenAINode(subject.name, subject.model, subject.url, limit=ANSWER_LIMIT)]
+        node = OpenAINode(subject.name, subject.model, subject.url, limit=ANSWER_LIMIT)
+        require_local("" if accepted.get("remote") else node.remote(), subject.model, subject.url)
+        return [node]
     if subject.url:
         machines = [Candidate(subject.url, subject.url, True)]
     else:

@@ -18,7 +18,7 @@ from trainer.generation.pool import Listed, PoolResult, ServerPool
 from trainyard.ollama.answers import AnswerFile, answer_key
 from trainyard.ollama.distill_options import DistillOptions
 from trainyard.ollama.filters import Filtered, filter_answers, prompt_text
-from trainyard.ollama.teacher_nodes import Prompt, Teacher
+from trainyard.ollama.teacher_nodes import OllamaNode, Prompt, Teacher
 
 Report = Callable[[str], None]
 
@@ -69,7 +69,7 @@ def collect_answers(
     """Ask the nodes what `answers` does not hold; return None if it holds everything.
 
     Raises:
-        UserError: no node answers; see ServerPool.run.
+        UserError: no node answers, see ServerPool.run; or the model of a node was replaced.
         DiskError: the answers cannot be written.
     """
     prompts = missing_prompts(questions, {node.digest for node in nodes}, answers)
@@ -83,7 +83,13 @@ def collect_answers(
     def deliver(new: list[tuple[Prompt, Teacher, Answer]]) -> None:
         answers.add((prompt, node.name, node.digest, answer) for prompt, node, answer in new)
 
-    return ServerPool(nodes, deliver, report, interval=interval).run(Listed(prompts))
+    result = ServerPool(nodes, deliver, report, interval=interval).run(Listed(prompts))
+    if changed := [node.name for node in nodes if isinstance(node, OllamaNode) and node.replaced()]:
+        names = ", ".join(printable(name, 40) for name in changed)
+        raise UserError(
+            f"teacher: the model of {names} was replaced while it answered: repeat this command to ask the new one"
+        )
+    return result
 
 
 def wanted_records(questions: Questions, digests: Iterable[str], answers: AnswerFile) -> list[dict[str, Any]]:

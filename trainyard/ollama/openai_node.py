@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable, quoted
@@ -21,7 +23,7 @@ from trainer.generation.ollama_client import (
     is_server_url,
 )
 from trainer.generation.ollama_models import seems_truncated
-from trainyard.ollama.teacher_nodes import Prompt
+from trainyard.ollama.teacher_nodes import Prompt, require_local
 
 KEY = "TRAINYARD_TEACHER_KEY"  # the environment variable with the key that the servers ask for
 _SHOWN = 5  # models in a message
@@ -65,6 +67,8 @@ class OpenAINode:
             "temperature": options.get("temperature", 0),
             "max_tokens": options["num_predict"],
             "seed": options.get("seed"),
+            # What a request leaves open, a server may take from the model's settings.
+            **{name: options[name] for name in ("top_p", "presence_penalty", "frequency_penalty") if name in options},
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -99,6 +103,14 @@ class OpenAINode:
         """Return if the server answers at all."""
         self.models(5.0)
 
+    def remote(self) -> str:
+        """Return the host that computes the answers, if the server is an Ollama with a model of a cloud; empty for none."""
+        with contextlib.suppress(OllamaError):
+            parts = urlsplit(self.url)
+            entry = OllamaClient(f"{parts.scheme}://{parts.netloc}", port=80, deadline=5.0).entry(self.model)
+            return printable(entry.get("remote_host") or "", 80)
+        return ""
+
     def models(self, limit: float) -> list[str]:
         """Return the names of the models that the server lists within `limit` seconds. Raises OllamaError."""
         found = self._client.get("/models", deadline=limit).get("data")
@@ -116,8 +128,8 @@ def _choices(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from found[:1]
 
 
-def openai_teachers(urls: Sequence[str], model: str, limit: float) -> list[OpenAINode]:
-    """Return the servers at these URLs, which all have the model. Raises UserError."""
+def openai_teachers(urls: Sequence[str], model: str, limit: float, remote: bool = False) -> list[OpenAINode]:
+    """Return the servers at these URLs, which all have the model. `remote`: also that of a cloud. Raises UserError."""
     for url in urls:
         if not is_server_url(url):
             shown = quoted(hide_password(url))
@@ -135,6 +147,9 @@ def openai_teachers(urls: Sequence[str], model: str, limit: float) -> list[OpenA
         for node, error in zip(nodes, executor.map(_problem, nodes), strict=True):
             if error:
                 raise UserError(f"teacher_url: {printable(node.url, 80)}: {error}")
+    for node in nodes:
+        if not remote:
+            require_local(node.remote(), node.model, node.name)
     return nodes
 
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainyard.wire.connection import Host
 
 _PORT = 11434
+_LOOPBACK = re.compile(r"http://(127\.[0-9.]+|\[::1\]|localhost)(?=[:/]|$)")
 
 
 def server_urls(variables: Mapping[str, Any]) -> list[str]:
     """Return the addresses at which a host may reach its own Ollama server, from its variables.
 
     `ollama_url` names the address. Without it, these are the loopback address and then the address in the cluster, at
-    `ollama_port`.
+    `ollama_port`. The last one is for other machines: a loopback address is that of the host.
     """
-    if url := variables.get("ollama_url"):
-        return [str(url).rstrip("/")]
     address, port = str(variables.get("cluster_address") or "127.0.0.1"), variables.get("ollama_port") or _PORT
-    return list(
-        dict.fromkeys(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in ("127.0.0.1", address))
-    )
+    own = f"[{address}]" if ":" in address else address
+    urls = [str(variables.get("ollama_url") or f"http://127.0.0.1:{port}").rstrip("/")]
+    if _LOOPBACK.match(urls[0]) and not (variables.get("ollama_url") and _LOOPBACK.match(f"http://{own}/")):
+        urls.append(_LOOPBACK.sub(f"http://{own}", urls[0]))
+    return list(dict.fromkeys(urls))
 
 
 def host_urls(host: Host) -> list[str]:

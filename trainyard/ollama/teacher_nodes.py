@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from trainer.common.errors import UserError
+from trainer.common.formats import printable
 from trainer.generation import pool
-from trainer.generation.ollama_client import Answer, Cancel, OllamaClient
+from trainer.generation.ollama_client import Answer, Cancel, OllamaClient, OllamaError
 from trainer.generation.ollama_models import ModelFacts, chat_bytes
+from trainyard import front_end
 
 
 @dataclass
@@ -38,6 +42,15 @@ class Teacher(pool.Node[Prompt], Protocol):
         ...
 
 
+def require_local(remote: str, model: str, name: str) -> None:
+    """Raise UserError if `remote`, a host outside of the server `name`, computes the answers of a model."""
+    if remote:
+        raise UserError(
+            f"teacher: {remote} computes {printable(model, 80)} of {name}: prompts would leave this network; choose another model, "
+            f"or permit it with {front_end.option('teacher_remote')}"
+        )
+
+
 @dataclass(frozen=True)
 class OllamaNode:
     """A model on an Ollama server.
@@ -60,18 +73,18 @@ class OllamaNode:
         """Digest of the model."""
         return self.facts.digest
 
-    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
-        """Return the answer to a prompt."""
+    def ask(self, prompt: Prompt, cancel: Cancel, **how: Any) -> Answer:
+        """Return the answer to a prompt. `how`: as in `OllamaClient.chat`."""
         context = min(prompt.room, self.facts.context or prompt.room)
         options = dict(prompt.options) | ({"num_ctx": context} if context else {})
         more: dict[str, Any] = {"deadline": self.limit, "first": self.limit, "cancel": cancel}
         if self.facts.thinks and not prompt.think:
             more["fields"] = {"think": False}
-        answer = self.client.chat(self.model, prompt.messages, options=options, **more)
-        if len(prompt.messages) < 2 or answer.truncated or not 0 < context < chat_bytes(prompt.messages):
+        answer = self.client.chat(self.model, prompt.messages, options=options, **more, **how)
+        rest = prompt.messages[prompt.messages[0]["role"] == "system" :]
+        if len(rest) < 2 or answer.truncated or not 0 < context < chat_bytes(prompt.messages):
             return answer
         # A server drops the first messages of a chat that is too long, and tells the tokens of the others.
-        rest = prompt.messages[prompt.messages[0]["role"] == "system" :]
         whole = [
             *prompt.messages[: -len(rest)],
             {"role": "user", "content": "\n".join(each["content"] for each in rest)},
@@ -83,3 +96,9 @@ class OllamaNode:
     def probe(self) -> None:
         """Return if the server answers at all."""
         self.client.version()
+
+    def replaced(self) -> bool:
+        """Return whether the server has another model of this name now."""
+        with contextlib.suppress(OllamaError):
+            return self.client.digest(self.model) != self.digest
+        return False

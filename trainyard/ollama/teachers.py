@@ -13,7 +13,7 @@ from trainer.generation.ollama_client import OllamaClient, OllamaError, full_nam
 from trainer.generation.ollama_models import ABSENT, ModelFacts, read_facts
 from trainyard import front_end
 from trainyard.ollama.servers import server_urls
-from trainyard.ollama.teacher_nodes import OllamaNode
+from trainyard.ollama.teacher_nodes import OllamaNode, require_local
 
 MAX_SHOWN = 5  # machines named in a message
 
@@ -132,11 +132,8 @@ def find_teachers(
     if not teachers:
         raise UserError(_none(model, machines, allowed, found, how))
     for teacher in teachers:
-        if teacher.facts.remote and not remote:
-            raise UserError(
-                f"teacher: {teacher.facts.remote} computes {model} of {teacher.name}: prompts would leave this network; choose "
-                f"another model, or permit it with {front_end.option('teacher_remote')}"
-            )
+        if not remote:
+            require_local(teacher.facts.remote, model, teacher.name)
         if not teacher.facts.chats:
             raise UserError(f"teacher: {model} of {teacher.name} does not support chat: choose another model")
     # The digest of a model that a server has created covers the folder of its files, too.

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.generation.ollama_client import OllamaClient, OllamaError
+from trainer.generation.ollama_client import OllamaClient, OllamaError, server_form
 from trainer.supervise import nvidia_smi
 from trainer.supervise.interface import interface_of
 from trainer.supervise.link_free import LinkFreePath
@@ -140,19 +140,19 @@ def ollama_use(request: dict[str, Any]) -> dict[str, Any]:
             client = OllamaClient(url, connect_timeout=2.0, idle_timeout=5.0, deadline=5.0)
             version = ".".join(map(str, client.version()))
             installed, loaded = sorted(client.tags()), client.loaded()
+            here = [name for name in installed if server_form(name) in deployed]
         except (OllamaError, OSError):
             continue
-        here = [name for name in deployed if name in installed]
         return {"version": version, "installed": installed[:MODELS], "loaded": loaded[:MODELS], "deployed": here}
     return {"version": "", "installed": [], "loaded": [], "deployed": []}
 
 
 def _deployed(records: Path) -> list[str]:
-    """Return the names of the models that trainyard deployed on this host."""
+    """Return the names of the models that trainyard deployed on this host, in the server's form."""
     found = []
     for path in matching(LinkFreePath(records), "*.json")[:MODELS]:
         try:
-            found.append(str(json.loads(path.read(RECORD_LIMIT))["name"]))
+            found.append(str(json.loads(path.read(RECORD_LIMIT))["name"]).lower())
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue
     return sorted(found)

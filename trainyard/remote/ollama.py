@@ -11,20 +11,24 @@ import hashlib
 import json
 import re
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.generation.ollama_client import MODEL_NAME, OllamaClient, OllamaError, full_name, same_model, server_form
-from trainer.generation.ollama_models import create_body, small_model_options, takes_adapters
+from trainer.generation.ollama_models import DEFAULTS, create_body, small_model_options, takes_adapters
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import read_json
 from trainyard.remote.receive import incoming_folder, prepare_incoming
 
 # Tags of the model that is checked, of the one that it replaces, and of the one that the server quantizes.
-_TAGS = _CHECK_TAG, _OLD_TAG, _SOURCE_TAG = ("trainyard-check", "trainyard-old", "trainyard-source")
+TAGS = _CHECK_TAG, _OLD_TAG, _SOURCE_TAG = ("trainyard-check", "trainyard-old", "trainyard-source")
 _ANSWER_LIMIT = 300.0  # s for one answer, with the time to load the model
+_LOADED = 20e6  # bytes/s at which a server loads a model at least
+_KEPT = "10m"  # how long a model stays in memory between two answers
+_LOSSES = 3  # lost connections after which an answer is given up
 _CREATE_LIMIT = 1800.0  # s
 BASES_LIMIT = 3  # models of a server that are tried as the base of an adapter
 _READ_LIMIT = 64  # models of a server that are read to find them
@@ -77,12 +81,11 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     """
     version = client.version()
     tags = client.tags()
-    own = {server_form(name) for name in (request["name"], *(_tagged(request, tag) for tag in _TAGS))}
+    own = {server_form(name) for name in (request["name"], *(_tagged(request, tag) for tag in TAGS))}
     others = {name: digest for name, digest in tags.items() if server_form(name) not in own}
     takes, bases, read = takes_adapters(version), [], 0
     if (base := request["base"]) and (digest := same_model(tags, base)):
-        info = _model_info(client.show(base, verbose=True))
-        bases = [_describe(base, digest, info, request["tokens"])]
+        bases = [_describe(base, digest, client.show(base, verbose=True), request["tokens"])]
     elif request["like"] and takes:
         bases, read = _search(client, request, others)
     return {
@@ -98,7 +101,7 @@ def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine_server(client: OllamaClient) -> str:
-    """Return what identifies a server of this machine: boot, network namespace and port. Empty for one of another machine."""
+    """Return what identifies a server of this machine: boot, network namespace and listening socket. Empty for one of another machine."""
     url = urlsplit(client.url)
     try:
         family, _, _, _, address = socket.getaddrinfo(url.hostname, 0, type=socket.SOCK_DGRAM)[0]
@@ -107,7 +110,22 @@ def _machine_server(client: OllamaClient) -> str:
     except OSError:
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {client.port}"
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {_listener(family, address[0], client.port)}{url.path}"
+
+
+def _listener(family: int, address: str, port: int) -> str:
+    """Return the inode of the socket that listens at an address of this machine; address and port if none is known."""
+    listening: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = map(str.split, Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:])
+            listening |= {row[1]: row[9] for row in rows if row[3] == "0A"}
+    packed = socket.inet_pton(family, address.partition("%")[0])
+    words = (int.from_bytes(packed[place : place + 4], sys.byteorder) for place in range(0, len(packed), 4))
+    own = "".join(f"{word:08X}" for word in words)
+    every = ["0" * 8] if family == socket.AF_INET else []
+    found = (listening.get(f"{each}:{port:04X}") for each in (own, *every, "0" * 32))
+    return next(filter(None, found), f"{address} {port}")
 
 
 def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str]) -> tuple[list[dict[str, Any]], int]:
@@ -123,7 +141,7 @@ def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str])
         deployed = _read_record(request | {"name": name}) is not None
         return deployed, -len(wanted & _words(name)), name
 
-    names = [name for name in tags if MODEL_NAME.fullmatch(name) and not name.endswith(_TAGS)]
+    names = [name for name in tags if MODEL_NAME.fullmatch(name) and not name.endswith(TAGS)]
     found: list[dict[str, Any]] = []
     read, end = 0, time.monotonic() + _SEARCH_LIMIT
     for name in sorted(names, key=order)[:_READ_LIMIT]:
@@ -136,8 +154,8 @@ def _search(client: OllamaClient, request: dict[str, Any], tags: dict[str, str])
         with contextlib.suppress(OllamaError):  # a damaged model is not a base
             if not _fits(client.show(name, deadline=left), like):
                 continue
-            info = _model_info(client.show(name, verbose=True, deadline=max(0.1, end - time.monotonic())))
-            base = _describe(name, tags[name], info, request["tokens"])
+            shown = client.show(name, verbose=True, deadline=max(0.1, end - time.monotonic()))
+            base = _describe(name, tags[name], shown, request["tokens"])
             if base["tokens"] == like["tokens"]:
                 found.append(base)
     return found, read
@@ -176,8 +194,13 @@ def _integer(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _describe(name: str, digest: str, info: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the properties that a base model must share with the trained one, with the first `count` tokens."""
+def _describe(name: str, digest: str, shown: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return the properties that a base model must share with the trained one, with the first `count` tokens.
+
+    `parameters`: those of DEFAULTS that the base sets, and a model that is made of it inherits.
+    """
+    info = _model_info(shown)
+    own = {line.split()[0] for line in str(shown.get("parameters") or "").splitlines() if line.strip()}
     architecture = str(info.get("general.architecture"))
     tokens = info.get("tokenizer.ggml.tokens")
     known = tokens[:count] if isinstance(tokens, list) else []
@@ -190,6 +213,7 @@ def _describe(name: str, digest: str, info: dict[str, Any], count: int) -> dict[
         "tokens": hashlib.sha256(json.dumps(known).encode()).hexdigest(),
         "context": max(0, _integer(info.get(f"{architecture}.context_length"))),
         "fields": {key: str(value) for key, value in small.items() if key.startswith("tokenizer.ggml.")},
+        "parameters": sorted(own & DEFAULTS.keys()),
     }
 
 
@@ -208,8 +232,8 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     The server checks the digest of the file, which is removed afterwards. Otherwise the model that has the name stays.
     `request`: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an
     adapter, or empty for a whole model; `quantize`, the type to which the server converts the weights, or empty;
-    `template`, `parameters` and `system` of the model; `prompts`, `options`; `expected`, one answer for each prompt, of
-    which `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
+    `template`, `parameters` and `system` of the model; `prompts`, `options`; `answer_limit`, seconds for the first
+    answer, or 0; `expected`, one answer for each prompt, of which `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
 
     Returns:
         `answers`, one text for each prompt; `accepted`; `error` and no answers if the server refuses the model.
@@ -255,14 +279,39 @@ def _try(client: OllamaClient, request: dict[str, Any], name: str) -> list[str]:
         source, more = request["base"], more | {"adapter": source}
     _make(client, name, source, **more)
     options = request["options"] | small_model_options(client, name)
-    return [_answer(client, name, prompt, options) for prompt in request["prompts"]]
+    limits = [request["answer_limit"] or max(_ANSWER_LIMIT, client.size(name) / _LOADED), _ANSWER_LIMIT]
+    prompts = request["prompts"]
+    return [
+        _answer(
+            client, name, prompt, options, limits[place > 0], {"keep_alive": _KEPT} if place + 1 < len(prompts) else {}
+        )
+        for place, prompt in enumerate(prompts)
+    ]
 
 
-def _answer(client: OllamaClient, name: str, prompt: dict[str, Any], options: dict[str, Any]) -> str:
-    more: dict[str, Any] = {"options": options, "deadline": _ANSWER_LIMIT, "first": _ANSWER_LIMIT}
-    if "messages" in prompt:
-        return client.chat(name, prompt["messages"], **more).text
-    return client.generate(name, prompt["prompt"], raw=True, **more).text
+def _answer(
+    client: OllamaClient,
+    name: str,
+    prompt: dict[str, Any],
+    options: dict[str, Any],
+    limit: float,
+    fields: dict[str, Any],
+) -> str:
+    """Return an answer within a limit in seconds, also of a server that says to wait. Raises OllamaError."""
+    end, losses, pause = time.monotonic() + limit, 0, 0.5
+    while True:
+        left = max(0.1, end - time.monotonic())
+        more: dict[str, Any] = {"options": options, "deadline": left, "first": left, "fields": fields}
+        try:
+            if "messages" in prompt:
+                return client.chat(name, prompt["messages"], **more).text
+            return client.generate(name, prompt["prompt"], raw=True, **more).text
+        except OllamaError as error:
+            losses += error.failure == "lost"
+            if error.failure not in ("wait", "lost") or losses == _LOSSES or time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+        pause = min(30.0, 2 * pause)
 
 
 def _make(client: OllamaClient, name: str, source: str, **more: Any) -> None:
@@ -292,7 +341,7 @@ def _remove(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     ours = record is not None and (not digest or digest == record["digest"])
     if request["check"] or not ours:
         return {"changed": bool(ours), "foreign": bool(digest and not ours)}
-    for model in (name, *(_tagged(request, tag) for tag in _TAGS)):
+    for model in (name, *(_tagged(request, tag) for tag in TAGS)):
         client.delete(model)
     _record_path(request).unlink(missing_ok=True)
     return {"changed": True, "foreign": False}

@@ -176,7 +176,8 @@ def _teachers(
         hosts = _host_teachers(options, cluster, launch, top, report, check)
         return hosts.nodes, hosts.collect
     if options.teacher_url:
-        return openai_teachers(options.teacher_url, options.teacher, options.answer_limit), None
+        how = (options.teacher_url, options.teacher, options.answer_limit, options.teacher_remote)
+        return openai_teachers(*how), None
     return _ollama_teachers(options, cluster, report, check), None
 
 

@@ -27,7 +27,7 @@ from trainyard.discovery.facts import (
     old_names,
     scan_facts,
 )
-from trainyard.discovery.ollama_replies import MAX_MODELS, Model, Server
+from trainyard.discovery.ollama_replies import MAX_MODELS, Model, Server, models
 from trainyard.discovery.scan import Answer
 from trainyard.discovery.scan_result import Machine, Report, machines
 from trainyard.discovery.trust import Trust
@@ -124,6 +124,14 @@ def test_models_and_groups_are_limited() -> None:
     names = ["a" * MAX_GROUP_NAME, "b" * (MAX_GROUP_NAME + 1), "../..", "Q:1"]
     groups = model_groups([{"name": name, "family": ""} for name in names])
     assert groups == ["ollama_model_" + "a" * MAX_GROUP_NAME, "ollama_model_q_1"]
+
+
+def test_a_model_of_a_cloud_is_marked_and_has_no_group() -> None:
+    [cloud] = models({"models": [{"name": "big:cloud", "remote_host": "https://ollama.com:443"}]})[0]
+    machine = machine_of("10.0.0.1", (model("own"), cloud))
+    listed = machine_facts(machine, Trust(True, ""), report(machine))[f"{PREFIX}models"]
+    assert [each["remote"] for each in listed] == ["https://ollama.com:443", ""]
+    assert not [group for group in model_groups(listed) if "cloud" in group]
 
 
 def count_calls(work: Callable[[], Any]) -> int:

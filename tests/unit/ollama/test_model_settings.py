@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainer.generation.ollama_models import create_body
 from trainyard.deploy.deploy_options import make_deploy_options
 from trainyard.deploy.model_settings import ModelSettings, SettingsReader
 from trainyard.deploy.trained_run import TrainedRun
+from trainyard.remote.ollama import _describe
 from trainyard.wire.connection import Host
 
 CHATML = (
@@ -50,6 +52,19 @@ def test_the_context_is_that_of_the_model_and_not_of_a_row(
     found = settings(tmp_path, context=most, run={"seq_length": row}, deploy_context=wanted)
     assert found.context == context
     assert found.parameters == {"stop": ["<|im_end|>", "</s>"]} | ({"num_ctx": context} if context else {})
+
+
+def test_an_adapter_resets_what_its_base_sets(tmp_path: Path) -> None:
+    found = replace(settings(tmp_path), reset=("presence_penalty", "temperature"))
+    assert found.parameters == settings(tmp_path).parameters | {"presence_penalty": 0.0, "temperature": 0.8}
+    shown = {"parameters": 'stop "x"\npresence_penalty               1.5\ntemperature 1', "model_info": {}}
+    assert _describe("b", "0" * 64, shown, 1)["parameters"] == ["presence_penalty", "temperature"]
+
+
+@pytest.mark.parametrize("name", ["bot:trainyard-check", "Bot:Trainyard-Old", "library/bot:trainyard-source"])
+def test_tags_of_deployments_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match="deploy_name: deployments use the tag trainyard-"):
+        make_deploy_options({"run": "r", "deploy_name": name})
 
 
 def test_the_system_message_of_the_training_data_is_the_default(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,7 @@ from trainyard.ollama.filters import Filtered
 from trainyard.ollama.openai_node import OpenAINode, openai_teachers
 from trainyard.ollama.teacher_nodes import OllamaNode
 from trainyard.ollama.teachers import Candidate, find_teachers
+from trainyard.remote.ollama import _answer, _machine_server
 
 Reply = tuple[int, bytes]
 FROM = (
@@ -132,6 +134,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (429, b'{"error": "you have reached your session usage limit"}', "session usage limit"),
         (502, b"bad gateway", "HTTP status 502: bad gateway"),
+        (200, b'{"message": ', "no server has answered .* is not JSON"),
     ],
 )
 def test_a_server_that_never_answers_ends_with_its_reason(quick: None, status: int, page: bytes, why: str) -> None:
@@ -300,6 +303,13 @@ def test_a_model_of_a_cloud_gets_no_prompts() -> None:
             with pytest.raises(UserError, match=r"https://ollama.com:443 computes m of node1: .*teacher_remote=true"):
                 server.teachers()
             assert server.teachers(remote=True) and not server.asked
+            if entry:  # of an Ollama at /v1
+                for ask in (
+                    lambda: openai_teachers([f"{server.url}/v1"], "m", 5.0),
+                    lambda: subjects.server_nodes(Subject("s", "openai", "m", f"{server.url}/v1"), [], print),
+                ):
+                    with pytest.raises(UserError, match=r"https://ollama\.com:443 computes m"):
+                        ask()
 
 
 @pytest.mark.parametrize(
@@ -329,3 +339,36 @@ def test_the_path_and_the_port_of_an_address(monkeypatch: pytest.MonkeyPatch) ->
         OllamaClient(f"{server.url}/ollama/").version()
     with pytest.raises(OllamaError, match=r"connection refused at 127\.0\.0\.1 port 9"):
         OllamaClient("http://127.0.0.1:9").version()
+
+
+def test_a_model_that_is_replaced_while_it_teaches(tmp_path: Path) -> None:
+    def chat(body: dict[str, Any], number: int) -> Reply:
+        server.entry["digest"] = "e" * 64
+        return says(f"Answer {number}")
+
+    with serve(chat) as server:
+        with pytest.raises(UserError, match="the model of node1 was replaced while it answered"):
+            taught(server.teachers(), tmp_path, *"abc")
+        assert len(taught(server.teachers(), tmp_path, *"abc")[0].samples) == 3, "of the new one alone"
+
+
+def test_the_proof_waits_for_a_busy_server() -> None:
+    with serve(lambda body, n: (503, b'{"error": "server busy"}') if n == 1 else says("x")) as server:
+        prompt, client = {"messages": [{"role": "user", "content": "?"}]}, OllamaClient(server.url)
+        assert _answer(client, "m", prompt, {}, 20.0, {"keep_alive": "1m"}) == "x"
+        assert [body["keep_alive"] for body in server.asked] == ["1m", "1m"]
+        server.asked.clear()
+        with pytest.raises(OllamaError, match="server busy"):
+            _answer(client, "m", prompt, {}, 0.2, {})
+
+
+def test_two_servers_of_one_machine_are_two() -> None:
+    """At two addresses with one port; one server at all addresses is one."""
+    with socket.create_server(("127.0.0.2", 0)) as one:
+        port = one.getsockname()[1]
+        with socket.create_server(("127.0.0.3", port)):
+            own = [_machine_server(OllamaClient(f"http://127.0.0.{n}:{port}")) for n in (2, 3)]
+    with socket.create_server(("0.0.0.0", 0)) as every:
+        port = every.getsockname()[1]
+        same = [_machine_server(OllamaClient(f"http://127.0.0.{n}:{port}")) for n in (2, 3)]
+    assert all(own) and own[0] != own[1] and same[0] == same[1] != ""

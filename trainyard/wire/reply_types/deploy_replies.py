@@ -19,6 +19,7 @@ class OllamaBase(OpenReply):
     tokens: Digest
     context: Count
     fields: Annotated[dict[Line, Line], Field(max_length=1000)]
+    parameters: Annotated[list[Line], Field(max_length=100)]
 
 
 class OllamaRecord(OpenReply):
