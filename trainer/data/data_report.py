@@ -11,7 +11,7 @@ from trainer.common.errors import UserError
 from trainer.common.formats import counted, printable
 
 _MANY, _MOST = 10, 2  # a tenth, a half
-LOUD = "WARNING"  # begins notes that are one
+NO_STOP = "the chat template ends a turn with "  # begins a note that is a warning
 ALLOW = "keep_going=dropped"
 
 
@@ -115,9 +115,7 @@ class DataReport:
     def lines(self, label: str = "") -> list[str]:
         """Return the totals, and what a user must know about them. `label` begins the first line."""
         notes = [
-            f"{printable(note, 400)} ({counted(count, 'sample')})"
-            if note.startswith(LOUD)
-            else f"note: {counted(count, 'sample')}: {printable(note, 400)}"
+            f"{'WARNING' if note.startswith(NO_STOP) else 'note'}: {counted(count, 'sample')}: {printable(note, 400)}"
             for note, count in self.notes.items()
         ]
         return [label + self.line(), *notes, *filter(None, [self.loss.warning()])]

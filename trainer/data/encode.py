@@ -20,7 +20,7 @@ from trainer.config.dataset_source import DatasetSource
 from trainer.config.methods import METHODS, Data
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.corpus import Corpus, joined, load_corpus, save_corpus
-from trainer.data.data_report import BEYOND, LOUD, NO_ANSWER, NO_DATA, SAME, TOO_LONG, DataReport
+from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, NO_STOP, SAME, TOO_LONG, DataReport
 from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.samples import read_source
@@ -298,12 +298,6 @@ class Encoder:
             text = text.removesuffix(token).rstrip()
         return message if text == content.rstrip() else {**message, "content": text}
 
-    @cached_property
-    def _text_end(self) -> str:
-        """What ends a turn, if it is a marker such as ``<|im_end|>`` that the tokenizer does not know as a token; else empty."""
-        end = self._finder.end_of_turn.strip()
-        return "" if any(token and token in end for token in self._text.added) else end
-
     def _chat(self, sample: Sample) -> Encoded:
         found = self.check(sample)
         assert found is not None
@@ -313,10 +307,11 @@ class Encoder:
         notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
         if found.open_end and self._text.eos is None:
             notes.append(_NO_END)
-        if self._text_end:
+        end = self._finder.end_of_turn.strip()
+        if not any(token and token in end for token in self._text.added) and end:
             notes.append(
-                f"{LOUD}: the chat template ends a turn with {quoted(self._text_end)}, which is no special token of this tokenizer: no "
-                "program stops there: take the tokenizer of the chat model, or a template that ends with its eos_token"
+                f"{NO_STOP}{quoted(end)}, which is no special token of this tokenizer: no program stops there: take the tokenizer of the chat "
+                "model, or a template that ends with its eos_token"
             )
         if any(_is_empty(message) for index, message in enumerate(sample.messages) if index not in sample.silent):
             notes.append(_EMPTY)

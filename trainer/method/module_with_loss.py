@@ -25,9 +25,7 @@ class ModelWithLoss(nn.Module):
         self.model, self.method = model, method or SFT()
         self._loss_positions: torch.Tensor | None = None
         self._balance: torch.Tensor | None = None  # the auxiliary loss of the last pass with gradients
-        self.part: float | None = (
-            None  # of the weight of the update, that the auxiliary loss of a micro-batch has; None: its labels
-        )
+        self.part: float | None = None  # the weight of a micro-batch for it, in the update; None: its labels
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Flash attention separates packed samples by their positions only within a single row.
         self._single_row = getattr(base.config, "_attn_implementation", "") == "flash_attention_2"
@@ -68,10 +66,10 @@ class ModelWithLoss(nn.Module):
         complement in padding. `extra`, `places`: see `Batch`.
         """
         loss = self.method.loss(self, Batch(ids, positions, labels, extra, places))
-        if (balance := self._balance) is not None:
-            self._balance = None
-            loss = loss + balance * ((labels[:, 1:] != IGNORED).sum() if self.part is None else self.part)
-        return loss
+        balance, self._balance = self._balance, None
+        if balance is None:
+            return loss
+        return loss + balance * ((labels[:, 1:] != IGNORED).sum() if self.part is None else self.part)
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens, [n, V], at the selected places of the flattened micro-batch or at all.
@@ -112,8 +110,7 @@ class ModelWithLoss(nn.Module):
             self._loss_positions = None
         if balanced and found.router_logits:
             self._balance = self.router_loss(found.router_logits, positions < 0)
-        logits: torch.Tensor = found.logits
-        return logits
+        return found.logits  # type: ignore[no-any-return]
 
     @contextmanager
     def placed(self, positions: torch.Tensor) -> Iterator[torch.Tensor]:

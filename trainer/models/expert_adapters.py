@@ -4,7 +4,7 @@ of the experts of others, and adapts routers that return tuples."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from peft import LoraConfig
@@ -46,45 +46,39 @@ def add_parameters(spec: RunSpec, every: Matrices, model: Any, config: LoraConfi
         convert_peft_config_for_transformers(read, model, None)
     except ValueError:  # get_peft_model raises it, too
         return set()
-    mapped = (
-        read.target_parameters is not None
-    )  # peft finds stacks by the names of layers, but no layer with these names
+    mapped = read.target_parameters is not None  # to stacks, also from layers with the same names
     found: dict[str, set[str]] = {}
     for name, (module, parameter) in every.items():
         place, leaf = name.rpartition(".")[::2]
+        linear = isinstance(module, nn.Linear) and not is_router(module)
         lost = (
-            isinstance(module, nn.Linear) and not is_router(module) and not _matches(place, read.target_modules or ())
+            linear and not matches(place, read.target_modules)
+            if mapped
+            else parameter.dim() == 3 and not spec.lora_dropout
         )
-        if parameter.is_floating_point() and (lost if mapped else parameter.dim() == 3 and not spec.lora_dropout):
+        if lost and parameter.is_floating_point():
             found[name] = _targets_of(spec, place, leaf)
     config.target_parameters = [name for name, targets in found.items() if targets] or None
     return set().union(*found.values())
 
 
-def left_out(spec: RunSpec, every: Matrices, adapted: Collection[str]) -> str:
+def left_out(spec: RunSpec, every: Matrices, adapted: Iterable[str]) -> str:
     """Return a line about the matrices that `lora_targets` names, or all without names, which have no adapter; empty if all have one.
 
     Args:
         every: those of the model before it had adapters.
         adapted: names of the layers and the parameters with an adapter.
     """
-    sizes = {
-        name: getattr(module, "in_features", 0) * getattr(module, "out_features", 0) or parameter.numel()
-        for name, (module, parameter) in every.items()
-    }
-    places = {name: name.rpartition(".")[::2] for name in every}
-    lost = [
-        name
-        for name, (place, leaf) in places.items()
-        if not {name, place} & {*adapted} and _targets_of(spec, place, leaf)
-    ]
-    names = sorted({".".join(name.removesuffix(".weight").split(".")[-2:]) for name in lost})
-    share = 100 * sum(sizes[name] for name in lost) / max(1, sum(sizes.values()))
-    return (
-        f"lora_targets: no adapter in {', '.join(names)}: {share:.2g} % of the matrix weights stay as they are"
-        if names
-        else ""
-    )
+    have, names, lost, total = set(adapted), set(), 0, 0
+    for name, (module, parameter) in every.items():
+        place, leaf = name.rpartition(".")[::2]
+        size = module.in_features * module.out_features if isinstance(module, nn.Linear) else parameter.numel()
+        total += size
+        if not {name, place} & have and _targets_of(spec, place, leaf):
+            lost += size
+            names.add(".".join(name.removesuffix(".weight").split(".")[-2:]))
+    share = f"{100 * lost / max(1, total):.2g} % of the matrix weights stay as they are"
+    return f"lora_targets: no adapter in {', '.join(sorted(names))}: {share}" if names else ""
 
 
 def _targets_of(spec: RunSpec, place: str, leaf: str) -> set[str]:
@@ -93,8 +87,9 @@ def _targets_of(spec: RunSpec, place: str, leaf: str) -> set[str]:
     if wanted == {"all-linear"}:
         return wanted
     parts = [each for each in _FUSED.get(leaf, ()) if wanted >= each]
-    return {each for each in wanted if _matches(place, [each]) or _matches(f"{place}.{leaf}", [each])}.union(*parts)
+    return {each for each in wanted if matches(place, [each]) or matches(f"{place}.{leaf}", [each])}.union(*parts)
 
 
-def _matches(name: str, targets: Iterable[str]) -> bool:
-    return any(f".{name}".endswith(f".{target}") for target in targets)
+def matches(name: str, targets: Any) -> bool:
+    """Return whether the name of a module ends with one of the targets, as peft reads them."""
+    return any(f".{name}".endswith(f".{target}") for target in targets or ())

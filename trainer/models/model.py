@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from trainer.data.token_ids import set_padding
 from trainer.model_files.base_weights import embedding_rows, load_causal_model
 from trainer.model_files.model_name import check_model_name
 from trainer.model_files.model_shape import target_error, unknown_targets
-from trainer.models.expert_adapters import add_parameters, is_router, left_out, matrices
+from trainer.models.expert_adapters import add_parameters, is_router, left_out, matches, matrices
 from trainer.models.fused_lora import fuse_adapters
 from trainer.models.quantized import defer_quantization, nf4_config, prepare_quantized
 
@@ -179,7 +179,7 @@ def target_names(model: Any) -> set[str]:
     return {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
-def require_targets(spec: RunSpec, adapted: Iterable[str], targets: Any, layers: Sequence[str]) -> None:
+def require_targets(spec: RunSpec, adapted: Sequence[str], targets: Any, layers: Sequence[str]) -> None:
     """Check that every one of `lora_targets` gave an adapter to some layer: peft only requires that one of them does.
 
     Args:
@@ -190,11 +190,8 @@ def require_targets(spec: RunSpec, adapted: Iterable[str], targets: Any, layers:
     Raises:
         UserError: a target gave none.
     """
-    if spec.lora_targets == ("all-linear",):
-        return
-    # The names of a module's parts: of ``a.b.c`` also ``b.c`` and ``c``.
-    ends = {".".join(parts[first:]) for name in adapted for parts in [name.split(".")] for first in range(len(parts))}
-    if lost := [target for target in spec.lora_targets if target in targets and target not in ends]:
+    missing = [each for each in targets if not any(matches(name, [each]) for name in adapted)]
+    if spec.lora_targets != ("all-linear",) and (lost := [each for each in spec.lora_targets if each in missing]):
         raise unknown_targets(spec, lost, layers)
 
 

@@ -17,16 +17,17 @@ class RouterLoss:
     def __init__(self, model: Any) -> None:
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self._function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-        known = self._function and len(inspect.signature(self._function).parameters) == 4  # as __call__ passes them
-        self.weight = (
-            getattr(text, "router_aux_loss_coef", 0.0) if known and hasattr(text, "output_router_logits") else 0.0
-        )
-        self._chosen = getattr(model, "num_experts_per_tok", None) or getattr(text, "num_experts_per_tok", 0)
-        named = {name: getattr(text, name, None) for name in _WEIGHTS[1 if self.weight else 0 :]}
-        self.left_out = ", ".join(
-            f"{name} {value:g}" for name, value in named.items() if isinstance(value, float) and value
-        )
+        function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+        if (
+            known := function is not None and len(inspect.signature(function).parameters) == 4
+        ):  # as __call__ passes them
+            self._function, self._chosen = (
+                function,
+                getattr(model, "num_experts_per_tok", None) or text.num_experts_per_tok,
+            )
+        named = {name: float(getattr(text, name, 0) or 0) for name in _WEIGHTS}
+        self.weight = named.pop("router_aux_loss_coef") if known else 0.0
+        self.left_out = ", ".join(f"{name} {value:g}" for name, value in named.items() if value)
 
     def __call__(self, logits: tuple[torch.Tensor, ...], padding: torch.Tensor) -> torch.Tensor:
         """Return the weighted loss of a micro-batch, a float32 scalar; 0 if it is empty.
@@ -36,6 +37,5 @@ class RouterLoss:
             padding: bool [rows, T].
         """
         empty = padding.all()
-        assert self._function
         found: torch.Tensor = self._function(logits, logits[0].shape[-1], self._chosen, (~padding | empty).long())
         return self.weight * found.float() * ~empty

@@ -42,12 +42,10 @@ class SampleRope:
             if not self._spans or position_ids.numel() != self._positions.numel():
                 return forward(x, position_ids, *args, **kwargs)
             found, longest = [], [name for name in vars(module) if name.endswith("max_seq_len_cached")]
-            for start, end in self._spans:
-                vars(module).update(
-                    dict.fromkeys(longest, 0)
-                )  # dynamic frequencies are those of the longest text until now
+            for start, end in [*self._spans, (0, 1)]:  # the last one leaves no frequencies of a long text
+                vars(module).update(dict.fromkeys(longest, 0))  # of the longest text until now
                 found.append(forward(x, self._positions[:, start:end], *args, **kwargs))
-            vars(module).update(dict.fromkeys(longest, 0))
+            del found[-1]
             parts = zip(*(each if isinstance(each, tuple) else (each,) for each in found), strict=True)
             made = tuple(torch.cat(part, 1).view(*position_ids.shape, -1) for part in parts)
             return made if isinstance(found[0], tuple) else made[0]

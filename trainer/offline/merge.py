@@ -103,28 +103,19 @@ def read_request(values: Mapping[str, Any]) -> MergeRequest:
                 "the same model"
             )
     _check_method(str(values["method"]), parts)
+    weights = values["weights"] or [1.0] * len(parts)
+    # Full weights add up to 1: otherwise the base would count as often as their sum.
+    total = sum(weights) if values["method"] == "soup" or not values["weights"] else 1.0
     return MergeRequest(
         parts=parts,
         method=str(values["method"]),
-        weights=_weights(values, parts),
+        weights=[float(weight) / total for weight in weights],
         density=float(values["density"]),
         target=Path(values["target"]),
         store=Path(values["store"]),
         prompts=values.get("prompts", ()),
         max_tokens=int(values.get("max_tokens", 128)),
     )
-
-
-def _weights(values: Mapping[str, Any], parts: Sequence[Part]) -> list[float]:
-    """Return the weights of the parts. Those of full models add up to 1: otherwise the base would count as often as their sum. Raises UserError."""
-    weights = [float(weight) for weight in values["weights"]] or [1 / len(parts)] * len(parts)
-    if values["method"] != "soup":
-        return weights
-    if (total := sum(weights)) <= 0:
-        raise UserError(
-            f"merge: weights: they sum to {total:g}, and method=soup divides by the sum: give a sum above 0"
-        )
-    return [weight / total for weight in weights]
 
 
 def _check_method(method: str, parts: Sequence[Part]) -> None:

@@ -65,10 +65,11 @@ class Averaging(DDP):
         self.all, self.world = world.with_untimed_group(), replica_group
         self._checked = 0.0
         for factors in lora_factors(module.model) if spec.lora_r and len(self.workers) > 1 else ():
-            if len(factors.a) != factors.b.shape[1]:  # no matrices that can be concatenated
+            # No matrices that can be concatenated, as those of convolutions in groups and of stacked experts.
+            if len(factors.a) != factors.b.shape[1] or getattr(factors.layer, "num_experts", 1) > 1:
                 kind = type(factors.layer.get_base_layer()).__name__
                 raise UserError(
-                    f"strategy: averaging cannot average the adapter of a grouped {kind}: remove it from lora_targets"
+                    f"strategy: averaging cannot average the adapter of a grouped layer ({kind}): remove it from lora_targets"
                 )
 
     def local_rows(self, rows: Rows) -> Rows:
