@@ -36,7 +36,9 @@ class ModelWithLoss(nn.Module):
         self._run = torch.compile(model) if whole else model
         if head is not None and not whole:
             head.register_forward_pre_hook(self._select_loss_positions)
-        self.train(model.training)
+        self.training = model.training  # parts of the model may have another mode
+        if self.training and not self.method.keeps_dropout:
+            _switch_off_dropout(model)
 
     def train(self, mode: bool = True) -> "ModelWithLoss":
         """Set the mode. In training, a method other than sft has no dropout of the model's own, as in TRL; that of the adapters stays."""

@@ -215,7 +215,9 @@ def test_a_damaged_file_of_weights_is_one_line(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     for content in (file.read_bytes()[:-1000], b"version https://git-lfs.github.com/spec/v1\n"):
         (folder / "part.safetensors").write_bytes(content)
-        with pytest.raises(UserError, match=r"^model: cannot read part.safetensors of .*: copy or download") as raised:
+        with pytest.raises(
+            UserError, match=r"^model: (cannot read part|.*part.safetensors is a pointer of Git LFS)"
+        ) as raised:
             load_stage(spec_of(folder), Division((3,), 0), ALONE)
         assert "\n" not in str(raised.value)
     index["weight_map"] = dict.fromkeys(index["weight_map"], "x" * 300)
