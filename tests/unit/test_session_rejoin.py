@@ -39,7 +39,7 @@ class Starts:
         for name in ("stage_files", "keep_start"):
             monkeypatch.setattr(module, name, lambda *args, **more: {})
         self.ended: list[tuple[str, str]] = []  # host and run folder
-        monkeypatch.setattr(absent_hosts, "stop_parts", self.stop)
+        monkeypatch.setattr(module, "stop_parts", self.stop)
         monkeypatch.setattr(module, "release_claims", lambda *args, **more: None)
         monkeypatch.setattr(module, "plan_run", self.plan)
         monkeypatch.setattr(module, "start_ranks", self.start)

@@ -265,7 +265,7 @@ class RunSession:
                 failure = self._attempt(self._monitor)
                 if failure is None and not self._result.get("returning"):
                     return self._result
-                self._failed_at = time.monotonic()
+                self._failed_at = self._failed_at or time.monotonic()
                 for name in failure.get("lost", []) if failure else ():
                     self._speeds.losses[name] = self._speeds.losses.get(name, 0) + 1
                 if failure is None:  # stopped for hosts that return
@@ -280,7 +280,8 @@ class RunSession:
                     raise policy.error(failure, why)
                 for line in policy.lines(failure):
                     self.report(line)
-                due = time.monotonic() + policy.wait()
+                # A run is stopped and planned again in this time.
+                due = policy.wait() + ((self._failed_at if "cause" in failure else None) or time.monotonic())
                 self.announce("restarting", self.run_name, failure["msg"])
                 # A start without progress may lack a file, and a host that lost power may lack what was not yet on its disk.
                 lost = failure.get("lost", [])
@@ -397,7 +398,10 @@ class RunSession:
         parts = planned_parts(self.state.plan)
         rejoin = self._rejoin() if self.state.prepared else None
         ended = follow_parts(
-            self.run_name, parts, self.connect, self.options, self.report, rejoin=rejoin, watch=self.watch
+            *(self.run_name, parts, self.connect, self.options, self.report),
+            rejoin=rejoin,
+            watch=self.watch,
+            failed=self._note_failure,
         )
         returning = rejoin.returning if rejoin and ended["status"] == "stopped" else []
         if returning:
@@ -408,6 +412,9 @@ class RunSession:
             absent = [self.hosts[name] for name in rejoin.absent] if rejoin else []
             stop_parts(run_parts(absent, self.run_name), self.connect, {"now": True}, END_LIMIT)
         self._result = {"changed": True, "returning": returning} | ended
+
+    def _note_failure(self) -> None:
+        self._failed_at = time.monotonic()
 
     def _rejoin(self) -> Rejoin | None:
         """Return what watches the hosts without which this start continues; None if it may not be restarted for them."""

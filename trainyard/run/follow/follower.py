@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from trainer.common.formats import counted, printable
 from trainyard import front_end
@@ -13,7 +13,7 @@ from trainyard.run.follow.monitor import ENDED, Cause, Progress, Watch, causes
 from trainyard.run.follow.rejoin import SIGN_OF_LIFE, Rejoin
 from trainyard.run.follow.run_status import read_status
 from trainyard.run.host_run import HostRun, last_step
-from trainyard.run.launch.start_ranks import STOP_LIMIT, stop_parts
+from trainyard.run.launch.start_ranks import STOP_LIMIT
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PartEnd, Report, StepResult
@@ -194,8 +194,9 @@ def follow_parts(
     *,
     rejoin: Rejoin | None = None,
     watch: Watch = lambda state: None,
+    failed: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Monitor a run's parts to their end. On the first failure, stop all of them.
+    """Monitor a run's parts to their end. On the first failure, call `failed`, and stop all of them.
 
     `rejoin`: says when the run stops for hosts that return. `watch`: see Progress. Returns `status` (finished or
     stopped), `hosts` (how each part ended), and `lines` for a stopped run. Raises RunFailedError: the run failed; its
@@ -215,6 +216,7 @@ def follow_parts(
     if follower.stopping:  # a stop must not reach the next start
         follower.stopping.wait(STOP_LIMIT)
     if cause is not None:
+        failed()
         raise failed_run(parts, cause, connect, follower.lost_limit)
     ended: StepResult = {"hosts": part_ends(parts)}
     if all(part.status != "stopped" for part in parts):
@@ -227,14 +229,14 @@ def failed_run(parts: list[HostRun], cause: Cause, connect: Connect, lost_limit:
     """Stop the remaining processes of a failed run; return the error with its evidence."""
     # A host that has been silent for half the limit counts as lost: a switch takes several hosts at once.
     lost = [part.host for part in parts if part.silent > lost_limit / 2 and part.status not in ENDED]
-    unstopped = stop_parts([part for part in parts if part.host not in lost], connect, {"now": True})
+    requests = {part.host: {"now": True, "run_dir": part.run_dir} for part in parts if part.host not in lost}
+    stopping = call_hosts(connect, "run_stop", requests)
+    lines = evidence(parts, cause, connect)
+    unstopped = stopping.wait(STOP_LIMIT).errors
     rank = cause.rank if cause.rank >= 0 else None
     return RunFailedError(
         cause.text,
-        lines=[
-            *evidence(parts, cause, connect),
-            *(f"cannot stop {host}: {error}" for host, error in unstopped.items()),
-        ],
+        lines=[*lines, *(f"cannot stop {host}: {error}" for host, error in unstopped.items())],
         cause={"host": cause.host, "rank": rank, "kind": cause.kind, "blocked_by": cause.blocked_by},
         lost=lost,
         stop_wanted=any(part.answer and part.answer.get("stop_wanted") for part in parts),
