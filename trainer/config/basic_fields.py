@@ -1,6 +1,5 @@
 """The fields of a run spec that every run uses: the model, the data, and how a step trains on it."""
 
-import functools
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
     MethodName = str
 else:
     MethodName = Literal[(*METHODS,)]
-
-
-_data = functools.partial(declare, needs="fake_data=false")
 
 
 class BasicFields(BaseModel):
@@ -44,25 +40,25 @@ class BasicFields(BaseModel):
         "auto",
         "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
     )
-    dataset: Datasets = _data(
+    dataset: Datasets = declare(
         OBSERVATORY,
         "'observatory' (part of trainyard), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
         "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
         expected=EXPECTED["dataset"],
     )
-    dataset_split: str = _data("train", "split of a hub dataset or a folder", min_length=1)
-    dataset_config: str = _data("", "configuration (subset) of a hub dataset")
-    columns: Columns = _data(
+    dataset_split: str = declare("train", "split of a hub dataset or a folder", min_length=1)
+    dataset_config: str = declare("", "configuration (subset) of a hub dataset")
+    columns: Columns = declare(
         {},
         "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
         expected=EXPECTED["columns"],
     )
-    keep_going: Words = _data(
+    keep_going: Words = declare(
         (),
         "what a run ignores instead of refusing it: keys of records and messages, such as score or weight; dropped: that more than "
         "half of the samples, or of a teacher's answers, are dropped",
     )
-    system: Literal["keep", "prepend"] = _data(
+    system: Literal["keep", "prepend"] = declare(
         "keep",
         "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
         "for templates without a system role",
@@ -72,7 +68,7 @@ class BasicFields(BaseModel):
     train_on: Literal["answer", "all"] = declare(
         "answer",
         "tokens that contribute to the loss: only the assistant's answers, or all",
-        needs="method=sft fake_data=false",
+        needs="method=sft",
     )
     seq_length: int = declare(
         1024,

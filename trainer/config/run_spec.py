@@ -194,21 +194,19 @@ class RunSpec(MethodFields):
         pattern=r"^(shard:[0-9]{1,4}/[0-9]{1,4}|bootstrap)?$",
         expected="shard:2/4, bootstrap, or nothing",
     )
-    eval_split: float = declare(
-        0.05, "fraction of the samples held out for evaluation; 0: none", ge=0, le=0.5, needs="fake_data=false"
-    )
+    eval_split: float = declare(0.05, "fraction of the samples held out for evaluation; 0: none", ge=0, le=0.5)
     eval_interval: Interval = declare(
         100,
         "steps between evaluations; epoch: after each epoch; 0: only at the end",
         expected=_INTERVAL,
         mutable=True,
-        needs="eval_split fake_data=false",
+        needs="eval_split",
     )
     eval_start: bool = declare(
         False,
         "also evaluate before the first step: the loss of the untrained model",
         mutable=True,
-        needs="eval_split fake_data=false",
+        needs="eval_split",
     )
     checkpoint_interval: Interval = declare(
         25, "steps between checkpoints; epoch: after each epoch; 0: only at the end", expected=_INTERVAL, mutable=True

@@ -54,11 +54,10 @@ def student_specs(
         values = rest | ({"model": model} if model else {})
         if rest.get("run") and len(models) > 1:
             values["run"] = f"{rest['run']}-{number}"
-        values.setdefault("eval_start", True)
         spec = read_run_spec(file, values, top, report if number == 1 else lambda line: None)
-        change: dict[str, Any] = {}
+        change: dict[str, Any] = {} if "eval_start" in spec.model_fields_set else {"eval_start": True}
         if earlier := models[: number - 1].count(model):
-            change = {"seed": (spec.seed + earlier) % 2**32, "shared_seed": spec.common_seed}
+            change |= {"seed": (spec.seed + earlier) % 2**32, "shared_seed": spec.common_seed}
         if options.student_data != "all":
             part = f":{number}/{len(models)}" if options.student_data == "shard" else ""
             change["data_part"] = options.student_data + part

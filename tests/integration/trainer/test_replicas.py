@@ -91,8 +91,7 @@ def test_the_outer_optimizer_is_nesterov_sgd(here: Here) -> None:
     """
     m = 0.9 * 3 / 20
     few = {"max_steps": 6, "checkpoint_interval": 3, "schedule": "constant", "warmup": 0, "checkpoint_keep": 9}
-    few |= {"local_steps": 3}
-    diloco = few | {"strategy": "diloco", "comm_dtype": "32"}
+    diloco = few | {"strategy": "diloco", "comm_dtype": "32", "local_steps": 3}
     assert here("ddp", **few) == 0
     assert here("start", **(diloco | {"outer_lr": 1e-30})) == 0
     assert here("diloco", **diloco) == 0, here.err
