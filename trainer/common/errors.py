@@ -80,6 +80,8 @@ def model_errors(model: str) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if it has no message."""
     lines = str(error).strip().splitlines()
+    if "trust_remote_code" in str(error):  # of transformers
+        return "its files need Python code of their own, which never runs here: use a model whose type transformers has"
     return printable(lines[0]) if lines else type(error).__name__
 
 

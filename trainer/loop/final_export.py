@@ -201,7 +201,7 @@ def merge_adapter(spec: RunSpec, run_dir: Path) -> Path:
     from trainer.models.adapter_merge import LogitCheck, merged_dtype, merged_weights, saved_model, weightless
     from trainer.models.tokenizer_output import add_end_token, save_tokenizer
 
-    dtype, tokenizer = merged_dtype(spec), AutoTokenizer.from_pretrained(run_dir / "adapter")
+    dtype, tokenizer = merged_dtype(spec), AutoTokenizer.from_pretrained(run_dir / "adapter", trust_remote_code=False)
     with atomic_folder(run_dir / "merged", "merge") as aside:
         adapted = _adapted(spec, run_dir)
         weights = merged_weights(adapted, dtype)

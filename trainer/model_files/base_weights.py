@@ -93,7 +93,7 @@ def load_causal_model(name: str, setting: str = "model", shown: str = "", **opti
     try:
         with _without_report():
             model, info = AutoModelForCausalLM.from_pretrained(
-                name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                name, output_loading_info=True, ignore_mismatched_sizes=True, **options, trust_remote_code=False
             )
     except Exception as error:
         raise UserError(f"{setting}: cannot load {shown}: {first_line(error)}") from None
@@ -113,7 +113,7 @@ def _without_other_parts(name: str, unexpected: list[str]) -> list[str]:
     """Return the names without those of other parts that the model's configuration describes."""
     if not unexpected:
         return []
-    whole = AutoConfig.from_pretrained(name)
+    whole = AutoConfig.from_pretrained(name, trust_remote_code=False)
     return (
         unexpected
         if whole.get_text_config() is whole

@@ -92,7 +92,7 @@ def weightless(adapted: Any, dtype: torch.dtype) -> Any:
 
     base = adapted.get_base_model()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(base.config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(base.config, dtype=dtype, trust_remote_code=False)
     model.generation_config = base.generation_config
     return model
 
@@ -265,7 +265,7 @@ def saved_model(folder: Path) -> Any:
     """Return a saved model. Raises UserError if its configuration says that embedding and head are tied, but they differ."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).eval()
     inner, outer = model.get_input_embeddings(), model.get_output_embeddings()
     if model.config.tie_word_embeddings and outer is not None and not torch.equal(inner.weight, outer.weight):
         # transformers 5 reads such a model correctly; other programs would use the embedding as the head.

@@ -169,7 +169,7 @@ def _load(spec: "RunSpec", run_dir: Path) -> tuple[Any, Any]:
     from trainer.models.adapter_merge import adapted_model
 
     folder = run_dir / ("adapter" if spec.lora_r else "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if spec.lora_r:
         return adapted_model(spec, folder).get_base_model(), tokenizer
     return load_causal_model(str(folder), dtype=torch.float32), tokenizer

@@ -38,7 +38,7 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
     """
     check_model_name(name, setting)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None

@@ -36,7 +36,7 @@ def _model(spec: RunSpec, config: Any, layers: int, device: torch.device) -> tor
     kernels = fast_kernels(spec, device)
     if "flash attention" in kernels:
         options["attn_implementation"] = "flash_attention_2"
-    model = AutoModelForCausalLM.from_config(config, **options)
+    model = AutoModelForCausalLM.from_config(config, **options, trust_remote_code=False)
     if "liger" in kernels:
         apply_liger(model)
     if spec.gradient_checkpointing:
@@ -76,7 +76,7 @@ def _now(device: torch.device) -> float:
 def _config(spec: RunSpec) -> Any:
     if spec.model == TINY:
         return AutoConfig.for_model(**(CONFIG | {"vocab_size": VOCABULARY}))
-    return AutoConfig.from_pretrained(spec.model)
+    return AutoConfig.from_pretrained(spec.model, trust_remote_code=False)
 
 
 def keeps_samples_apart(spec: RunSpec) -> bool:

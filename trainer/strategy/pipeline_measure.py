@@ -65,13 +65,15 @@ def divide_model(spec: RunSpec, pipelines: Pipelines, costs: Sequence[LayerCosts
 
 def layer_seconds(spec: RunSpec, device: torch.device) -> float:
     """Return the seconds of one decoder layer of the spec's model, forward and backward, on this rank, with random weights."""
-    config: Any = copy.deepcopy(AutoConfig.from_pretrained(spec.model))
+    config: Any = copy.deepcopy(AutoConfig.from_pretrained(spec.model, trust_remote_code=False))
     parts = parts_of(spec, str(config.model_type))
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, 0
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
     with model_errors(spec.model):
-        model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec)).to(device).train()
+        model = (
+            AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec), trust_remote_code=False).to(device).train()
+        )
     decoder = getattr(model, parts.decoder)
     if spec.lora_r:  # adapters are small: the backward pass computes the gradient of the input alone
         model.requires_grad_(False)

@@ -184,7 +184,7 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
     """
     refuse_adapter(spec.model)
     try:
-        config = AutoConfig.from_pretrained(spec.model)
+        config = AutoConfig.from_pretrained(spec.model, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"model: cannot load {spec.model}: {first_line(error)}") from None
     parts = parts_of(spec, str(config.model_type))
@@ -193,7 +193,7 @@ def empty_model(spec: RunSpec) -> tuple[Any, Parts]:
             f"model: {spec.model} is quantized already, which strategy=pipeline cannot load: set another strategy"
         )
     with model_errors(spec.model), init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec))
+        model = AutoModelForCausalLM.from_config(config, dtype=base_dtype(spec), trust_remote_code=False)
     model.tie_weights()  # the context above makes a parameter of its own for the head
     with contextlib.suppress(OSError):  # a model may have none
         model.generation_config = GenerationConfig.from_pretrained(spec.model)

@@ -21,7 +21,7 @@ from trainyard.wire.run_errors import StageError
 
 Kind = Literal["model", "dataset"]
 
-PATTERNS = {"model": ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"], "dataset": []}
+PATTERNS = {"model": ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"], "dataset": []}
 WEIGHTS = ["*.bin"]  # of a model that has no *.safetensors
 FETCH_LIMIT = 6 * 3600.0  # s for a host to fetch from the hub
 ATTEMPTS = 3  # hosts that try
