@@ -22,15 +22,6 @@ RESULT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "more"), table("run_summary")["the_summary_says_why_there_are_fewer_steps"], ids=str)
-def test_the_summary_says_why_there_are_fewer_steps_than_wanted(spec: dict[str, Any] | None, more: list[str]) -> None:
-    known = make_spec(spec, "the test") if spec else None
-    lines = summary("r", RESULT, HEAD, 2, None, known)  # type: ignore[arg-type]  # it is asked for TensorBoard only
-    assert lines[: 1 + len(more)] == ["run r finished: 1 of 1 steps on 2 ranks, 2 hosts", *more]
-    assert lines[1 + len(more)] == "  loss         4.0000 -> 3.0000 (-25 %)"
-    assert "  speed        47 tokens/s, 11 tokens of 1 sample (without the eval split)" in lines
-
-
 @pytest.mark.parametrize(("found", "line"), table("run_summary")["the_summary_says_which_share_of_its"], ids=str)
 def test_the_summary_says_which_share_of_its_devices_the_run_used(found: dict[str, Any], line: list[str]) -> None:
     result = checked_reply("result.json", RESULT | {"adapter": "/a"} | found)

@@ -82,7 +82,12 @@ class BasicFields(BaseModel):
     )
     epochs: int = declare(1, "number of passes over the dataset", ge=1, le=100_000)
     max_steps: int = declare(
-        0, "maximum number of optimizer steps; 0 or -1: run all epochs", ge=0, minus_one=0, le=MAX_COUNT, unit="steps"
+        0,
+        "number of optimizer steps, which repeats the data and decides instead of epochs; 0 or -1: run all epochs",
+        ge=0,
+        minus_one=0,
+        le=MAX_COUNT,
+        unit="steps",
     )
     batch_size: int = declare(
         4,

@@ -42,7 +42,7 @@ def check_samples(samples: Sequence[Sample], encoder: Encoder, budget: float = B
 
 
 def _report(sample: Sample, encoder: Encoder) -> DataReport:
-    return encoder.fit(encoder.encode(sample)).report
+    return encoder.rows(sample)[1]
 
 
 def _spread(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:

@@ -70,6 +70,7 @@ class DataReport:
         dropped: the number of samples that were left out, by reason.
         notes: the number of samples that the chat template changes, by what it changes.
         unread: further samples that were not read, because that would have taken too long.
+        kept_tokens, lost_tokens: all tokens that are in rows, and those beyond seq_length or of samples that were left out.
     """
 
     samples: int = 0
@@ -79,6 +80,8 @@ class DataReport:
     dropped: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
     unread: int = 0
+    kept_tokens: int = 0
+    lost_tokens: int = 0
 
     def __add__(self, other: DataReport) -> DataReport:
         return DataReport(
@@ -89,6 +92,8 @@ class DataReport:
             _sum(self.dropped, other.dropped),
             _sum(self.notes, other.notes),
             self.unread + other.unread,
+            self.kept_tokens + other.kept_tokens,
+            self.lost_tokens + other.lost_tokens,
         )
 
     @classmethod
@@ -118,7 +123,18 @@ class DataReport:
             f"{'WARNING' if note.startswith(NO_STOP) else 'note'}: {counted(count, 'sample')}: {printable(note, 400)}"
             for note, count in self.notes.items()
         ]
-        return [label + self.line(), *notes, *filter(None, [self.loss.warning()])]
+        return [label + self.line(), *notes, *filter(None, [self.loss.warning(), self._cut()])]
+
+    def _cut(self) -> str:
+        """Return one loud line if more than one token in a hundred is lost, else an empty string."""
+        every = self.kept_tokens + self.lost_tokens
+        if self.lost_tokens * 100 <= every:
+            return ""
+        share = self.lost_tokens / every
+        return (
+            f"WARNING: {self.lost_tokens:,} of {every:,} tokens ({share:.0%}) are lost, beyond seq_length or in samples that are dropped: increase "
+            "seq_length, or shorten the samples"
+        )
 
 
 NO_DATA = DataReport()

@@ -29,6 +29,7 @@ from trainer.data.text_tokenizer import TextTokenizer
 
 _NO_END = "nothing ends the last answer: the tokenizer of the model has no eos_token"
 _EMPTY = "an answer is empty, and its end alone is trained"
+_LONG = "a text is longer than seq_length and becomes several rows"
 _FORMAT = 4  # version of the cached encoding: increment it when the encoding of a sample changes
 
 
@@ -42,6 +43,7 @@ class Encoded:
         notes: what the chat template changes.
         rejected: the rejected sequence of a pair, of which this is the chosen one.
         desirable: the label of the answer.
+        is_text: whether all of it is a text, which is cut into rows where it is longer than one.
     """
 
     ids: list[int]
@@ -49,6 +51,7 @@ class Encoded:
     notes: tuple[str, ...] = ()
     rejected: "Encoded | None" = None
     desirable: bool | None = None
+    is_text: bool = False
 
     def count_answers(self, mask: Sequence[bool]) -> int:
         """Return the number of answers that have a token with loss. `mask`: the loss mask of the tokens that are kept."""
@@ -90,7 +93,18 @@ class Fitted:
         notes = dict.fromkeys(itertools.chain.from_iterable(part.notes for part in parts), 1)
         dropped = {self.dropped: 1} if self.dropped else {}
         tokens, truncated = sum(sum(part.trained) for part in parts), any(part.truncated for part in parts)
-        return DataReport(1, sum(part.answers for part in parts), tokens, truncated, dropped, notes)
+        every, lost = sum(len(part.ids) for part in parts), sum(part.truncated for part in parts)
+        kept, lost = (0, every + lost) if self.dropped else (every, lost)
+        return DataReport(
+            1,
+            sum(part.answers for part in parts),
+            tokens,
+            truncated,
+            dropped,
+            notes,
+            kept_tokens=kept,
+            lost_tokens=lost,
+        )
 
 
 class Encoder:
@@ -222,6 +236,22 @@ class Encoder:
             )
         return encoded
 
+    def rows(self, sample: Sample) -> tuple[list[Fitted], DataReport]:
+        """Return what a run keeps of a sample, one part for each row of a long text, and its report. Raises UserError as `encode`.
+
+        Neighbouring rows share a token, because the first token of a row is never predicted.
+        """
+        whole, size = self.encode(sample), self.seq_length
+        if not whole.is_text or len(whole.ids) <= size:
+            fitted = self.fit(whole)
+            return [fitted], fitted.report
+        starts = range(0, len(whole.ids) - 1, size - 1)
+        parts = [
+            self.fit(replace(whole, ids=whole.ids[i : i + size], answered=whole.answered[i : i + size])) for i in starts
+        ]
+        report = sum((part.report for part in parts), NO_DATA)
+        return parts, replace(report, samples=1, answers=1, notes={**dict.fromkeys(report.notes, 1), _LONG: 1})
+
     def fit(self, encoded: Encoded) -> Fitted:
         """Return what a run keeps of an encoded sample; a pair is dropped as a whole."""
         if self.data == "prompts":
@@ -329,7 +359,8 @@ class Encoder:
         if self._text.eos is not None and not (end and text.rstrip().endswith(end) and len(ids) > 1):
             ids, answered = [*ids, self._text.eos], [*answered, bool(sample.pieces[-1][1])]
         notes = [_EMPTY] if sample.pieces[-1][1] and not sample.pieces[-1][0].strip() else []
-        return Encoded(ids, answered, (*notes, *([] if self._text.eos is not None else [_NO_END])))
+        notes += [] if self._text.eos is not None else [_NO_END]
+        return Encoded(ids, answered, tuple(notes), is_text=all(trained for _, trained in sample.pieces))
 
     def _missing_begin(self, ids: list[int]) -> tuple[int, ...]:
         """Return what the tokenizer puts before a text, unless the text has it."""
@@ -368,7 +399,7 @@ def _is_empty(message: Mapping[str, Any]) -> bool:
 
 
 def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
-    """Encode samples, truncate them at seq_length, and leave out those without a token that carries loss.
+    """Encode samples, truncate them at seq_length, cut texts there into rows, and leave out those without a token that carries loss.
 
     The first token of a row is never predicted, so it does not carry loss.
 
@@ -382,17 +413,17 @@ def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     labels: list[bool] = []
     report = NO_DATA
     for sample in samples:
-        encoded = encoder.encode(sample)
-        fitted = encoder.fit(encoded)
-        report += fitted.report
-        if fitted.dropped:
-            continue
-        other = fitted.rejected
-        all_ids.append(fitted.ids + (other.ids if other else []))
-        all_masks.append(fitted.trained + (other.trained if other else []))
-        records += [sample.record] if sample.record else []
-        splits += [len(fitted.ids)] if other else []
-        labels += [] if fitted.desirable is None else [fitted.desirable]
+        parts, one = encoder.rows(sample)
+        report += one
+        for fitted in parts:
+            if fitted.dropped:
+                continue
+            other = fitted.rejected
+            all_ids.append(fitted.ids + (other.ids if other else []))
+            all_masks.append(fitted.trained + (other.trained if other else []))
+            records += [sample.record] if sample.record else []
+            splits += [len(fitted.ids)] if other else []
+            labels += [] if fitted.desirable is None else [fitted.desirable]
     if not all_ids and encoder.data == "prompts":
         raise UserError(
             f"dataset: none of {report.samples} prompts has at most {encoder.prompt_length} tokens, which seq_length leaves for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -76,33 +77,37 @@ class Order:
         rows: int,
         mixture: Mixture | None = None,
         max_steps: int = 0,
+        repeats: bool = True,
     ) -> None:
         """Args:
         lengths: tokens of every sample, int64 [samples].
         capacity: tokens per row (seq_length).
         rows: rows per step over all ranks.
         mixture: the samples of every epoch; None if each epoch has all of them once.
-        max_steps: the last step that is needed; 0: the end of all epochs.
+        max_steps: the number of steps; 0: all epochs.
+        repeats: whether `max_steps` repeats the data instead of `epochs`, as it does in transformers; else the run ends with the earlier of both.
         """
         self._lengths, self._seed, self._capacity, self._packing = lengths.tolist(), seed, capacity, packing
         self._mixture = mixture or Mixture(np.zeros(len(lengths), np.int32), [1.0], seed)
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
         self.rows_per_step = rows
         self.rows_per_epoch = len(self.epoch(0))
-        self._ends = self._epoch_ends(epochs, max_steps * rows)
-        self.total_rows = int(self._ends[-1]) if len(self._ends) else self.rows_per_epoch * epochs
+        enough = max_steps * rows
+        self._ends = self._epoch_ends(None if max_steps and repeats else epochs, enough)
+        everything = int(self._ends[-1]) if len(self._ends) else self.rows_per_epoch * epochs
+        self.total_rows = enough if max_steps and repeats else min(everything, enough or everything)
         # The last step takes the remaining rows: none is dropped.
         self.steps = -(-self.total_rows // rows)
 
-    def _epoch_ends(self, epochs: int, enough: int) -> np.ndarray:
+    def _epoch_ends(self, epochs: int | None, enough: int) -> np.ndarray:
         """Return the number of rows up to the end of every epoch, int64 [epochs]; empty if all epochs have as many.
 
-        `enough`: rows after which no end is needed; 0: all ends are needed.
+        `epochs`: None: as many as are needed. `enough`: rows after which no end is needed; 0: all ends are needed.
         """
         ends: list[int] = []
         if not self._mixture.is_constant:
             total = 0
-            for epoch in range(epochs):
+            for epoch in itertools.count() if epochs is None else range(epochs):
                 total += len(self.epoch(epoch)) if self._packing else self._mixture.count(epoch)
                 ends.append(total)
                 if 0 < enough <= total:
@@ -110,11 +115,13 @@ class Order:
         return np.array(ends, dtype=np.int64)
 
     @classmethod
-    def of(cls, spec: RunSpec, lengths: np.ndarray, sources: np.ndarray | None = None) -> Order:
+    def of(
+        cls, spec: RunSpec, lengths: np.ndarray, sources: np.ndarray | None = None, *, repeats: bool = True
+    ) -> Order:
         """Return the order that `spec` defines for training samples.
 
         `lengths`: tokens of every sample, int64 [samples]. `sources`: the number of the dataset of every sample, int
-        [samples]; None if there is one dataset.
+        [samples]; None if there is one dataset. `repeats`: as for the class.
         """
         sources = np.zeros(len(lengths), np.int32) if sources is None else sources
         return cls(
@@ -126,6 +133,7 @@ class Order:
             rows=spec.samples_per_step,
             mixture=None if spec.fake_data else Mixture(sources, [each.weight for each in spec.sources], spec.seed),
             max_steps=spec.max_steps,
+            repeats=repeats,
         )
 
     def epoch(self, epoch: int) -> list[list[int]]:

@@ -74,16 +74,18 @@ def show(samples: Iterable[Sample], encoder: Encoder, view: View) -> DataReport:
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     marks = _COLOUR if coloured else _BRACKETS
     for number, sample in enumerate(samples):
-        fitted = encoder.fit(encoder.encode(sample))
-        report += fitted.report
-        if not view.includes(number):
-            hidden += bool(fitted.dropped)
-            if fitted.dropped and hidden <= _MAX_DROPPED:
-                print(_headline(sample, fitted), file=view.notes)
-        elif view.as_json:
-            print(json.dumps(_record(sample, fitted, encoder)))
-        else:
-            print("\n".join([_headline(sample, fitted), *_body(fitted, encoder, marks), ""]))
+        parts, one = encoder.rows(sample)
+        report += one
+        for place, fitted in enumerate(parts, 1):
+            row = sample.at(f"{sample.where} row {place} of {len(parts)}") if len(parts) > 1 else sample
+            if not view.includes(number):
+                hidden += bool(fitted.dropped)
+                if fitted.dropped and hidden <= _MAX_DROPPED:
+                    print(_headline(row, fitted), file=view.notes)
+            elif view.as_json:
+                print(json.dumps(_record(row, fitted, encoder)))
+            elif place <= FEW:
+                print("\n".join([_headline(row, fitted), *_body(fitted, encoder, marks), ""]))
     if hidden > _MAX_DROPPED:
         print(f"{counted(hidden - _MAX_DROPPED, 'further sample')} dropped", file=view.notes)
     for line in report.lines():

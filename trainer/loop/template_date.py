@@ -1,5 +1,6 @@
-"""The date that the chat template of a model prints: one per run, the same on every host and after every resume."""
+"""What a resumed run keeps of its start: the date that the chat template prints, and the meaning of max_steps."""
 
+import contextlib
 import datetime
 import json
 from pathlib import Path
@@ -29,3 +30,13 @@ def recorded_date(checkpoints: Path) -> tuple[int, datetime.date] | None:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged, or of a template without a date
     return None
+
+
+def ends_with_epochs(spec: RunSpec, checkpoints: Path, world: World) -> bool:
+    """Return whether the run began under a version in which `max_steps` did not repeat the data. Every rank calls it."""
+    here = []
+    for file in checkpoints.glob("step-*/state.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            here.append("repeats" in json.loads(file.read_text(encoding="utf-8")))
+    found = [repeats for host in world.gather(here) for repeats in host]
+    return bool(spec.max_steps and found) and not any(found)

@@ -14,6 +14,7 @@ import torch
 from trainer.common.errors import NonFiniteError
 from trainer.config import RunSpec
 from trainer.config.run_spec import Interval
+from trainer.costs.packing_forecast import step_lines
 from trainer.data.order import Order
 from trainer.data.shares import micro_batches
 from trainer.distributed.world import World
@@ -291,6 +292,8 @@ def open_records(inputs: TrainingInputs, run_dir: Path, world: World, state: Run
         )
         for line in inputs.corpus.report.lines("data: "):
             print(line)
+        if inputs.repeats:
+            print(*step_lines(inputs.spec, len(inputs.train_set), inputs.order.rows_per_epoch), sep="\n")
     return recorder
 
 
@@ -338,7 +341,8 @@ def train(
     strategy.weigh = inputs.weigh
     batches = Batches(inputs, world, strategy, heartbeat)
     packed = bool(spec.packing)
-    state = RunState(steps, world.size, inputs.data, packed, spec.backend, inputs.template_date, inputs.base, fixed)
+    known = (inputs.template_date, inputs.base, fixed, inputs.repeats)
+    state = RunState(steps, world.size, inputs.data, packed, spec.backend, *known)
 
     def waiting() -> bool:
         heartbeat("training", note="waiting for slower ranks")

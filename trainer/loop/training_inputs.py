@@ -22,7 +22,7 @@ from trainer.distillation.teacher import TeacherModel, load_teacher
 from trainer.distributed.world import World
 from trainer.loop import unsloth_backend
 from trainer.loop.final_export import read_origin
-from trainer.loop.template_date import prints_date, run_date
+from trainer.loop.template_date import ends_with_epochs, prints_date, run_date
 from trainer.method import METHODS, method_of
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.model_files.adapter_folder import refuse_adapter
@@ -49,7 +49,8 @@ class TrainingInputs:
 
     `data`: the digest of the encoded dataset; `train_samples`: the number of different training samples; `teacher`: the
     model that teaches, if the spec names one; `template_date`: the date that the chat template prints, empty if it prints
-    none; `base`: the digest of the base model's files, empty if no host has all of them.
+    none; `base`: the digest of the base model's files, empty if no host has all of them; `repeats`: whether
+    `max_steps` repeats the data, see `Order`.
     """
 
     spec: RunSpec
@@ -63,11 +64,12 @@ class TrainingInputs:
     teacher: TeacherModel | None = None
     template_date: str = ""
     base: str = ""
+    repeats: bool = True
 
     @cached_property
     def order(self) -> Order:
         """The samples of every step. It depends on the resolved `packing`."""
-        return Order.of(self.spec, self.train_set.lengths, self.train_set.sources)
+        return Order.of(self.spec, self.train_set.lengths, self.train_set.sources, repeats=self.repeats)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -96,7 +98,7 @@ class TrainingInputs:
 
     @property
     def steps(self) -> int:
-        return min(self.order.steps, self.spec.max_steps) if self.spec.max_steps else self.order.steps
+        return self.order.steps
 
 
 def load_inputs(
@@ -141,15 +143,27 @@ def load_inputs(
     if spec.automatic:
         tokens = float(np.minimum(train_set.lengths, spec.seq_length).sum())  # packed rows are full
         steps = max(1, round(spec.epochs * tokens / spec.seq_length / spec.rows_per_step))
-        spec = settle(spec, min(steps, spec.max_steps) if spec.max_steps else steps)
+        spec = settle(spec, spec.max_steps or steps)
     heartbeat("starting", note="loading the model")
     module = plan_of(spec).load_module(spec, world)
     for line in filter(None, notes_of(spec, module, tokenizer) if world.rank == 0 else ()):
         print(line)
     shown_date = date.isoformat() if prints_date(tokenizer) else ""
     base = next(filter(None, world.gather(base_digest(spec.model) if world.is_host_leader else "")), "")
+    repeats = not ends_with_epochs(spec, run_dir / "checkpoints", world)
     return TrainingInputs(
-        spec, tokenizer, module, corpus, train_set, eval_set, digests[0], len(set(chosen)), teacher, shown_date, base
+        spec,
+        tokenizer,
+        module,
+        corpus,
+        train_set,
+        eval_set,
+        digests[0],
+        len(set(chosen)),
+        teacher,
+        shown_date,
+        base,
+        repeats,
     )
 
 

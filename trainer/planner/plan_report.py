@@ -21,7 +21,7 @@ from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
 from trainer.costs.cost import Layout, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of, own_memory_mib, speeds
-from trainer.costs.packing_forecast import packing_text
+from trainer.costs.packing_forecast import packing_text, steps_about
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.data.data_report import DataReport
 from trainer.method import METHODS, method_of
@@ -200,7 +200,7 @@ def plan(
         f"{counted(len(hosts), 'host')}, {counted(layout.world, 'process', 'es')}, link {round(link or LINK, 1):g} Mbit/s"
         f"{'' if link else ' (assumed)'}; {about_speed}",
         f"data: {data}; settings: {', '.join(settings)}",
-        *(totals.lines() if totals else []),
+        *([*totals.lines(), *steps_about(spec, totals)] if totals else []),
         *decisions,
     ]
     return {

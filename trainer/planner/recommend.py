@@ -291,5 +291,5 @@ def estimate_seconds(spec: RunSpec, hosts: Sequence[dict[str, Any]], samples: in
     # With one process, the list has only this process alone.
     option = next((option for option in found if option.strategy == strategy), found[0])
     epoch = math.ceil(samples / spec.samples_per_step)
-    steps = min(spec.max_steps or math.inf, max(1, epoch * spec.epochs)) if samples else spec.max_steps
+    steps = spec.max_steps or (max(1, epoch * spec.epochs) if samples else 0)
     return steps * (option.compute_seconds + option.comm_seconds)

@@ -60,7 +60,7 @@ class RunState:
     `step` counts the steps that this rank has finished; `synced_step` is the newest step after which all ranks had the same
     model. `data` is the digest of the encoded dataset; `packing` says whether rows are packed; `template_date` is the date that the chat
     template prints, empty if it prints none; `base` is the digest of the base model's files, empty if it is unknown; `spec` are its
-    `fixed_values`.
+    `fixed_values`; `repeats` is false for a run of an earlier version, whose `max_steps` does not repeat the data.
     """
 
     steps: int
@@ -71,6 +71,7 @@ class RunState:
     template_date: str = ""
     base: str = ""
     spec: dict[str, Any] = field(default_factory=dict)
+    repeats: bool = True
     step: int = 0
     synced_step: int = 0
     totals: dict[str, Any] = field(default_factory=_NO_TOTALS.copy)
@@ -118,6 +119,7 @@ class RunState:
             "world_size": self.world_size,
             "data": self.data,
             **({"base": self.base} if self.base else {}),
+            **({"repeats": True} if self.repeats else {}),
             "packing": self.packing,
             "backend": self.backend,
             **({"template_date": self.template_date} if self.template_date else {}),

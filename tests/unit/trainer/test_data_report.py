@@ -46,3 +46,10 @@ def test_reports_are_added_and_kept() -> None:
         "(2 with all answers beyond seq_length): increase seq_length"
         in DataReport(4, dropped={BEYOND: 2}).loss.warning()
     )
+
+
+def test_lost_tokens_are_loud_from_one_in_a_hundred() -> None:
+    """All answers of a dataset can lose their end while every sample is trained."""
+    assert not any("WARNING" in line for line in DataReport(9, 9, 9, 9, kept_tokens=990, lost_tokens=10).lines())
+    [line] = [line for line in DataReport(9, 9, 9, 9, kept_tokens=900, lost_tokens=100).lines() if "WARNING" in line]
+    assert line.startswith("WARNING: 100 of 1,000 tokens (10%) are lost")

@@ -148,6 +148,22 @@ def test_raw_text_and_prompts(tokenizer: Any) -> None:
     assert trained_text(tokenizer, Sample(pieces=(("the cat", True),)))[0] == "the cat<|end|>"
 
 
+def test_a_long_text_becomes_several_rows(tokenizer: Any) -> None:
+    """Each token of it is predicted once. The tokens that other samples lose beyond seq_length are counted."""
+    whole = Sample(pieces=(("the cat runs to the moon " * 9, True),))
+    all_ids = encoder(tokenizer)(whole)[0]
+    short = Encoder(tokenizer, seq_length=8, train_on="answer")
+    parts, report = short.rows(whole)
+    assert [i for part in parts for i, flag in zip(part.ids, part.trained, strict=True) if flag] == all_ids[1:]
+    assert all(len(part.ids) <= 8 for part in parts) and (report.samples, report.answers, report.truncated) == (1, 1, 0)
+    assert report.kept_tokens == sum(len(part.ids) for part in parts) and report.lost_tokens == 0
+    corpus = encode_all([whole], short)
+    assert len(corpus) == len(parts) and corpus.report == report
+    cut = Sample(pieces=(("the cat", False), (whole.pieces[0][0], True)))
+    ids = encoder(tokenizer)(cut)[0]
+    assert (short.rows(cut)[1].kept_tokens, short.rows(cut)[1].lost_tokens) == (8, len(ids) - 8)
+
+
 @pytest.mark.parametrize("answer", ["", " \n"])
 def test_an_empty_answer_is_noted(tokenizer: Any, answer: str) -> None:
     for sample in (Sample(pieces=(("the cat", False), (answer, True))), chat("the cat", answer)):

@@ -175,11 +175,10 @@ def test_the_order_of_a_mixture_is_complete_and_the_same_after_a_resume(
     weights = [weight for _, weight in datasets]
     lengths = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(sources), max_size=len(sources))))
 
-    def order(max_steps: int = 0) -> Order:
+    def order(max_steps: int = 0, repeats: bool = True) -> Order:
         mixture = Mixture(sources, weights, 5)
-        return Order(
-            lengths, seed=5, capacity=9, packing=packing, epochs=epochs, rows=rows, mixture=mixture, max_steps=max_steps
-        )
+        more = {"mixture": mixture, "max_steps": max_steps, "repeats": repeats}
+        return Order(lengths, seed=5, capacity=9, packing=packing, epochs=epochs, rows=rows, **more)
 
     straight = order()
     steps = [straight.step(step) for step in range(straight.steps)]
@@ -195,8 +194,13 @@ def test_the_order_of_a_mixture_is_complete_and_the_same_after_a_resume(
     assert straight.epochs(straight.steps) == epochs
     resumed = data.draw(st.integers(0, straight.steps - 1))
     assert order().step(resumed) == steps[resumed], "a new instance begins in the middle"
-    limited = order(max_steps=resumed + 1)
-    assert limited.steps >= resumed + 1 and limited.step(resumed) == steps[resumed]
+    limited = order(max_steps=resumed + 1, repeats=False)
+    assert limited.steps == resumed + 1 and limited.step(resumed) == steps[resumed]
+    assert order(max_steps=straight.steps + 3, repeats=False).steps == straight.steps, "as an earlier version"
+    longer = order(max_steps=straight.steps + 3)
+    assert longer.steps == straight.steps + 3 and longer.epochs(longer.steps) >= epochs
+    assert [len(longer.step(step)) for step in range(longer.steps)] == [rows] * longer.steps
+    assert [longer.step(step) for step in range(straight.steps - 1)] == steps[:-1]
 
 
 def test_weights_of_one_change_nothing() -> None:

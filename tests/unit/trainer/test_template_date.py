@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from trainer.distributed.world import World
-from trainer.loop.template_date import prints_date, recorded_date, run_date
+from trainer.loop.template_date import ends_with_epochs, prints_date, recorded_date, run_date
+from trainer.spec import make_spec
 
 DATED = SimpleNamespace(chat_template="{{ strftime_now('%d %b %Y') }}")
 PLAIN = SimpleNamespace(chat_template="{{ messages }}")
@@ -46,3 +47,16 @@ def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_pat
 def test_templates_that_print_a_date() -> None:
     assert prints_date(DATED) and not prints_date(PLAIN) and not prints_date(SimpleNamespace(chat_template=None))
     assert prints_date(SimpleNamespace(chat_template={"default": DATED.chat_template}))
+
+
+def test_a_run_of_an_earlier_version_ends_with_its_epochs(tmp_path: Path) -> None:
+    """In transformers, and in runs that begin now, max_steps repeats the data."""
+    spec = make_spec({"max_steps": 5}, "")
+    assert not ends_with_epochs(spec, tmp_path, world_of([]))
+    checkpoint(tmp_path, 3)
+    assert ends_with_epochs(spec, tmp_path, world_of([])) and ends_with_epochs(
+        spec, tmp_path / "new", world_of([False])
+    )
+    assert not ends_with_epochs(make_spec({"max_steps": 0}, ""), tmp_path, world_of([]))
+    checkpoint(tmp_path, 4, repeats=True)
+    assert not ends_with_epochs(spec, tmp_path, world_of([]))

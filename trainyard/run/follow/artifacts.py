@@ -223,9 +223,6 @@ def summary(
     losses = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in (first, last))
     samples = f"{result['tokens']} tokens of {counted(int(result['samples']), 'sample')} (without the eval split)"
     lines = [f"run {run} {result['status']}: {result['step']} of {result['steps']} steps on {place}"]
-    if spec and result["steps"] < (spec.max_steps or 0):
-        end = f"epochs={spec.epochs} ends before max_steps={spec.max_steps}"
-        lines.append(f"  steps        {end}: more epochs give more steps")
     part = counted(result.get("train_samples") or 0, "different sample")
     lines += [
         f"  loss         {losses}{change}",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.config import FIELDS, RunSpec
-from trainer.costs.packing_forecast import packing_text
+from trainer.costs.packing_forecast import packing_text, steps_about
 from trainer.model_files.model_shape import shape_of
 from trainer.spec import changed_fields
 from trainer.strategy import AUTO, plan_of
@@ -101,17 +101,17 @@ def plan_run(
     if not spec.script:  # whose rows the plan does not know
         with spec_here(spec, prepared.files) as here:
             check_layers(here, [len(node.ranks) for node in entries])
-            lines += [f"rows: {packing_text(here)}", *data_lines(prepared), *chosen]
+            lines += [f"rows: {packing_text(here)}", *data_lines(prepared, here), *chosen]
     return RunPlan(entries, phase, port, lines + isolation_lines(isolation, hosts) + unit_lines(hosts), spec)
 
 
-def data_lines(prepared: PreparedRun) -> list[str]:
-    """Return the lines of the plan about the samples of a run."""
+def data_lines(prepared: PreparedRun, here: RunSpec) -> list[str]:
+    """Return the lines of the plan about the samples and the steps of a run. `here`: its spec with a model on the controller."""
     if prepared.spec.fake_data or prepared.spec.script:
         return []
     if not prepared.data:
         return ["data: the ranks count it before the first step"]
-    return prepared.data.lines("data: ")
+    return [*prepared.data.lines("data: "), *steps_about(here, prepared.data)]
 
 
 def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bool) -> list[str]:
