@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.config import RunSpec
 from trainer.distributed.world import World
 
 
