@@ -61,7 +61,6 @@ LONGEST = (
     "test_firewall.py",  # on hosts that no other test has provisioned
     "test_cold.py",
     "test_queue.py",
-    "test_queue_front.py",
     "test_python.py",
     "test_train_playbook.py",
     "test_circle.py",

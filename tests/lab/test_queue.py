@@ -1,19 +1,26 @@
-"""The role queue with the Slurm of the distribution on three hosts, and GPUs that a stand-in for nvidia-smi shows."""
+"""The role queue with the Slurm of the distribution on three hosts, and GPUs that a stand-in for nvidia-smi shows; runs of the queue."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from fake_nvidia_smi import write_nvidia_smi
-from lab_hosts import NEEDS_LAB, VENV, Host, Lab, Played, inventory_with, run_playbook
+from fault_trial import questions
+from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, Played, inventory_with, run_playbook
 from outsider import SCAN
-from testbed.root import USER
+from queued_runs import tiny_spec
+from testbed.root import DATA_DIR, USER
+
+from trainyard.cli import __main__ as program
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -30,6 +37,40 @@ systemctl list-unit-files --no-legend 'slurm*' 'munge*' || :
 """
 
 
+FOLDER, LIB = f"{DATA_DIR}/dashboard", "/usr/local/lib/trainyard/dashboard"
+# As the role dashboard of an earlier version left it.
+FORMER = rf"""
+set -e
+mkdir -p {LIB} {FOLDER}/.trainyard/received/starts
+echo '$argon2id$' >{FOLDER}/password
+touch {FOLDER}/config.json {LIB}/verified_tree.py
+chown -R {USER}: {DATA_DIR}
+cat >/etc/systemd/system/trainyard-dashboard.service <<'U'
+[Service]
+ExecStart=/usr/bin/sleep infinity
+[Install]
+WantedBy=multi-user.target
+U
+systemctl daemon-reload
+systemctl enable --now trainyard-dashboard
+runuser -u {USER} -- ssh-keygen -q -t ed25519 -N '' -f /home/{USER}/.ssh/trainyard_dashboard_ed25519
+runuser -u {USER} -- sh -c 'printf "%s\n" "# BEGIN trainyard: written by site.yml, taken away by playbooks/reset.yml" \
+  "restrict ssh-ed25519 AAAA # trainyard:(dashboard)" "# END trainyard" >>/home/{USER}/.ssh/authorized_keys'
+"""
+LEFT_OF_DASHBOARD = rf"""
+ls -d {FOLDER}/* /etc/systemd/system/trainyard-dashboard.service /etc/systemd/system/*.wants/trainyard-dashboard.service {LIB} \
+    /home/*/.ssh/trainyard_dashboard* 2>/dev/null || :
+grep -s "(dashboard)" /home/*/.ssh/authorized_keys || :
+systemctl is-active trainyard-dashboard | grep -x active || :
+"""
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ANSIBLE_CONFIG", str(REPO / "ansible.cfg"))
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
     """Three stock hosts and their inventory: node2 has two GPUs of 24 GB, node3 one of 8 GB, node1 none."""
@@ -39,14 +80,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Pat
         write_nvidia_smi(folder, count)
         program = (folder / "nvidia-smi").read_text().replace("24576", str(mib))
         lab.inside(host, f"cat >/usr/local/bin/nvidia-smi <<'P'\n{program}\nP\nchmod 755 /usr/local/bin/nvidia-smi")
-    yield lab, inventory_with(lab, folder, queue_state="present", queue_preempt=["low"])
+    yield lab, inventory_with(lab, folder, queue_state="present", queue_preempt=["low"], dashboard_state="present")
     lab.down()
 
 
 @pytest.fixture(scope="module")
 def site(cluster: tuple[Lab, Path]) -> Played:
-    """The first site.yml, with every role."""
-    played = run_playbook("site.yml", cluster[1], {}, "--diff", timeout=900)
+    """The first site.yml, with every role, on a cluster with the service of the dashboard that an earlier version installed."""
+    lab, inventory = cluster
+    lab.inside(lab.hosts[0], FORMER)
+    assert len(lab.inside(lab.hosts[0], LEFT_OF_DASHBOARD).splitlines()) >= 7
+    played = run_playbook("site.yml", inventory, {}, "--diff", timeout=900)
     assert played.rc == 0, played.stdout
     return played
 
@@ -137,6 +181,153 @@ def test_an_outsider_reaches_only_ssh(cluster: tuple[Lab, Path], site: Played) -
         assert 6818 in listening and (6817 in listening) == (host.name == "node1")
         ports = json.dumps(sorted(listening | {6817, 6818, 60001}))
         assert json.loads(lab.in_lab("python3", "-c", SCAN, host.address, ports)) == [22]
+
+
+def test_the_former_service_of_the_dashboard_is_removed_and_said(cluster: tuple[Lab, Path], site: Played) -> None:
+    lab, inventory = cluster
+    text = " ".join(site.stdout.split())
+    assert text.count("the service of the dashboard and its password are removed from node1") == 1
+    for host in lab.hosts:
+        assert lab.inside(host, LEFT_OF_DASHBOARD) == "", host.name
+    again = run_playbook("site.yml", inventory, {}, "--tags", "dashboard")
+    assert again.rc == 0 and again.count("changed") == 0, again.stdout
+    assert " ".join(again.stdout.split()).count("dashboard_state has no effect any more") == 1, again.stdout
+
+
+def test_only_the_program_that_was_added_drives_a_queued_run(
+    cluster: tuple[Lab, Path], site: Played, tmp_path: Path
+) -> None:
+    """An unpacked program that was edited is replaced, and an edited archive is refused."""
+    lab, inventory = cluster
+    head, folder = lab.hosts[0], f"{DATA_DIR}/queue/queued"
+    plant = f"open('{DATA_DIR}/planted', 'w')"
+    state = lambda: json.loads(lab.inside(head, f"cat {folder}/state.json 2>/dev/null || echo '{{}}'")).get("phase")  # noqa: E731
+
+    def change(verb: str, **more: object) -> None:
+        played = run_playbook("playbooks/queue.yml", inventory, {"do": verb, "run": "queued", **more})
+        assert played.rc == 0, played.stdout
+
+    change("add", **tiny_spec("queued", questions(tmp_path), 100_000), time_limit=30, cores=1)
+    lab.wait(lambda: state() == "running", "the run does not start", 150)
+    change("cancel")
+    lab.wait(lambda: state() == "cancelled", "the run has not ended", 120)
+    (package,) = lab.inside(head, "ls /run/trainyard-queue/*/trainyard/queue/__init__.py").split()
+    assert lab.inside(head, f"stat -c %a {package}").strip() == "444"
+    lab.inside(head, f'echo "{plant}" >{package}')
+    change("again")
+    lab.wait(lambda: state() == "running", "the run does not start again", 150)
+    assert "planted" not in lab.inside(head, f"cat {package}")
+    change("cancel")
+    lab.wait(lambda: state() == "cancelled", "the run has not ended again", 120)
+    ended = f"squeue -h; pgrep -f 'queue[.]driver {folder}' || :"
+    lab.wait(lambda: lab.inside(head, ended) == "", "its driver or its job has not ended", 120)
+    add = f"import zipfile; zipfile.ZipFile('{folder}/program.zip', 'a').writestr('sitecustomize.py', \"{plant}\")"
+    lab.inside(head, f"runuser -u {USER} -- python3 - <<'P'\n{add}\nP")
+    change("again")
+    lab.wait(lambda: state() == "failed", "the run is not refused", 150)
+    line = f"run queued: {folder}/program.zip was changed after the run was added: add the run again on the controller"
+    journal = lab.inside(head, "journalctl --no-pager -o cat -u trainyard-queue").splitlines()
+    assert journal.count(f"error: {line}") == 1
+    lab.wait(lambda: lab.inside(head, "squeue -h") == "", "the job of the refused run does not end", 60)
+    assert lab.inside(head, f"ls {DATA_DIR}/planted 2>/dev/null || :") == ""
+    # A queue of the version before has no records of its programs: they are made.
+    old = f"{DATA_DIR}/queue/.programs/3"
+    make = f"mkdir -p {old} && touch {old}/x.py"
+    lab.inside(head, f"rm -r /var/lib/trainyard/queue/programs; runuser -u {USER} -- sh -c '{make}'")
+    converted = run_playbook("site.yml", inventory, {}, "--tags", "queue")
+    assert converted.rc == 0, converted.stdout
+    assert lab.inside(head, f"ls -d {old} 2>/dev/null || :") == ""
+    recorded = (
+        f"sha256sum <{DATA_DIR}/queue/queued/program.zip | cut -c -64 | diff - /var/lib/trainyard/queue/programs/queued"
+    )
+    lab.inside(head, recorded)
+
+
+def trainyard(inventory: Path, *words: str, code: int = 0, command: str = "queue") -> dict[str, Any]:
+    """Call `trainyard COMMAND ... --json` in this process, which saves its imports, and return its answer."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        found = program.main([command, *words, "--json", "-i", str(inventory)])
+    assert found == code, err.getvalue()
+    answer: dict[str, Any] = json.loads(out.getvalue())
+    return answer
+
+
+def listed(inventory: Path) -> dict[str, dict[str, Any]]:
+    return {run["run"]: run for run in trainyard(inventory, "list")["runs"]}
+
+
+def test_a_sweep_is_added_listed_and_changed(cluster: tuple[Lab, Path], site: Played, tmp_path: Path) -> None:
+    """The service that drives the runs is stopped, so that a job keeps its hosts and nothing trains."""
+    lab, inventory = cluster
+    lab.inside(lab.hosts[0], "systemctl stop trainyard-queue.service")
+    sweep = {
+        "model": "tiny",
+        "max_steps": 5,
+        "runs": [
+            {"run": "busy", "gpus": 2, "gpu_memory": 16, "time_limit": 30},
+            {"run": "wants", "gpus": 1, "gpu_memory": 16, "priority": "low"},
+            {"run": "next", "after": "busy", "cores": 1},
+            {"run": "last", "after": "grid", "cores": 1},
+            {"run": "grid", "grid": {"lr": ["1e-4", "3e-4"]}, "gpus": 1, "gpu_memory": 16},
+        ],
+    }
+    (tmp_path / "sweep.yml").write_text(yaml.safe_dump(sweep))
+    added = run_playbook("playbooks/queue.yml", inventory, {"do": "add", "file": str(tmp_path / "sweep.yml")})
+    assert added.rc == 0, added.stdout
+    text = " ".join(added.stdout.split())
+    assert "added run busy, priority normal, 1 host; time limit 30 minutes (job" in text
+    assert (
+        "added run next, priority normal, 1 host after busy; time limit 10 minutes: twice the plan's estimate" in text
+    )
+
+    lab.wait(lambda: listed(inventory)["busy"]["state"] == "running", "the run does not start", 60)
+    runs = listed(inventory)
+    assert set(runs) == {"busy", "wants", "next", "last", "grid-lr1e-4", "grid-lr3e-4"} and runs["busy"]["hosts"] == [
+        "node2"
+    ]
+    waits = ("starts soon", "waits for free hosts", "waits for runs that come first")
+    assert runs["grid-lr1e-4"]["reason"] in waits, runs
+    assert runs["next"]["reason"] == "waits for the end of busy"
+    assert runs["last"]["reason"] == "waits for the end of grid-lr1e-4, grid-lr3e-4"
+    again = trainyard(inventory, "add", f"--file={tmp_path / 'sweep.yml'}")
+    assert not again["changed"] and {run["state"] for run in again["runs"]} == {"running", "waiting"}
+
+    # The files of the runs share the store, and what may hold secrets is private.
+    folder = f"{DATA_DIR}/queue"
+    assert lab.inside(lab.hosts[0], f"stat -c %a {folder}/busy/session.json").strip() == "600"
+    models = " ".join(f"{folder}/{run}/files/store/models/*/model.safetensors" for run in runs)
+    inodes = lab.inside(lab.hosts[0], f"stat -c %i {models}").split()
+    assert len(inodes) >= 5 and len(set(inodes)) == 1
+
+    assert trainyard(inventory, "hold", "wants")["changed"]
+    assert not trainyard(inventory, "hold", "wants")["changed"]
+    assert listed(inventory)["wants"]["reason"] == "is held: release it with trainyard queue release wants"
+    trainyard(inventory, "release", "wants")
+    moved = run_playbook("playbooks/queue.yml", inventory, {"do": "priority", "run": "wants", "priority": "critical"})
+    assert moved.rc == 0 and moved.count("changed") == 1, moved.stdout
+    found = listed(inventory)["wants"]
+    assert (found["priority"], found["state"]) == ("critical", "waiting")
+    cancelled = trainyard(inventory, "cancel", "busy", "grid-lr3e-4")
+    assert cancelled["changed"] and "run busy, which is running, cancelled" in cancelled["lines"]
+    lab.wait(lambda: listed(inventory)["wants"]["state"] == "running", "the critical run does not start", 60)
+    lab.wait(lambda: not {"next", "last"} & set(listed(inventory)), "the runs after a cancelled one do not end", 60)
+    ended = "JobState=CANCELLED Reason=DependencyNeverSatisfied"
+    assert ended in lab.inside(lab.hosts[0], f"scontrol --oneliner show job {runs['next']['job']}")
+
+
+def test_slurm_that_does_not_answer_is_one_line(cluster: tuple[Lab, Path], site: Played) -> None:
+    lab, inventory = cluster
+    lab.inside(lab.hosts[0], "systemctl stop slurmctld")
+    try:
+        error = trainyard(inventory, "list", code=1)["error"]
+    finally:
+        lab.inside(lab.hosts[0], "systemctl start slurmctld")
+    assert error.startswith("queue host node1: squeue: ") and "\n" not in error
+    lab.wait(lambda: "UP" in as_user(lab, lab.hosts[0], "scontrol ping", check=False), "slurmctld does not start", 60)
+    assert "wants" in listed(inventory)
+    lab.inside(lab.hosts[0], f"scancel --user={USER}")
+    lab.wait(lambda: lab.inside(lab.hosts[0], "squeue -h") == "", "the jobs do not end", 120)
 
 
 @pytest.mark.long

@@ -41,46 +41,6 @@ def node(lab: Lab, run: QueuedRun, host: Host, of: str = "node") -> dict[str, An
     return json.loads(lab.inside(host, f"cat {run.run_dir}/state/{of}.json 2>/dev/null || echo '{{}}'"))
 
 
-def test_two_runs_share_a_host_and_survive_crashes(queue: QueueLab) -> None:
-    """Different GPUs and cores; the driver, Slurm's daemons and a lease step are killed; the queue host reboots.
-
-    The ranks count instead of training: see counting_rank.py.
-    """
-    lab = queue.lab
-    head, host = lab.hosts[:2]
-    one, two = (queue.add(name, 1800, gpus=1, hosts=["node2"], counting=True) for name in ("one", "two"))
-    for run in (one, two):
-        run.wait_step(10, 100)
-    states = [node(lab, run, host) for run in (one, two)]
-    assert sorted(states[0]["devices"] + states[1]["devices"]) == ["GPU-node2-0", "GPU-node2-1"]
-    affinity = [lab.inside(host, f"grep Cpus_allowed_list /proc/{state['pid']}/status").split()[1] for state in states]
-    assert sorted(affinity) == ["0", "1"]
-
-    time.sleep(SAVED)
-    lab.inside(head, f"kill -9 {' '.join(queue.pids(head, 'trainyard.queue.driver.*/one$'))} $(pidof slurmctld)")
-    lab.inside(
-        host, f"kill -9 $(pidof slurmd); kill -9 {' '.join(queue.pids(host, '^/usr/bin/python3.*lease_step two'))}"
-    )
-    two.wait(lambda state: len(state["attempts"]) == 2, "started again", 150)
-    assert len(one.state()["attempts"]) == 1
-    begun = two.state()["attempts"][1]["begin"]
-    lab.wait(lambda: node(lab, two, host).get("started", 0) > begun, "the ranks outlive their lease", 60)
-    lab.wait(
-        lambda: node(lab, two, host, "rank0").get("time", 0) > node(lab, two, host)["started"],
-        "the ranks do not start",
-        60,
-    )
-    reached = two.step(host)
-    lab.reboot(head)
-    one.wait_phase("finished", 300)
-    two.wait_phase("finished", 300)
-    assert "monitors the run again" in one.log() and reached > 20 * SAVED / 2, "the run did not resume"
-    for run in (one, two):
-        assert run.result(host)["loss_last"] == sum(range(1801))
-    assert [len(run.state()["attempts"]) for run in (one, two)] == [1, 2]
-    assert lab.inside(host, LEFT) == ""
-
-
 def test_a_crash_of_slurmctld_that_forgets_a_start(queue: QueueLab) -> None:
     """The job restarts after the end of the ranks of a start that slurmctld has lost."""
     lab, (head, host) = queue.lab, queue.lab.hosts[:2]
