@@ -175,7 +175,9 @@ def test_an_adapter_is_live_on_three_servers_within_seconds(folder: Path, tmp_pa
         output, _ = done.communicate(timeout=300)
         assert done.returncode == len(urls), output
         assert (
-            not urls or "no server can write completions (127.0.0.1:1: connection refused): fix one, or omit" in output
+            not urls
+            or "no server can write completions (127.0.0.1:1: connection refused at 127.0.0.1 port 1): fix one, or omit"
+            in output
         )
     base = folder / "model"
     adapter, weights = folder / "runs/r/adapter", tmp_path / "base.gguf"

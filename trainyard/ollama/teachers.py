@@ -106,11 +106,7 @@ def find_teachers(
             f"not trusted, so they get no prompts: {shown_names(left_out)}; to include them: {front_end.option('teachers', 'all')}"
         )
     found = ask_servers(allowed, lambda machine: find_model(machine, model))
-    how = (
-        "pull it with ollama pull"
-        if pull is None
-        else f"pull it with ollama pull, or {front_end.option('teacher_pull')}"
-    )
+    how = "pull it with ollama pull" + (f", or {front_end.option('teacher_pull')}" if pull is not None else "")
     missing = [each for each in found if not each.digest and not each.error]
     if missing and pull:
         report(f"pulling {printable(model, 80)} on {shown_names(each.candidate.name for each in missing)}")
@@ -152,11 +148,8 @@ def _none(
     model: str, machines: Sequence[Candidate], allowed: Sequence[Candidate], found: Sequence[Found], how: str
 ) -> str:
     if not allowed:
-        others = (
-            f" ({len(machines)} discovered machines are not trusted: {front_end.option('teachers', 'all')} asks them)"
-            if machines
-            else ""
-        )
+        asks = f"{len(machines)} discovered machines are not trusted: {front_end.option('teachers', 'all')} asks them"
+        others = f" ({asks})" if machines else ""
         return f"teacher: the inventory has no host that may teach{others}: add hosts to the group cluster"
     if errors := [f"{each.candidate.name}: {each.error}" for each in found if each.error]:
         shown = "; ".join(errors[:MAX_SHOWN])
