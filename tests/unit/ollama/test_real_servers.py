@@ -16,6 +16,7 @@ from trainyard.ollama.openai_node import openai_teachers
 from trainyard.ollama.teacher_nodes import Prompt
 from trainyard.ollama.teachers import Candidate, find_teachers
 
+WHY = [{"role": "user", "content": "Why?"}]
 URLS = [f"http://127.0.11.{n}:18435" for n in (2, 3)]
 
 
@@ -36,9 +37,13 @@ def test_two_real_servers_teach(tmp_path: Path) -> None:
         with pytest.raises(OllamaError, match="not found") as failed:
             client.chat("absent", [{"role": "user", "content": "x"}])
         assert failed.value.status == 404
-        # The digest of a model that a server created covers the path of its folder of models.
-        teachers = find_teachers([Candidate(f"node{n}", url, True) for n, url in enumerate(URLS)], "tiny", mixed=True)
-        assert len(teachers) == 2
+        # The digest of a model that a server created covers the path of its folder of models; a server takes any spelling.
+        teachers = find_teachers([Candidate(f"node{n}", url, True) for n, url in enumerate(URLS)], "library/Tiny")
+        assert len({teacher.digest for teacher in teachers}) == 2
+        for node in (teachers[0], openai_teachers([f"{URLS[0]}/v1"], "tiny:latest", 60.0)[0]):
+            long = [{"role": "user", "content": "The secret word is ZEBRA. " + "word and more text " * 700}]
+            read = [node.ask(Prompt(chat, {"num_predict": 4}, room=8192), Cancel()) for chat in (long, WHY)]
+            assert [answer.truncated for answer in read] == [True, False], node
         chats = [[{"role": "user", "content": f"question {n}"}] for n in range(30)]
         questions = Questions(chats, DistillOptions(teacher="tiny", prompts="-", max_tokens=16))
         with AnswerFile(tmp_path / "answers.jsonl") as answers:
