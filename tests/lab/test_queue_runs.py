@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-from lab_hosts import NEEDS_LAB, Host, Lab
-from queue_events import EventTrial
-from queued_runs import LEFT, QueuedRun, QueueLab
+from lab_hosts import NEEDS_LAB, Lab
+from queued_runs import LEFT, QueueLab
 from testbed import faults
 from testbed.root import DATA_DIR
 
@@ -34,11 +31,6 @@ def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueueLab]:
         yield QueueLab.start(name, folder, dict.fromkeys(("node1", "node2", "node3"), 2))
     finally:
         Lab(name).down()
-
-
-def node(lab: Lab, run: QueuedRun, host: Host, of: str = "node") -> dict[str, Any]:
-    """Return the state of a run's supervisor on a host, or of one of its ranks; empty while the run starts."""
-    return json.loads(lab.inside(host, f"cat {run.run_dir}/state/{of}.json 2>/dev/null || echo '{{}}'"))
 
 
 def test_a_crash_of_slurmctld_that_forgets_a_start(queue: QueueLab) -> None:
@@ -137,11 +129,3 @@ def test_a_crash_of_slurmctld_that_forgets_jobs_and_their_release(queue: QueueLa
     assert lost.state()["phase"] == "finished" and "it ends again" not in lost.log()
     lab.wait(lambda: "live COMPLETED" in lab.inside(head, states), "the job does not end", 60)
     assert lab.inside(head, LEFT) == ""
-
-
-def test_runs_end_as_they_should_in_spite_of_random_events(queue: QueueLab) -> None:
-    """Preemptions, SIGKILL of ranks, drivers, lease steps and Slurm's daemons, reboots: benchmarks/queued_runs.py has more of them."""
-    trial = EventTrial(queue, seed=7)
-    trial.inject(12)
-    trial.wait()
-    assert trial.problems() == []

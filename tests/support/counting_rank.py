@@ -4,15 +4,12 @@
 
 It keeps to the contract of the run folder: heartbeat, `stop`, checkpoints with a manifest, result. It counts to `max_steps` of the spec,
 20 steps a second, and writes a checkpoint every `checkpoint_interval` steps and when it stops. The "loss" is the sum of all steps, so
-that a lost or repeated step changes it. `samples.txt` lists the steps of a checkpoint's history. One rank on each host:
-the first one counts,
-and the others follow it over a connection, as the ranks of a real run wait for each other at every step.
+that a lost or repeated step changes it. `samples.txt` lists the steps of a checkpoint's history. It is the only rank of its run.
 
 A rank locks a file for each of its GPUs. If another run has the lock, it writes a line to `<data directory>/store/cache/overlaps`: that
 folder is the one outside of its run folder that a rank may write.
 """
 
-import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -21,13 +18,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 SECONDS = 0.05
-MEETING = 60.0  # s for the ranks to find each other
 
 
 def main():
@@ -38,13 +33,9 @@ def main():
         int(re.search(rf"^{name}: (\d+)$", spec, re.MULTILINE)[1]) for name in ("max_steps", "checkpoint_interval")
     )
     held = lock_gpus(run_dir)
-    rank = int(flag("node-rank", "0"))
-    state = {"rank": rank, "pid": os.getpid(), "steps": steps, "note": "", "error": None}
+    state = {"rank": 0, "pid": os.getpid(), "steps": steps, "note": "", "error": None}
     state |= {"tokens_per_second": 1.0, "eta": 1.0}
-    if rank:
-        done, status = follow(run_dir, state)
-    else:
-        done, status = lead(run_dir, state, steps, interval)
+    done, status = count(run_dir, state, steps, interval)
     if status == "finished":
         result = {"run": run_dir.name, "status": status, "step": steps, "steps": steps, "world_size": 1, "hosts": 1}
         result |= {
@@ -83,75 +74,17 @@ def lock_gpus(run_dir):
     return files
 
 
-def lead(run_dir, state, steps, interval):
+def count(run_dir, state, steps, interval):
     """Count; return the steps and how it ended."""
-    peers = meet(int(flag("nnodes", "1")) - 1)
-    done = resume(run_dir)
-    tell(peers, {"done": done})
-    stop = False
+    done, stop = resume(run_dir), False
     while len(done) < steps and not stop:
         time.sleep(SECONDS)
         done.append(len(done) + 1)
         heartbeat(run_dir, state | {"status": "training", "step": len(done), "loss": float(sum(done))})
-        asked = [asks_to_stop(peer) for peer in peers]
-        stop = (run_dir / "stop").exists() or any(asked)
-        keep = stop or len(done) % interval == 0
-        tell(peers, {"step": len(done), "save": keep})
-        if keep:
+        stop = (run_dir / "stop").exists()
+        if stop or len(done) % interval == 0:
             save(run_dir, done)
-    status = "finished" if len(done) == steps else "stopped"
-    tell(peers, {"end": status})
-    return done, status
-
-
-def meet(count):
-    """Return the connections of the other ranks."""
-    if not count:
-        return []
-    with socket.create_server(("", int(flag("master-port")))) as server:
-        server.settimeout(MEETING)
-        return [server.accept()[0] for _ in range(count)]
-
-
-def tell(peers, message):
-    for peer in peers:
-        peer.sendall(json.dumps(message).encode() + b"\n")
-
-
-def asks_to_stop(peer):
-    """Return whether another rank was asked to stop. Raises ConnectionError if it has ended."""
-    with contextlib.suppress(BlockingIOError):
-        if not (said := peer.recv(64, socket.MSG_DONTWAIT)):
-            raise ConnectionError("another rank has ended")
-        return bool(said)
-    return False
-
-
-def follow(run_dir, state):
-    """Follow the first rank; return the steps and how it ended."""
-    deadline = time.monotonic() + MEETING
-    while True:
-        try:
-            first = socket.create_connection((flag("master-addr"), int(flag("master-port"))), 5)
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-    first.settimeout(MEETING)
-    done, asked = [], False
-    for line in first.makefile():
-        said = json.loads(line)
-        if "end" in said:
-            return done, said["end"]
-        done = said["done"] if "done" in said else [*done, said["step"]]
-        heartbeat(run_dir, state | {"status": "training", "step": len(done), "loss": float(sum(done))})
-        if said.get("save"):
-            save(run_dir, done)
-        if (run_dir / "stop").exists() and not asked:
-            first.sendall(b"s")
-            asked = True
-    raise ConnectionError("the first rank has ended")
+    return done, "finished" if len(done) == steps else "stopped"
 
 
 def resume(run_dir):

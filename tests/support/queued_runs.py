@@ -92,15 +92,15 @@ class QueuedRun:
         """Wait for a phase of the run."""
         self.wait(lambda state: state["phase"] == phase, phase, seconds)
 
-    def wait_step(self, step: int, seconds: float = 120, attempt: int = 1) -> Host:
-        """Wait until rank 0 of an attempt has done a step; return its host."""
+    def wait_step(self, step: int, seconds: float = 120) -> Host:
+        """Wait until rank 0 has done a step; return its host."""
 
         def reached(state: dict[str, Any]) -> bool:
-            if state["phase"] != "running" or len(state["attempts"]) < attempt:
+            if state["phase"] != "running" or not state["attempts"]:
                 return False
             return self.step(self.lab.host(next(iter(state["attempts"][-1]["hosts"])))) >= step
 
-        self.wait(reached, f"at step {step} of attempt {attempt}", seconds)
+        self.wait(reached, f"at step {step}", seconds)
         return self.on()[0]
 
 
@@ -113,61 +113,38 @@ class QueueLab:
     folder: Path
 
     @classmethod
-    def start(cls, name: str, folder: Path, gpus: Mapping[str, int], persistent: bool = False) -> QueueLab:
+    def start(cls, name: str, folder: Path, gpus: Mapping[str, int]) -> QueueLab:
         """Start three hosts with the queue, in which low runs may be preempted.
+
+        Their interpreter runs counting_rank.py in the place of torchrun, if a run asks for it.
 
         Args:
             gpus: number of stand-in GPUs by host.
         """
         lab = Lab(name)
-        lab.up(hosts=3, venv=VENV, persistent=persistent)
+        lab.up(hosts=3, venv=VENV, persistent=False)
+        rank = Path(__file__).with_name("counting_rank.py").read_text()
+        python = (
+            f'#!/bin/sh\ncase " $* " in *" trainer.launch.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
+            f'*) exec {VENV}/bin/python "$@";; esac'
+        )
         for host_name, count in gpus.items():
             # Hosts with the same GPUs are one machine.
             write_nvidia_smi(folder, count, f"GPU-{host_name}-")
             program = (folder / "nvidia-smi").read_text()
             put = f"cat >/usr/local/bin/nvidia-smi <<'P'\n{program}\nP\nchmod 755 /usr/local/bin/nvidia-smi"
-            lab.inside(lab.host(host_name), put)
-        queue = cls.of(lab, folder)
+            put += f"\ncat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_"
+            lab.inside(lab.host(host_name), f"{put}\nchmod 755 {COUNTING}")
+        queue = cls(lab, inventory_with(lab, folder, queue_state="present", queue_preempt=["low"]), folder)
         played = run_playbook("site.yml", queue.inventory, {}, timeout=900)
         assert played.rc == 0, played.stdout
-        queue.install_counting()
         return queue
-
-    @classmethod
-    def of(cls, lab: Lab, folder: Path) -> QueueLab:
-        """Return the queue of a lab that runs."""
-        return cls(lab, inventory_with(lab, folder, queue_state="present", queue_preempt=["low"]), folder)
-
-    def install_counting(self) -> None:
-        """Put an interpreter on every host that runs counting_rank.py in the place of torchrun."""
-        install_counting(self.lab)
 
     def add(self, run: str, steps: int, **asked: Any) -> QueuedRun:
         """Add a run of the model `tiny` with one thread per rank; see `add_run`."""
-        options = {"run_env": {"OMP_NUM_THREADS": "1"}} | asked.pop("options", {})
-        spec = tiny_spec(run, questions(self.folder), steps, asked.pop("batch", 2))
-        spec["checkpoint_interval"] = asked.pop("interval", spec["checkpoint_interval"])
-        return self.add_run(spec, options=options, **asked)
-
-    def add_run(self, spec: dict[str, Any], **asked: Any) -> QueuedRun:
-        """Add a run of this spec; see the function."""
-        return add_run(self.lab, self.inventory, self.folder, spec, **asked)
-
-    def pids(self, host: Host, pattern: str) -> list[str]:
-        """Return the processes of a host whose command line matches."""
-        return self.lab.inside(host, f"pgrep -f '{pattern}' || :").split()
-
-
-def install_counting(lab: Lab) -> None:
-    """Put an interpreter on every host of a lab that runs counting_rank.py in the place of torchrun."""
-    rank = Path(__file__).with_name("counting_rank.py").read_text()
-    python = (
-        f'#!/bin/sh\ncase " $* " in *" trainer.launch.torchrun "*) exec {VENV}/bin/python {COUNTING}.py "$@";; '
-        f'*) exec {VENV}/bin/python "$@";; esac'
-    )
-    for host in lab.hosts:
-        put = f"cat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_"
-        lab.inside(host, f"{put}\nchmod 755 {COUNTING}")
+        spec = tiny_spec(run, questions(self.folder), steps)
+        options = {"run_env": {"OMP_NUM_THREADS": "1"}}
+        return add_run(self.lab, self.inventory, self.folder, spec, options=options, **asked)
 
 
 def tiny_spec(run: str, dataset: Path, steps: int, batch: int = 2) -> dict[str, Any]:
