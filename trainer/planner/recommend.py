@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.common.errors import UserError
-from trainer.config import RunSpec
+from trainer.config import FIELDS, RunSpec
 from trainer.costs.cost import Layout, Memory, RowStats, row_flops, unpacking_factor
 from trainer.costs.host_memory import BASE, have_gpus, layout_of
 from trainer.costs.teacher_cost import teacher_flops, teacher_shape
 from trainer.method import method_of
 from trainer.model_files.model_shape import Shape, shape_of
-from trainer.spec import check_spec
+from trainer.spec import check_spec, missing_for
 from trainer.strategy import AUTO, DEFAULT_STRATEGY, STRATEGIES, plan_named, plan_of
 
 ALONE = "alone"  # one process, for comparison with the strategies
@@ -255,6 +255,9 @@ def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | Non
     setting, linked = _setting_of(spec, hosts, shape)
     strategy, why = recommend(spec, options(spec, setting), setting)
     said = " (link assumed, not measured)" if not linked and len(hosts) > 1 else ""
+    chosen = spec.model_copy(update={"strategy": strategy})
+    if idle := [name for name in FIELDS if missing_for(chosen, name) and not missing_for(spec, name)]:
+        said += f"; without effect then: {', '.join(idle)}"
     return strategy, f"auto selected {strategy}: {why}{said}"
 
 

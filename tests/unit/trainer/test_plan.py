@@ -329,6 +329,8 @@ def test_auto_gives_a_reason() -> None:
     assert strategy == "ddp" and why.startswith("auto selected ddp: it fits, and ")
     assert choose(spec, [host | {"link_mbit": 0}] * 2)[1].endswith("at 1000 Mbit/s (link assumed, not measured)")
     assert "assumed" not in choose(spec, [host])[1]
+    of_others = spec.model_copy(update={"local_steps": 5, "fsdp_shard": "gradients"})
+    assert choose(of_others, [host] * 3) == ("ddp", f"{why}; without effect then: fsdp_shard, local_steps")
     full = make_spec({"model": "tiny", "lora_r": 0, "strategy": "auto"}, "here")
     strategy, why = choose(full, [host | {"threads": 8, "link_mbit": 10}] * 2)
     assert strategy == "diloco" and "ddp would spend " in why
