@@ -25,7 +25,8 @@ def matrices(model: Any) -> Matrices:
         for place, module in model.named_modules()
         if module is not head and not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
         for leaf, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3 or (leaf == "weight" and (parameter.dim() == 2 or isinstance(module, nn.Linear)))
+        if (parameter.dim() > 1 and min(parameter.shape) > 1 and "bias" not in leaf)
+        or (leaf == "weight" and isinstance(module, nn.Linear))
     }
 
 

@@ -198,6 +198,9 @@ def require_targets(spec: RunSpec, adapted: Sequence[str], targets: Any, layers:
 @torch.no_grad()
 def isolates_packed_samples(model: nn.Module, vocabulary: int) -> bool:
     """Return whether the model isolates packed samples: the logits of a second sample must not depend on the first."""
+    config: Any = getattr(model, "config", None)
+    if getattr(getattr(config, "text_config", config), "attention_chunk_size", None):  # chunks are parts of the row
+        return False
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()

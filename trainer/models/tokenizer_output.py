@@ -122,27 +122,27 @@ def untrained_end(spec: RunSpec, model: Any, tokenizer: Any) -> str:
     """Return a warning if no training has changed the weights of what ends a turn, and adapters leave them so; else an empty text."""
     end = template_end(tokenizer) or tokenizer.eos_token
     number = tokenizer.convert_tokens_to_ids(end) if end and spec.lora_r else None
-    ends = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
-    weights = {
-        name: part.weight for name, part in ends.items() if hasattr(part, "weight") and not hasattr(part, "lora_A")
+    parts = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+    plain = {
+        name: part.weight for name, part in parts.items() if hasattr(part, "weight") and not hasattr(part, "lora_A")
     }
-    frozen = [name for name, weight in weights.items() if number is not None and _is_untrained(weight.detach(), number)]
-    if not frozen:
-        return ""
-    return (
-        f"WARNING: {printable(end, 80)}, which ends a turn, was never trained in this model's {' and '.join(frozen)}, and adapters leave it "
-        "so: answers may not end: add these layers to lora_targets, set lora_r=0, or choose a model that knows the token"
+    frozen = " and ".join(
+        name for name, weight in plain.items() if number is not None and _is_untrained(weight, number)
     )
+    why = f"WARNING: {printable(end, 80)}, which ends a turn, was never trained in this model's {frozen}, and adapters leave it so"
+    remedy = "add these layers to lora_targets, set lora_r=0, or choose a model that knows the token"
+    return f"{why}: answers may not end: {remedy}" if frozen else ""
 
 
+@torch.no_grad()
 def _is_untrained(weight: torch.Tensor, number: int) -> bool:
     """Return whether a row of a matrix, [V, H], is about 0, the mean of the rows, or another row."""
     if weight.is_meta or weight.dim() != 2 or len(weight) <= number:
         return False
     row, mean = weight[number].float(), weight.mean(0, dtype=torch.float32)
     usual = (weight[:: max(1, len(weight) // 1000)].float() - mean).norm(dim=1).median() / 20
-    equal = sum(int(((part.float() - row).norm(dim=1) < usual).sum()) for part in weight.split(8192))
-    return bool(row.norm() < usual) or bool((row - mean).norm() < usual) or equal > 1
+    near = [(part.float() - row).norm(dim=1) < usual for part in (torch.stack([mean, 0 * mean]), *weight.split(8192))]
+    return int(torch.cat(near).sum()) > 1  # the row itself
 
 
 def add_end_token(config: Any, tokenizer: Any) -> bool:

@@ -104,8 +104,7 @@ def read_request(values: Mapping[str, Any]) -> MergeRequest:
             )
     _check_method(str(values["method"]), parts)
     weights = values["weights"] or [1.0] * len(parts)
-    # Full weights add up to 1: otherwise the base would count as often as their sum.
-    total = sum(weights) if values["method"] == "soup" or not values["weights"] else 1.0
+    total = sum(weights)  # otherwise a soup would have the base as often as this
     return MergeRequest(
         parts=parts,
         method=str(values["method"]),

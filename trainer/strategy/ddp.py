@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.common.errors import UserError
 from trainer.common.lazy import LazyModule
 from trainer.costs.cost import Layout, State, gradient_bytes_per_number, micro_batches, ring_fraction
 from trainer.data.shares import share
@@ -253,6 +254,10 @@ class DDP(Strategy):
         from safetensors.torch import load_file
 
         kept = load_file(folder / "trained.safetensors", device=str(self.world.device))
+        if lost := next((name for name in self.trained if name not in kept), ""):
+            raise UserError(
+                f"checkpoint: {folder} has no {lost}, which this version trains: set another run name with run="
+            )
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(kept[name])

@@ -71,10 +71,8 @@ def make_merge_options(values: Mapping[str, Any]) -> MergeOptions:
         raise UserError("merge: runs: name each run once, and give the result another name with run=")
     if options.weights and len(options.weights) != len(runs):
         raise UserError(f"merge: weights: expected {len(runs)} numbers, one per run, got {len(options.weights)}")
-    if options.weights and (options.method == "vote" or (options.method == "soup" and sum(options.weights) <= 0)):
-        raise UserError(
-            "merge: weights: vote counts each run once, and soup divides by their sum, which must be above 0"
-        )
+    if options.weights and (options.method == "vote" or sum(options.weights) <= 0):
+        raise UserError("merge: weights: they are divided by their sum, which must be above 0; method=vote takes none")
     if (options.method == "vote") != bool(options.prompts):
         raise UserError("merge: method=vote needs prompts=FILE, and no other method takes it")
     return options

@@ -14,7 +14,7 @@ from trainer.data.packing import lay_out
 from trainer.method import Batch
 from trainer.method.method_base import arranged
 from trainer.method.module_with_loss import ModelWithLoss
-from trainer.models.model import add_lora
+from trainer.models.model import add_lora, isolates_packed_samples
 from trainer.models.router_loss import RouterLoss
 from trainer.spec import make_spec
 
@@ -85,6 +85,10 @@ def test_adapters_are_where_the_targets_say(kind: str, targets: str, wanted: set
     found, line = adapted(kind, lora_targets=targets)
     assert wanted <= found
     assert (f"no adapter in {missing}" in line if missing.endswith(": ") else missing in line) if missing else not line
+
+
+def test_chunks_of_attention_are_parts_of_a_row() -> None:
+    assert isolates_packed_samples(model_of("llama"), 128) and not isolates_packed_samples(model_of("llama4_text"), 128)
 
 
 def test_what_cannot_have_an_adapter() -> None:
