@@ -233,3 +233,13 @@ def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert program.main(["import"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert [error.split(": ")[1] for error in errors] == ["output", "import", "import"] and "File exists" in errors[0]
+
+
+def test_trl_trains_the_completion_alone_of_prompt_and_completion(tmp_path: Path) -> None:
+    for record, expected in (({"prompt": "a", "completion": "b"}, "answer"), ({"text": "a"}, "all")):
+        data = tmp_path / "d.jsonl"
+        data.write_text(json.dumps(record))
+        values, _ = imported(tmp_path, {"model_name_or_path": "m", "dataset_name": str(data), "use_peft": True})
+        assert values["train_on"] == expected
+    _, text = imported(tmp_path, {"model_name_or_path": "m", "dataset_name": "org/name", "use_peft": True})
+    assert "set train_on=answer for such data" in " ".join(text.replace("#", "").split())

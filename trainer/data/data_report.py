@@ -70,6 +70,7 @@ class DataReport:
         dropped: the number of samples that were left out, by reason.
         notes: the number of samples that the chat template changes, by what it changes.
         unread: further samples that were not read, because that would have taken too long.
+        texts: samples that are plain text, or a prompt and a completion as text.
         kept_tokens, lost_tokens: all tokens that are in rows, and those beyond seq_length or of samples that were left out.
     """
 
@@ -80,6 +81,7 @@ class DataReport:
     dropped: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
     unread: int = 0
+    texts: int = 0
     kept_tokens: int = 0
     lost_tokens: int = 0
 
@@ -92,6 +94,7 @@ class DataReport:
             _sum(self.dropped, other.dropped),
             _sum(self.notes, other.notes),
             self.unread + other.unread,
+            self.texts + other.texts,
             self.kept_tokens + other.kept_tokens,
             self.lost_tokens + other.lost_tokens,
         )
@@ -120,7 +123,7 @@ class DataReport:
     def lines(self, label: str = "") -> list[str]:
         """Return the totals, and what a user must know about them. `label` begins the first line."""
         notes = [
-            f"{'WARNING' if note.startswith(NO_STOP) else 'note'}: {counted(count, 'sample')}: {printable(note, 400)}"
+            f"{'WARNING' if note.startswith((NO_STOP, WITHOUT_TEMPLATE)) else 'note'}: {counted(count, 'sample')}: {printable(note, 400)}"
             for note, count in self.notes.items()
         ]
         return [label + self.line(), *notes, *filter(None, [self.loss.warning(), self._cut()])]
@@ -138,6 +141,9 @@ class DataReport:
 
 
 NO_DATA = DataReport()
+WITHOUT_TEMPLATE = (
+    "prompt and completion are trained as plain text, without the chat template of the model"  # begins a note
+)
 BEYOND, NO_ANSWER = "with all answers beyond seq_length", "without an answer with loss"  # reasons
 SAME = "with a chosen answer that equals the rejected one within seq_length"
 TOO_LONG = "with a prompt that leaves no space for a completion"

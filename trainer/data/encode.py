@@ -20,9 +20,10 @@ from trainer.config.dataset_source import DatasetSource
 from trainer.config.methods import METHODS, Data
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.corpus import Corpus, joined, load_corpus, save_corpus
-from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, NO_STOP, SAME, TOO_LONG, DataReport
+from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, NO_STOP, SAME, TOO_LONG, WITHOUT_TEMPLATE, DataReport
 from trainer.data.dataset_files import dataset_digest
 from trainer.data.hf_template import ChatTemplate, TemplateError
+from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.samples import read_source
 from trainer.data.shapes import Sample, with_system_in_first_question
 from trainer.data.text_tokenizer import TextTokenizer
@@ -244,13 +245,13 @@ class Encoder:
         whole, size = self.encode(sample), self.seq_length
         if not whole.is_text or len(whole.ids) <= size:
             fitted = self.fit(whole)
-            return [fitted], fitted.report
+            return [fitted], replace(fitted.report, texts=int(not sample.messages))
         starts = range(0, len(whole.ids) - 1, size - 1)
         parts = [
             self.fit(replace(whole, ids=whole.ids[i : i + size], answered=whole.answered[i : i + size])) for i in starts
         ]
         report = sum((part.report for part in parts), NO_DATA)
-        return parts, replace(report, samples=1, answers=1, notes={**dict.fromkeys(report.notes, 1), _LONG: 1})
+        return parts, replace(report, samples=1, answers=1, texts=1, notes={**dict.fromkeys(report.notes, 1), _LONG: 1})
 
     def fit(self, encoded: Encoded) -> Fitted:
         """Return what a run keeps of an encoded sample; a pair is dropped as a whole."""
@@ -360,6 +361,8 @@ class Encoder:
             ids, answered = [*ids, self._text.eos], [*answered, bool(sample.pieces[-1][1])]
         notes = [_EMPTY] if sample.pieces[-1][1] and not sample.pieces[-1][0].strip() else []
         notes += [] if self._text.eos is not None else [_NO_END]
+        if len(sample.pieces) > 1 and self._text.template != PLAIN_TEMPLATE:
+            notes.append(f"{WITHOUT_TEMPLATE}: for questions and answers, map the columns to instruction and output")
         return Encoded(ids, answered, tuple(notes), is_text=all(trained for _, trained in sample.pieces))
 
     def _missing_begin(self, ids: list[int]) -> tuple[int, ...]:

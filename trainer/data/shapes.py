@@ -250,8 +250,13 @@ def _suggestion(row: Mapping[Any, Any]) -> str:
     if not nearest and len(row) == 1 and (keys := _plain_keys(row)):
         nearest, best = "text", {"text": keys[0]}
     if nearest:
-        return f"; nearest: {nearest}: use columns={','.join(f'{name}={key}' for name, key in best.items())}"
-    return ": map them, as in columns=prompt=question,completion=answer" if row else ""
+        use = f"columns={','.join(f'{name}={key}' for name, key in best.items())}"
+        keys = [best.get(name, name) for name in ("prompt", "completion")]
+        if nearest == "prompt and completion" and all(isinstance(row[key], str) for key in keys):
+            # Text without the chat template is rarely what a model is asked with later.
+            use = f"columns=instruction={keys[0]},output={keys[1]}, or {use} for text without the chat template"
+        return f"; nearest: {nearest}: use {use}"
+    return ": map them, as in columns=instruction=question,output=answer" if row else ""
 
 
 def _plain_keys(row: Mapping[Any, Any]) -> list[str]:

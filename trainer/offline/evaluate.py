@@ -4,6 +4,7 @@
 judges the answers: those of a server are judged in the same way.
 """
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
 from trainer.data.shapes import with_system_in_first_question
+from trainer.data.text_tokenizer import first_tokens
 from trainer.model_files.base_weights import load_causal_model
 from trainer.models.adapter_merge import adapted_model
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
@@ -65,6 +67,7 @@ def evaluate(
     batch_size: int,
     temperature: float = 0.0,
     seeds: Sequence[int] = (),
+    as_text: bool = False,
 ) -> dict[str, Any]:
     """Return the answers of a model, and the losses of the reference answers.
 
@@ -75,6 +78,7 @@ def evaluate(
         batch_size: questions that are answered together.
         temperature: see `greedy`.
         seeds: see `greedy`.
+        as_text: ask without the chat template, as a run was trained.
 
     Returns:
         `seconds` of the generation; `answers`, for each question its `text`, number of `tokens`, whether it is `cut`, and the
@@ -85,12 +89,17 @@ def evaluate(
     """
     prepend = spec.system == "prepend"
     chats = [with_system_in_first_question(q["messages"]) if prepend else q["messages"] for q in questions]
-    rows = prompt_rows(tokenizer, chats)
     end = end_ids(tokenizer, model.generation_config)[-1:]  # that of the template
+    if as_text:
+        texts = [chat[-1]["content"].rstrip() for chat in chats]
+        rows = [[*first_tokens(tokenizer), *_ids(tokenizer, text)] for text in texts]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    else:
+        rows = prompt_rows(tokenizer, chats)
     losses: list[tuple[float | None, int]] = []
     for row, question in zip(rows, questions, strict=True):
         reference = question["reference"]
-        answer = [*tokenizer(reference, add_special_tokens=False)["input_ids"], *end] if reference else []
+        answer = [*_ids(tokenizer, f" {reference}" if as_text else reference), *end] if reference else []
         losses.append((answer_loss(model, row, answer), len(answer)) if answer else (None, 0))
     started = time.monotonic()
     found = greedy(model, tokenizer, rows, max_tokens, batch_size=batch_size, temperature=temperature, seeds=seeds)
@@ -108,6 +117,19 @@ def evaluate(
     return {"seconds": seconds, "answers": answers}
 
 
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def trained_on_text(folder: Path) -> bool:
+    """Return whether most samples of the run in a folder were plain text, without a chat template."""
+    try:
+        data = json.loads((folder / "result.json").read_text(encoding="utf-8"))["data"]
+        return bool(2 * data.get("texts", 0) > data["samples"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+
+
 def main() -> int:
     """Carry out the request on standard input."""
     return answer_request(_answer)
@@ -117,4 +139,5 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     subject = Subject(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
     size, length = int(request["batch_size"]), int(request["max_tokens"])
     how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}
-    return evaluate(*subject.load(), request["questions"], length, size, **how)
+    as_text = not subject.model and trained_on_text(subject.folder)
+    return evaluate(*subject.load(), request["questions"], length, size, **how, as_text=as_text)

@@ -76,7 +76,10 @@ class SettingsReader:
         """
         bos, notes = self._special.get("bos_token", ""), []
         template = self._options.template_text()
-        if not template:
+        if not template and answers["prompts"] and all("prompt" in prompt for prompt in answers["prompts"]):
+            template = "{{ .Prompt }}"
+            notes.append("the run was trained on text without a chat template, so the model gets prompts as they are")
+        elif not template:
             derived = self._derive(answers["created"], bos if adds_bos else "")
             template, notes = derived.text, list(derived.notes)
             if self._options.deploy_system and SYSTEM not in template:

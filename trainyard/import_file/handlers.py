@@ -8,9 +8,10 @@ from typing import Any
 
 from trainer.config.fields import as_text, is_off
 from trainyard.import_file.parallelism import deepspeed, fsdp_config, fsdp_words, reshard
-from trainyard.import_file.record_shapes import entries, factory_datasets
+from trainyard.import_file.record_shapes import entries, factory_datasets, first_columns
 from trainyard.import_file.translation import HOSTS, Row, Translation, accumulation, is_empty, whole_number
 
+ALL_STEPS = 0.999999  # of the steps: 1 is one step
 _LONGEST = 30 * 24 * 3600  # seconds that a run can wait
 
 
@@ -37,6 +38,8 @@ def warmup(found: Translation, key: str, value: Any) -> None:
         found.weak.append(("warmup", key, value, 0.0))
     elif key.endswith("ratio") and as_text(found.seen.get("warmup_steps")) not in ("0", "0.0", "", "none"):
         found.ignore(key, value, "warmup_steps decides")
+    elif key.endswith("ratio") and as_text(value) in ("1", "1.0"):
+        found.set("warmup", ALL_STEPS, key, value, "all steps")
     else:
         found.set("warmup", value, key, value)
 
@@ -111,6 +114,107 @@ def plugins(found: Translation, key: str, value: Any) -> None:
             found.refuse(key, plugin, "plugins of axolotl do not run here; kernels=auto takes the kernels of Liger")
 
 
+_GRPO = {
+    "num_generations",
+    "reward_funcs",
+    "reward_weights",
+    "epsilon",
+    "epsilon_high",
+    "num_iterations",
+    "scale_rewards",
+}
+_LOSSES = {
+    "sft": ("nll", "chunked_nll"),
+    "dpo": ("sigmoid", "ipo", "hinge", "robust"),
+    "kto": ("kto",),
+    "grpo": ("dapo", "grpo", "dr_grpo"),
+}
+
+
+_LENGTHS = ("max_prompt_length", "max_completion_length")
+
+
+def trl_method(found: Translation) -> str:
+    """Return the method of a config of TRL, by names that only one of its trainers has, or of axolotl, whose `rl` says it."""
+    if kind := as_text(found.seen.get("rl") or ""):
+        return kind
+    names = {str(name).replace("-", "_") for name in found.seen}
+    loss = next((method for method, words in _LOSSES.items() if _loss(found.seen.get("loss_type")) in words), "")
+    if names & _GRPO or loss == "grpo":
+        return "grpo"
+    if names & {"desirable_weight", "undesirable_weight"} or loss == "kto":
+        return "kto"
+    has_pairs = loss == "dpo" or names & {"beta", "precompute_ref_log_probs", "max_prompt_length", "f_divergence_type"}
+    return "kto" if has_pairs and "label" in first_columns(found) else "dpo" if has_pairs else "sft"
+
+
+def _loss(value: Any) -> str:
+    return as_text(value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def beta(found: Translation, key: str, value: Any) -> None:
+    """Handle what keeps the model near its reference."""
+    found.set("grpo_beta" if trl_method(found) == "grpo" else "preference_beta", value, key, value)
+
+
+def loss_type(found: Translation, key: str, value: Any) -> None:
+    """Handle the loss of a method."""
+    method, word = trl_method(found), _loss(value)
+    if word not in _LOSSES.get(method, ()):
+        found.refuse(key, value, f"{method} has the losses {', '.join(_LOSSES.get(method, ())) or 'of its name'}")
+    elif method in ("dpo", "grpo"):
+        found.set("preference_loss" if method == "dpo" else "grpo_loss", word, key, value)
+    else:
+        found.ignore(key, value, "the default")
+
+
+def rewards(found: Translation, key: str, value: Any) -> None:
+    """Handle the functions that rate completions: names of TRL, or ``package.module.function``, whose file is the reward."""
+    names = value if isinstance(value, list) else [value]
+    inner = found.seen.get("trl")
+    weights = (inner if isinstance(inner, Mapping) else found.seen).get("reward_weights") or [1] * len(names)
+    listed = []
+    for name, weight in zip(map(str, names), weights, strict=False):
+        use = {"think_format_reward": {"use": "format"}, "accuracy_reward": {"use": "exact", "column": "solution"}}.get(
+            name
+        )
+        file = name if name.endswith(".py") else f"{name.rpartition('.')[0].replace('.', '/')}.py"
+        if use or file != ".py":
+            listed.append({**(use or {"use": file}), "weight": weight})
+        if name != "think_format_reward":
+            what = "its functions whose names begin with reward" if not use else "equal texts and numbers, no formulas"
+            found.refuse(key, name, f"the reward counts {what}: look at it" if use or file != ".py" else "set reward")
+    if listed:
+        found.set("reward", listed, key, value)
+
+
+def settle_method(found: Translation) -> None:
+    """Set what TRL's trainers do by default: the method, its learning rate, and the tokens with loss by the shape of the data."""
+    method, columns = trl_method(found), first_columns(found)
+    if method != "sft":
+        found.set_default("method", method, f"a config of TRL for {method.upper()}")
+        found.set_default("lr", 1e-6, f"TRL for {method.upper()}")
+        found.refused.add("train_on")
+        if method in ("dpo", "kto"):
+            found.set_default("lora_dropout", 0.0, "TRL, which switches dropout off")
+        elif method == "grpo":
+            prompt, answer = (whole_number(value) or 512 for value in map(found.seen.get, _LENGTHS))
+            found.set_default("seq_length", prompt + answer, "TRL for a prompt and its completion")
+            if found.values["seq_length"] > answer:
+                found.set_default("grpo_max_tokens", answer, "TRL")
+            if "reward" not in found.values:
+                found.set_default("reward", ["exact"], "trainyard import, because the file has no reward_funcs")
+                found.refuse("reward_funcs", "", "the file names no rewards: set reward")
+    elif {"prompt", "completion"} <= columns:
+        found.set_default("train_on", "answer", "TRL for prompt and completion")
+    elif not columns:
+        found.refuse(
+            "completion_only_loss",
+            "auto",
+            "TRL trains the completion alone of prompt and completion: set train_on=answer for such data",
+        )
+
+
 def stage(found: Translation, key: str, value: Any) -> None:
     """Handle the kind of training of LLaMA-Factory: supervised, on plain text, or on preferences."""
     word = as_text(value)
@@ -144,6 +248,7 @@ def drop_adapter(found: Translation, reason: str, tool: str) -> None:
 
 FUNCTIONS: Mapping[str, Callable[[Translation, str, Any], None]] = {
     "accumulation": accumulation,
+    "beta": beta,
     "deepspeed": deepspeed,
     "each_epoch": each_epoch,
     "entries": entries,
@@ -151,10 +256,12 @@ FUNCTIONS: Mapping[str, Callable[[Translation, str, Any], None]] = {
     "fsdp": fsdp_words,
     "fsdp_config": fsdp_config,
     "interval": interval,
+    "loss_type": loss_type,
     "plugins": plugins,
     "pretraining": pretraining,
     "processes": processes,
     "reshard": reshard,
+    "rewards": rewards,
     "rows_of_a_rank": rows_of_a_rank,
     "run_name": run_name,
     "stage": stage,

@@ -8,6 +8,9 @@ from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
+from trainer.data.dataset_files import needs_library
+from trainer.data.samples import read_records
+from trainer.spec import make_spec
 from trainyard.import_file.config_file import find_file, read_names
 from trainyard.import_file.translation import Row, Rows, Translation, checked, is_empty, shown
 
@@ -167,6 +170,26 @@ _ENTRY_COLUMNS = {
     "field_rejected": "rejected",
     "field_label": "label",
 }
+
+
+def first_columns(found: Translation) -> set[str]:
+    """Return the names of the shape that the first record of the dataset has; empty if this machine cannot read it."""
+    given = {
+        name: found.values[name]
+        for name in ("dataset", "dataset_split", "dataset_config", "columns")
+        if name in found.values
+    }
+    dataset = given.get("dataset") or found.seen.get("dataset_name")
+    try:
+        source = make_spec({**given, "dataset": dataset}, "import").sources[0]
+        if dataset and not needs_library(source.path):
+            _, record = next(read_records(source))
+            return {*record, *(name for name, column in source.columns.items() if column in record)}
+    except (UserError, StopIteration, TypeError):
+        pass
+    return set()
+
+
 # LLaMA-Factory -------------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from trainer.common.inputs import user_path
 from trainer.config import FIELDS, parse_mapping
 from trainer.spec import make_spec, missing_for
 from trainyard.import_file.config_file import read_names
+from trainyard.import_file.handlers import settle_method
 from trainyard.import_file.import_options import ImportOptions
 from trainyard.import_file.parallelism import keep_deepspeed, settle_deepspeed, settle_strategy
 from trainyard.import_file.tables import NAMES, Tool, tool_named
@@ -96,6 +97,8 @@ def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> I
     settle_deepspeed(found)
     found.settle_weak()
     settle_strategy(found)
+    if any(each.name == "TRL" or found.values.get("method") == "grpo" for each in tools):
+        settle_method(found)
     for each in tools:
         each.set_defaults(found)
     if found.accumulation or any(each.trains for each in tools):

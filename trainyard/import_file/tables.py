@@ -46,6 +46,8 @@ class Tool:
     def set_defaults(self, found: Translation) -> None:
         """Set the fields that no name has set."""
         for name, value in self.defaults.items():
+            if name == "epochs" and found.values.get("max_steps"):
+                continue  # which decides
             twice = value == "2 * lora_r"
             found.set_default(name, 2 * found.values.get("lora_r", 8) if twice else value, self.name)
 

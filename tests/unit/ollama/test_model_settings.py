@@ -115,3 +115,8 @@ def test_both_forms_of_create() -> None:
         assert create_body((0, 9, 3), "m", "base", **bad)
         with pytest.raises(ValueError, match=r"this version of Ollama cannot read"):
             create_body((0, 5, 4), "m", "base", **bad)
+
+
+def test_a_run_on_plain_text_gets_no_chat_template(tmp_path: Path) -> None:
+    found = settings(tmp_path, prompts=[{"prompt": "a"}])
+    assert found.template == "{{ .Prompt }}" and "without a chat template" in found.notes[0]

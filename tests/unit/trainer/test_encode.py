@@ -167,9 +167,10 @@ def test_a_long_text_becomes_several_rows(tokenizer: Any) -> None:
 @pytest.mark.parametrize("answer", ["", " \n"])
 def test_an_empty_answer_is_noted(tokenizer: Any, answer: str) -> None:
     for sample in (Sample(pieces=(("the cat", False), (answer, True))), chat("the cat", answer)):
-        assert encode.Encoder(tokenizer, seq_length=64, train_on="answer").encode(sample).notes == (
-            "an answer is empty, and its end alone is trained",
-        )
+        short = encode.Encoder(tokenizer, seq_length=64, train_on="answer")
+        assert short.encode(sample).notes[0] == "an answer is empty, and its end alone is trained"
+        lines = short.rows(sample)[1].lines()
+        assert any("WARNING" in line and "without the chat template" in line for line in lines) == bool(sample.pieces)
 
 
 def test_a_template_error_is_one_line(tokenizer: Any) -> None:
