@@ -18,7 +18,7 @@ from trainyard.python_env.uv_settings import environment_of_uv
 pytestmark = pytest.mark.slow
 UV = Path(sys.executable).with_name("uv")
 # Tests of plugins that need neither torch nor another process.
-TESTS = ("test_filter_plugins", "test_argument_spec", "test_ufw", "test_lock", "test_new_project")
+TESTS = ("test_dependencies", "test_argument_spec", "test_ufw", "test_lock", "test_new_project")
 UNREACHABLE = ("error sending request", "dns error", "Failed to fetch", "no index")
 
 

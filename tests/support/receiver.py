@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
-from threaded_server import running
+from threaded_server import QuietHandler, running
 
 
 @contextmanager
@@ -16,14 +15,10 @@ def receiver() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield the URL of a server on this machine, and the list of the JSON values that it has received."""
     received: list[dict[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
+            received.append(self.asked())
+            self.reply(200)
 
     with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         yield f"http://127.0.0.1:{server.server_port}/secret-path", received

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,11 @@ import yaml
 _DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-def table(name: str) -> Any:
-    """Return the table of the file NAME.yml."""
+@functools.cache
+def _read(name: str) -> Any:
     return yaml.safe_load((_DATA / f"{name}.yml").read_text(encoding="utf-8"))
+
+
+def table(name: str) -> Any:
+    """Return a copy of the table of the file NAME.yml."""
+    return copy.deepcopy(_read(name))

@@ -70,13 +70,7 @@ def test_a_reached_address_is_confirmed_and_known(tmp_path: Path) -> None:
         return unreachable(host, step)
 
     host, hosts = FakeHost(answers), known(tmp_path, f"{OLD} {KEY}\n")
-    assert change(host, hosts) == {
-        "changed": True,
-        "diff": [],
-        "nic": "eth0",
-        "address": NEW,
-        "before": OLD,
-    }
+    assert change(host, hosts) == {"changed": True, "diff": [], "nic": "eth0", "address": NEW, "before": OLD}
     assert hosts.keys(NEW) == {KEY}
     assert "StrictHostKeyChecking=yes" in host.options and f"HostKeyAlias={OLD}" in host.options
     assert [name for name, _ in host.steps[-3:]] == ["try", "confirm", "confirm"]
@@ -84,9 +78,7 @@ def test_a_reached_address_is_confirmed_and_known(tmp_path: Path) -> None:
 
 def test_an_address_that_is_not_reached_is_rolled_back(tmp_path: Path) -> None:
     host = FakeHost(unreachable)
-    with pytest.raises(
-        AddressChangeError, match=r"^not reached at 10\.0\.0\.9 \(.*No route to host\), so it rolled back"
-    ):
+    with pytest.raises(AddressChangeError, match=r"^not reached at 10\.0\.0\.9 \(.*No route to host\), so it rolled"):
         change(host, known(tmp_path, f"{OLD} {KEY}\n"))
     assert host.target == OLD
 
@@ -109,17 +101,13 @@ def test_check_mode_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_another_machine_at_the_new_address(tmp_path: Path) -> None:
-    with pytest.raises(
-        AddressChangeError, match=r"known_hosts has another SSH host key for 10\.0\.0\.9 than for 10\.0\.0\.5"
-    ):
+    with pytest.raises(AddressChangeError, match=r"known_hosts has another SSH host key for 10\.0\.0\.9 than"):
         change(FakeHost(unreachable), known(tmp_path, f"{OLD} {KEY}\n{NEW} ssh-ed25519 BBBB\n"))
 
     def other_key(host: FakeHost, step: str) -> dict[str, Any]:
         raise RemoteError("Host key verification failed.")
 
-    with pytest.raises(
-        AddressChangeError, match=r"10\.0\.0\.9 is already in use by a machine with another SSH host key"
-    ):
+    with pytest.raises(AddressChangeError, match=r"10\.0\.0\.9 is already in use by a machine with another SSH"):
         change(FakeHost(other_key), known(tmp_path, f"{OLD} {KEY}\n"))
 
 

@@ -1,7 +1,5 @@
 """Messages about the events of a run: to a web server, and to a program of the user."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

@@ -1,13 +1,12 @@
 """The Python interface: what its methods give to the commands, and make of their results."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 import trainyard
 from trainer.common.errors import UserError
@@ -47,24 +46,9 @@ def test_a_module_without_ansible_imports_the_package_only() -> None:
 
 
 def test_the_queue_takes_the_names_of_the_guides(cluster: Cluster, answer: Callable[..., list[Call]]) -> None:
-    row = {
-        "run": "a",
-        "job": 7,
-        "priority": "high",
-        "state": "waiting",
-        "hosts": ["node2"],
-        "reason": "busy",
-        "user": "x",
-    }
+    row = table("api_calls")["row"]
     added, listed = answer("queue add", runs=[{"run": "a", "job": 7}]), answer("queue history", runs=[row])
-    options = {
-        "gpu_memory_gb": 16,
-        "cpu_cores": 4,
-        "ram_gb": 32,
-        "max_checkpoints": 3,
-        "max_retries": 2,
-        "retry_backoff": 7.0,
-    }
+    options = table("api_calls")["options"]
     job = cluster.queue.add(model=Path("m"), priority="high", failover_enabled=True, dataset=None, **options)
     assert job == Job("a", 7, "high", "waiting", ("node2",), reason="busy")
     values = {"model": "m", "priority": "high", "gpu_memory": 16, "cores": 4, "memory": 32, "checkpoint_keep": 3}

@@ -1,7 +1,5 @@
 """The argument spec that a module derives from its DOCUMENTATION equals what PyYAML reads there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tables import table
 
 from plugins.module_utils.argument_spec import KEYS, argument_spec
 
@@ -48,38 +47,7 @@ def test_no_second_argument_spec(module: Path) -> None:
 
 
 def test_values_and_nested_options() -> None:
-    spec = argument_spec(
-        """
-module: example
-options:
-  name:
-    description: >-
-      type: str
-    type: str
-    required: true
-  files:
-    type: list
-    elements: dict
-    default: []
-    suboptions:
-      mode:
-        description: Mode.
-        type: str
-        default: "0644"
-  limit:
-    type: float
-    default: 2.0
-  state:
-    description:
-      - default: absent
-    type: str
-    choices: [present, absent]
-    default: present
-attributes:
-  check_mode:
-    support: full
-"""
-    )
+    spec = argument_spec(table("argument_spec")["values_and_nested_options"])
     assert spec["name"] == {"type": "str", "required": True}
     assert spec["files"]["options"]["mode"] == {"type": "str", "default": "0644"}
     assert spec["files"]["default"] == [] and spec["limit"]["default"] == 2.0

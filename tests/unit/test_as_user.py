@@ -1,7 +1,5 @@
 """tools/as_user.py: root runs a command as an ordinary user, in a copy of the checkout, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

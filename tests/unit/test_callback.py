@@ -1,7 +1,5 @@
 """The output callback `trainyard`: plain failures on one line, tables unchanged, other output as Ansible's default."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import ansible_runner
 import pytest
 import yaml
 from run_hosts import TOP
+from tables import table
 
 SAY = """#!/usr/bin/python
 import sys
@@ -35,42 +34,8 @@ def result(**values) -> dict:
     return {"say": {"result": values}}
 
 
-FAILED = {"failed": True, "plain": True, "msg": "no room\n on /data"}
-ITEMS = [{"failed": True, "plain": True, "msg": "first"}, {"msg": "well"}]
-SPEC = {"port": {"type": "int"}, "state": {"choices": ["on", "off"]}}
-GIVEN = {"port": "many", "state": "x\x1b[2J"}
-REFUSED = {"argument_spec": SPEC, "provided_arguments": GIVEN, "validate_args_context": {"name": "queue"}}
-TABLE = "the hosts\ndiffer\n\n       a    b\ntorch  2.0  2.1"
-ASSERTION = {"that": "false", "fail_msg": "give a model"}
 # Task and the lines that it prints, without its banner; an entry that ends with "..." is the beginning of a line.
-CASES: dict[str, tuple[dict, list[str]]] = {
-    "failure of each host": (result(**FAILED), ["error: a: no room on /data", "error: b: no room on /data"]),
-    "failure of all hosts": (
-        result(**FAILED, lines=["because", "of this"]) | {"run_once": True},
-        ["error: no room on /data", "because", "of this"],
-    ),
-    "fail": ({"ansible.builtin.fail": {"msg": "give a model"}, "run_once": True}, ["error: give a model"]),
-    "assert": ({"ansible.builtin.assert": ASSERTION, "run_once": True}, ["error: give a model"]),
-    "table": (
-        {"ansible.builtin.fail": {"msg": TABLE}, "run_once": True},
-        ["error: the hosts differ", "       a    b", "torch  2.0  2.1"],
-    ),
-    "items": (
-        {"say": {"result": "{{ item }}"}, "run_once": True, "loop": ITEMS},
-        ["error: first", "ok: [a] => (item={'msg': 'well'})"],
-    ),
-    "ignored": (
-        result(**FAILED) | {"ignore_errors": True, "run_once": True},
-        ["error: no room on /data", "...ignoring"],
-    ),
-    "lines": (result(lines=["rank  host", "0     a"]) | {"run_once": True}, ["rank  host", "0     a"]),
-    "arguments of a role": (
-        {"ansible.builtin.validate_argument_spec": REFUSED, "run_once": True},
-        ["error: role queue: ..."],
-    ),
-    "failure of a module": (result(failed=True, msg="no room") | {"run_once": True}, ["fatal: [a]: FAILED! => ..."]),
-    "change": (result(changed=True) | {"run_once": True}, ["changed: [a]"]),
-}
+CASES: dict[str, tuple[dict, list[str]]] = table("callback")["cases"]
 
 
 @pytest.mark.slow
@@ -135,28 +100,13 @@ def test_site_ends_with_the_roles_that_changed_something(tmp_path: Path) -> None
     tasks = tmp_path / "roles/packages/tasks/main.yml"
     tasks.parent.mkdir(parents=True)
     play = {"hosts": "all", "gather_facts": False, "connection": "local", "roles": ["packages"]}
-    for name, changes, line in (
-        ("site.yml", "inventory_hostname == 'b'", "changed: packages on b"),
-        ("site.yml", "false", "changed: nothing"),
-        ("other.yml", "true", None),
-    ):
+    for name, changes, line in table("callback")["site_ends"]:
         tasks.write_text(yaml.safe_dump([{"name": "Task", "ansible.builtin.command": "true", "changed_when": changes}]))
         lines = run(tmp_path, name, [play]).splitlines()
         assert [each for each in lines if each.startswith("changed: ") and "[" not in each] == ([line] if line else [])
 
 
-SLOW_ACTION = """import time
-from pathlib import Path
-from ansible.plugins.action import ActionBase
-from ansible.utils.display import Display
-
-class ActionModule(ActionBase):
-    def run(self, tmp=None, task_vars=None):
-        Display().display("begun")
-        while not Path(self._task.args["until"]).exists():
-            time.sleep(0.05)
-        return {"changed": False}
-"""
+SLOW_ACTION = table("callback")["slow_action"]
 
 
 def test_lines_of_a_running_task_reach_a_pipe(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The comparison of hosts that each trained alone: the spec, the turns, and the contents of the table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -64,10 +62,10 @@ def test_the_table_names_the_slowest_host_and_losses_that_differ() -> None:
 
 
 def metrics(*speeds: Any) -> str:
-    records = [
+    rows = [
         {"step": n + 1, "loss": 9.0 - n, "tokens": 50, "tokens_per_second": speed} for n, speed in enumerate(speeds)
     ]
-    return "".join(json.dumps(record) + "\n" for record in records)
+    return "".join(json.dumps(record) + "\n" for record in rows)
 
 
 def test_speed_is_that_of_the_second_half_of_the_steps() -> None:

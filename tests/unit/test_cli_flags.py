@@ -1,7 +1,5 @@
 """The program `trainyard` without hosts: flags, help, completion, and one schema for all of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -30,18 +28,7 @@ def test_flags_of_the_run_spec_have_every_form_that_the_trainer_accepts() -> Non
     words = ["spec.yml", "--lr", "1e-3", "--max_steps=5", "--packing", "--no-merge", "seed=7", "--fake-data", "no"]
     words += ["--lora-targets", "q_proj", "v_proj", "--zero-stage=3", "--hv.local-steps", "3", "--seq-length=-1"]
     found = parsed("train", *words)
-    assert found.of(SPEC) == {
-        "lr": "1e-3",
-        "max_steps": "5",
-        "packing": "true",
-        "merge": "false",
-        "seed": "7",
-        "fake_data": "no",
-        "lora_targets": "q_proj,v_proj",
-        "zero_stage": "3",
-        "hv.local_steps": "3",
-        "seq_length": "-1",
-    }
+    assert found.of(SPEC) == table("cli_flags")["flags_of_the_run"]
     assert found.of(LAUNCH) == {"spec": "spec.yml"}
 
 
@@ -50,12 +37,7 @@ def test_launch_options_and_common_options_are_separate() -> None:
     found = parsed("train", *words, "--unit-properties", "MemoryMax=20G", "TasksMax=9", "--json", "--retries", "2")
     assert found.of(COMMON) == {"inventory": ["a.yml", "b.yml"], "extra_vars": ["x=1"], "check": "true", "json": "true"}
     assert found.switch("json") and found.switch("check") and found.of(SPEC) == {}
-    assert found.of(LAUNCH) == {
-        "limit": "node1",
-        "run_env": {"A": "b=c", "B": 2},
-        "unit_properties": "MemoryMax=20G,TasksMax=9",
-        "retries": "2",
-    }
+    assert found.of(LAUNCH) == table("cli_flags")["launch_options_and_common"]
 
 
 def test_words_without_a_flag() -> None:
@@ -120,18 +102,15 @@ def test_bash_completes_commands_flags_and_choices(tmp_path: Path) -> None:
     assert {"train", "status", "stop", "completion"} <= complete("trainyard", "")
     assert {"--max-steps", "--max-restarts"} <= complete("trainyard", "train", "--max-")
     assert complete("trainyard", "train", "--isolate", "") == {"auto", "always", "never"}
-    assert complete("trainyard", "queue", "") >= {"add", "again"} and complete(
-        "trainyard", "queue", "add", "--prio"
-    ) == {"--priority"}
+    assert complete("trainyard", "queue", "") >= {"add", "again"}
+    assert complete("trainyard", "queue", "add", "--prio") == {"--priority"}
     zsh = subprocess.run(
         [sys.executable, "-m", "trainyard.cli", "completion", "--shell=zsh"], cwd=TOP, capture_output=True, check=True
     )
     assert zsh.stdout.startswith(b"#compdef trainyard") and b"max-steps" in zsh.stdout
 
 
-def test_a_missing_package_is_one_line_that_says_how_to_install_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert program.main(["status"]) == 2
     error = capsys.readouterr().err
@@ -174,3 +153,23 @@ def test_flags_of_the_cheat_sheet_exist() -> None:
 def test_a_group_has_no_flag_without_a_description() -> None:
     groups: set[Group] = {group for command in COMMANDS.values() for group in command.all_groups}
     assert not [name for group in groups for name, option in group.fields.items() if not option.description]
+
+
+# A playbook that does not end after Ctrl-C ---------------------------------------------------------------------------
+
+# The program stands for an ansible-playbook that waits for a lock whose holder Ctrl-C has ended.
+_ENDS = """
+import signal, subprocess, sys, threading
+from trainyard.cli import playbooks
+playbooks._INTERRUPT_LIMIT = 0.2
+program = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+process.stdout.readline()
+threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+print(playbooks._wait(process), threading.active_count())
+"""
+
+
+def test_a_playbook_that_does_not_end_after_ctrl_c_is_terminated() -> None:
+    done = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.stdout, done.stderr) == ("(-15, True) 1\n", "")

@@ -1,18 +1,20 @@
 """The table of commands, and the checks of a call that both front ends share."""
 
-from __future__ import annotations
-
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tables import table
 
 from trainer.common.errors import UserError
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS
+from trainyard.front_end import command, option, playbook, queue_verb, serving_program
 from trainyard.inventory import Cluster
 from trainyard.run.launch_options import LaunchOptions
 
@@ -30,9 +32,9 @@ def call(command: str, program: bool, **extra_vars: Any) -> Call:
 def test_unknown_names_are_errors(program: bool) -> None:
     call("status", program, run="a", cluster_gpus=1, limit="node1", ollama_url="http://127.0.0.1:1").check_names()
     call("train", program, lerning_rate=1).check_names()  # `spec` checks them
-    for command, name in (("status", "rnu"), ("merge", "foo"), ("queue list", "rnu"), ("dashboard", "dashboard_prt")):
+    for verb, name in (("status", "rnu"), ("merge", "foo"), ("queue list", "rnu"), ("dashboard", "dashboard_prt")):
         with pytest.raises(UserError, match=f"-e {name}: unknown name"):
-            call(command, program, **{name: 1}).check_names()
+            call(verb, program, **{name: 1}).check_names()
     with pytest.raises(UserError, match="takes NAME=VALUE"):
         call("status", program, _raw_params="word").check_names()
 
@@ -51,9 +53,7 @@ def test_the_run_spec_leaves_the_options_of_the_command_out() -> None:
 
 
 @pytest.mark.parametrize(("servers", "found"), [("cluster", True), ("http://10.0.0.5:11434", False)])
-def test_a_session_knows_whether_its_servers_were_found(
-    servers: str, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_knows_if_its_servers_were_found(servers: str, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"rollout_servers": ("http://10.0.0.5:11434",)}
     resolved = lambda spec, machines, report: spec.model_copy(update=addresses)  # noqa: E731
     monkeypatch.setattr("trainyard.commands.call.with_rollout_servers", resolved)
@@ -77,3 +77,44 @@ def test_playbooks_and_roles_name_commands_that_exist() -> None:
     named = {task["command"] for file in files for task in tasks(yaml.safe_load(file.read_text(encoding="utf-8")))}
     assert named <= {*COMMANDS, *ROLE_STEPS, "queue"}
     assert set(ROLE_STEPS) <= named and {"train", "status", "stop", "check-training"} <= named
+
+
+# Messages in the words of the front end ------------------------------------------------------------------------------
+
+PACKAGE = Path(__file__).resolve().parents[2] / "trainyard"
+ONE_DIALECT = re.compile(r"-e [a-z_]+=|playbooks/|\b(?:train|site)\.yml|\bdo=[a-z]")
+# What runs on a host, which serves no front end; what one front end alone uses; and descriptions of options.
+EXCEPT = tuple(table("front_end")["except"])
+
+
+def test_both_dialects() -> None:
+    def words() -> list[str]:
+        found = [command("stop", "a.b"), command("queue list"), playbook("site"), playbook("remove-host")]
+        return [*found, queue_verb("release", "a"), queue_verb("list"), option("run", "NAME"), option("teacher_pull")]
+
+    of_ansible = ["ansible-playbook playbooks/stop.yml -e run=a.b", "ansible-playbook playbooks/queue.yml -e do=list"]
+    of_ansible += ["site.yml", "playbooks/remove_host.yml", "do=release run=a", "do=list", "-e run=NAME"]
+    assert words() == [*of_ansible, "-e teacher_pull=true"]
+    with serving_program():
+        of_program = ["trainyard stop a.b", "trainyard queue list", "trainyard site", "trainyard remove-host"]
+        of_program += ["trainyard queue release a", "trainyard queue list", "--run NAME", "--teacher-pull"]
+        assert words() == of_program
+    assert words()[0] == of_ansible[0]
+
+
+def texts(source: str) -> Iterator[str]:
+    """Return the constant parts of the strings of a module that are no docstrings."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+def test_no_message_is_written_in_one_dialect() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        if not name.startswith(EXCEPT):
+            found += [f"{name}: {text}" for text in texts(path.read_text(encoding="utf-8")) if ONE_DIALECT.search(text)]
+    assert [text for text in found if "-e nvidia_install=true" not in text] == []

@@ -1,13 +1,12 @@
 """The samples of a run on the controller: a bad one is refused with its line before any host is contacted."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from trainer_fixtures import model_folder
 from trainer_runs import records, write_jsonl
 
@@ -19,11 +18,7 @@ from trainyard.run.prepare.spec_files import PreparedRun, prepare
 
 __all__ = ["model_folder"]
 
-STRICT = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}"
-    "{% endif %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+STRICT = table("data_check")["strict"]
 USER, ASSISTANT = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}
 SYSTEM = {"role": "system", "content": "red"}
 
@@ -76,9 +71,7 @@ def test_prompts_that_the_template_of_a_student_rejects(strict: Path) -> None:
     data_check.check_prompts(spec, "", chats, "p.jsonl")
 
 
-def test_totals_are_in_the_plan_and_are_kept(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_totals_are_planned_and_kept(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = prepared(model_folder, records(30), tmp_path)
     assert made.data.samples == made.data.answers == 30 and made.data.unread == 0
     assert data_lines(made) == [f"data: {made.data.line()}"]

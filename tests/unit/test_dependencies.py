@@ -1,9 +1,8 @@
 """pyproject.toml declares the imports of the controller's code."""
 
-from __future__ import annotations
-
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -37,3 +36,21 @@ def test_the_controllers_imports_are_declared() -> None:
     needed = imported(TOP / "trainyard") | imported(TOP / "plugins")
     ours = {"trainyard", "trainer"}
     assert {PACKAGES.get(name, name) for name in needed - ours - ON_HOSTS - DOWNLOADED} - declared == set()
+
+
+# Filter plugins, which every worker of Ansible imports ---------------------------------------------------------------
+
+PROGRAM = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(f"plugins.filter.{name}")
+print(*sorted({"numpy", "pydantic", "requests", "safetensors", "torch"} & set(sys.modules)))
+"""
+
+
+def test_no_filter_plugin_imports_a_large_package() -> None:
+    names = [file.stem for file in (TOP / "plugins/filter").glob("*.py")]
+    assert "python_env" in names
+    words = [sys.executable, "-P", "-c", PROGRAM, *names]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(TOP)})
+    assert done.stdout.split() == []

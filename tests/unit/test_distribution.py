@@ -1,7 +1,5 @@
 """Distributions that site.yml supports, and the line about others, from recorded texts of /etc/os-release."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

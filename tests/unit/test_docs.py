@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from tables import table
 
+from tools.release_notes import release_notes
 from trainyard.commands.command_options import LogsOptions
 from trainyard.commands.table import COMMANDS
 from trainyard.dashboard.dashboard_options import DashboardOptions
@@ -23,25 +25,15 @@ from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.workflows.merge_runs import OPTIONS as MERGE_OPTIONS
 
 TOP = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    [
-        *TOP.glob("*.md"),
-        *(TOP / "docs").glob("**/*.md"),
-        *(TOP / "roles").glob("*/*.md"),
-    ]
-)
+PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").glob("**/*.md"), *(TOP / "roles").glob("*/*.md")])
 # A changelog names what has been removed, too.
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 # Variables that playbooks read from -e, in addition to the run spec, the launch options and the variables of roles.
 PLAYBOOK_VARIABLES = {"all", "watch", "interval", "keep", "force", "grace", "host", "json", "run"}
-PLAYBOOK_VARIABLES |= (
-    set(DISTILL_OPTIONS) | set(MERGE_OPTIONS) | set(EVALUATE_OPTIONS) | set(QUEUE_OPTIONS) | {"do", "file"}
-)
-PLAYBOOK_VARIABLES |= (
-    set(DashboardOptions.model_fields) | set(LogsOptions.model_fields) | set(DeployOptions.model_fields)
-)
+PLAYBOOK_VARIABLES |= {*DISTILL_OPTIONS, *MERGE_OPTIONS, *EVALUATE_OPTIONS, *QUEUE_OPTIONS, "do", "file"}
+PLAYBOOK_VARIABLES |= {*DashboardOptions.model_fields, *LogsOptions.model_fields, *DeployOptions.model_fields}
 PLAYBOOK_VARIABLES |= {"deepspeed"}  # the path of a file that becomes a field
 # What an error message in the documentation is about.
 UNKNOWN_ON_PURPOSE = {"lerning_rate"}
@@ -224,9 +216,8 @@ def test_strategies_are_documented() -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    outdated = [
-        name_of(path) for path, text in generator().pages().items() if not path.exists() or path.read_text() != text
-    ]
+    pages = generator().pages().items()
+    outdated = [name_of(path) for path, text in pages if not path.exists() or path.read_text() != text]
     assert not outdated, "run make docs"
 
 
@@ -296,3 +287,52 @@ def test_metadata_is_consistent() -> None:
     assert (TOP / "LICENSE").read_text().lstrip().startswith("Apache License")
     for package in ("trainer", "trainyard"):
         assert (TOP / package / "py.typed").exists()
+
+
+# A release -----------------------------------------------------------------------------------------------------------
+
+PYPROJECT = '[project]\nversion = "1.2.0"\n'
+CHANGELOG = table("release")["changelog"]
+
+
+def test_the_notes_are_the_section_of_the_version() -> None:
+    assert release_notes("v1.2.0", PYPROJECT, CHANGELOG) == "### Added\n\n- this\n"
+    assert release_notes("v1.1.0", PYPROJECT.replace("1.2", "1.1"), CHANGELOG) == "- before\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "pyproject", "changelog", "error"),
+    [
+        ("v1.2.1", PYPROJECT, CHANGELOG, "the tag is v1.2.1, and pyproject.toml has version 1.2.0"),
+        ("1.2.0", PYPROJECT, CHANGELOG, "the tag is 1.2.0"),
+        ("v1.3.0", PYPROJECT.replace("1.2", "1.3"), CHANGELOG, "no section '## \\[1.3.0\\] - DATE'"),
+        ("v1.2.0", PYPROJECT, CHANGELOG.replace("### Added\n\n- this\n", ""), "with entries"),
+        ("v1.2.0", PYPROJECT, CHANGELOG.replace("[1.2.0] -", "[1x2.0] -"), "no section"),
+    ],
+)
+def test_what_is_not_ready_is_refused(tag: str, pyproject: str, changelog: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        release_notes(tag, pyproject, changelog)
+
+
+def test_workflows_run_targets_and_tools_that_exist() -> None:
+    text = "".join(path.read_text() for path in (TOP / ".github/workflows").glob("*.yml"))
+    targets = {word for line in re.findall(r"\bmake ([a-z][a-z -]*)", text) for word in line.split()}
+    assert {"setup", "test", "dist", "docs-site"} <= targets
+    makefile = (TOP / "Makefile").read_text()
+    assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
+    assert not [name for name in re.findall(r"\btools/[\w.-]+", text) if not (TOP / name).is_file()]
+    # A tag of another repository can move to other code.
+    assert not re.findall(r"uses: (?!\S+@[0-9a-f]{40} # v\d).*", text)
+
+
+def test_every_statement_names_a_test() -> None:
+    enforced = (TOP / "SECURITY.md").read_text().partition("### What trainyard enforces")[2].partition("\n### ")[0]
+    rows = [line for line in enforced.splitlines() if re.match(r"\| (?!---|statement)", line)]
+    assert len(rows) >= 20
+    for row in rows:
+        found = re.findall(r"`(tests/[^`:]+\.py)(?:::(\w+))?`", row)
+        assert found, row
+        for file, name in found:
+            assert (TOP / file).is_file(), row
+            assert not name or f"def {name}(" in (TOP / file).read_text(), row

@@ -1,18 +1,26 @@
 """Questions, verdicts on answers, scores, and what changed."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterator, Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tables import table
+from threaded_server import QuietHandler, running
 
 from trainer.common.errors import UserError
+from trainer.generation.ollama_client import Cancel, OllamaError
+from trainyard.evaluate import subjects
+from trainyard.evaluate.kept_evaluations import kept_evaluations
 from trainyard.evaluate.questions import Question, judge, read_questions
 from trainyard.evaluate.scores import Answered, Report, sign_test, summarise, wilson
-from trainyard.evaluate.subjects import Subject, parse_subjects
+from trainyard.evaluate.side_by_side import EvaluateOptions, evaluate
+from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
+from trainyard.ollama.teacher_nodes import Prompt, Teacher
+from trainyard.run.launch_options import LaunchOptions
 
 
 def questions(tmp_path: Path, *rows: Any) -> Any:
@@ -41,11 +49,7 @@ def test_a_question_for_what_is_not(tmp_path: Path) -> None:
 
 
 def test_the_last_message_of_the_assistant_is_the_reference(tmp_path: Path) -> None:
-    chat = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": " a b "},
-    ]
+    chat = table("evaluate_scores")["chat"]
     [question] = questions(tmp_path, {"messages": chat})
     assert question.answer == "a b" and [message["role"] for message in question.messages] == ["system", "user"]
 
@@ -97,3 +101,86 @@ def test_subjects() -> None:
     for wrong in (["base"], ["a", "a"], ["../x"], ["openai:m"], ["openai:m@https://h/v1"], ["ollama:"], ["ollama:m@x"]):
         with pytest.raises(UserError, match="evaluate: subjects: "):
             parse_subjects(wrong)
+
+
+# A server with the API of OpenAI as a subject ------------------------------------------------------------------------
+
+QUESTIONS = [Question("q", ({"role": "user", "content": f"{n}?"},), str(n)) for n in range(5)]
+SETTINGS = {"temperature": 0.0, "num_predict": 9, "seed": 1}
+
+
+class Server(ThreadingHTTPServer):
+    """Answers `It is N.` to `N?`, or with `answer` if it is set; keeps the requests."""
+
+    answer: Any = None
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+
+class Handler(QuietHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.asked()
+        self.server.asked.append((self.path, body))
+        number = body["messages"][-1]["content"].rstrip("?")
+        choice = {"message": {"role": "assistant", "content": f"It is {number}."}, "finish_reason": "stop"}
+        right = {"choices": [choice], "usage": {"completion_tokens": 4}}
+        self.reply(200, json.dumps(right if self.server.answer is None else self.server.answer))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running(Server()) as found:
+        yield found
+
+
+def nodes(server: Server) -> tuple[Subject, Sequence[Teacher]]:
+    [subject] = parse_subjects([f"openai:m@http://127.0.0.1:{server.server_port}/v1"])
+    return subject, server_nodes(subject, [], print)
+
+
+def test_a_server_with_the_api_of_openai(server: Server) -> None:
+    found = ask_servers(*nodes(server), QUESTIONS, SETTINGS, print)
+    assert [answer and answer.text for answer in found.answers] == [f"It is {n}." for n in range(5)]
+    assert {answer and answer.tokens for answer in found.answers} == {4} and found.tokens_per_second > 0
+    for path, body in server.asked:
+        assert path == "/v1/chat/completions"
+        assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0, 9)
+
+
+def test_hostile_replies(server: Server) -> None:
+    _, [node] = nodes(server)
+    prompt = Prompt(QUESTIONS[0].messages, SETTINGS, 0)
+    for reply in ({}, {"choices": []}, {"choices": [7]}, {"choices": [{"message": {"content": ["x"]}}]}):
+        server.answer = reply
+        with pytest.raises(OllamaError, match="the reply of /chat/completions has no"):
+            node.ask(prompt, Cancel())
+    for usage in ({"completion_tokens": -1}, {"completion_tokens": "x"}, None, 7):
+        server.answer = {"choices": [{"message": {"content": "1"}, "finish_reason": "stop"}], "usage": usage}
+        assert node.ask(prompt, Cancel()).tokens == 1, "the pieces of the answer"
+
+
+def test_a_server_without_any_answer_is_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "PATIENCE", 0.5)
+    server.answer = {}
+    with pytest.raises(UserError, match="the reply of /chat/completions has no answer"):
+        ask_servers(*nodes(server), QUESTIONS[:1], SETTINGS, print)
+
+
+def test_the_result_is_kept_for_the_dashboard(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"prompt": "1?", "answer": "1"}\n')
+    subject = f"openai:m@http://127.0.0.1:{server.server_port}/v1"
+    options = EvaluateOptions(subjects=(subject,), questions=(str(file),))
+
+    def run(check: bool) -> dict[str, Any]:
+        return evaluate(options, [], Mock(), LaunchOptions(), check=check, report=lambda line: None, home=tmp_path)
+
+    run(True)
+    assert not (tmp_path / ".trainyard").exists()
+    assert run(False)["changed"] is False
+    [found] = kept_evaluations(tmp_path / ".trainyard/evaluations").values()
+    assert found.files[0].scores[0].right == 1

@@ -1,8 +1,7 @@
 """The reported failure of a run when hosts answer at different times. The hosts are objects of this process."""
 
-from __future__ import annotations
-
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
-from trainyard.run.answer_times import LONGEST, SHORTEST
+from trainyard.run.answer_times import HALF_LIFE, LONGEST, MARGIN, SHORTEST, AnswerTimes
 from trainyard.run.follow.follower import SHORT_POLL, Follower, evidence
 from trainyard.run.follow.monitor import Cause, Progress
 from trainyard.run.host_run import HostRun
@@ -50,14 +50,7 @@ class RunningHost:
         if self.dead.is_set():
             time.sleep(60)
         status = "failed" if self.failed.is_set() else "running"
-        state: dict[str, Any] = {
-            "status": "training",
-            "step": 5,
-            "steps": 80,
-            "loss": 5.0,
-            "time": time.time(),
-            "pid": 1,
-        }
+        state: dict[str, Any] = table("follower")["call"] | {"time": time.time()}
         if self.failed.is_set():
             state |= {"status": "failed", "error": LOST_PEER}
         node = {"status": status, "failures": [], "exit_code": None, "node_rank": self.rank}
@@ -202,3 +195,41 @@ def test_each_of_several_problems_is_in_one_line() -> None:
     assert first_of({"node1": "full"}) == ("node1: full", [])
     message, others = first_of({"node1": "full", "node2": "away", "run r": "x"})
     assert message == "node1: full (and 2 more problems, listed below)" and others == ["node2: away", "run r: x"]
+
+
+# The limit for lost hosts --------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_answer_hosts_have_the_longest_limit() -> None:
+    assert AnswerTimes().limit(0.0) == LONGEST
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_limit_is_bounded_and_leaves_a_margin_to_recent_answers(seed: int) -> None:
+    draw, times, now, answers = random.Random(seed), AnswerTimes(), 1000.0, []
+    scale = draw.choice((0.01, 0.1, 1.0, 5.0))
+    for _ in range(draw.randrange(1, 200)):
+        now += draw.expovariate(1 / draw.choice((0.1, 1.0, 30.0)))
+        answers.append((now, draw.expovariate(1 / scale)))
+        times.add(answers[-1][1], now)
+        asked = now + draw.uniform(0.0, 100.0)
+        limit = times.limit(asked)
+        assert SHORTEST <= limit <= LONGEST
+        for at, seconds in answers:
+            remembered = seconds * 0.5 ** ((asked - at) / HALF_LIFE)
+            assert limit >= min(LONGEST, SHORTEST + MARGIN * remembered) - 1e-9, (at, seconds)
+        # No answer explains a longer limit than the slowest one does.
+        assert limit <= SHORTEST + MARGIN * max(seconds for _, seconds in answers) + 1e-9
+        assert limit >= times.limit(asked + 1.0), "without further answers the limit never grows"
+
+
+def test_a_quiet_network_has_a_short_limit_and_load_a_long_one_at_once() -> None:
+    times = AnswerTimes()
+    for second in range(600):
+        times.add(0.08, float(second))
+    assert times.limit(600.0) < 3.0
+    times.add(2.0, 601.0)
+    assert times.limit(601.0) == LONGEST
+    for second in range(602, 1202):
+        times.add(0.08, float(second))
+    assert times.limit(1202.0) < 3.0, "a slow answer is forgotten"

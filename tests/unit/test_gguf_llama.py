@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.data.shapes import Sample
@@ -22,19 +23,7 @@ from trainyard.run.prepare.smollm2 import smollm2_folder
 
 TOP = Path(__file__).resolve().parents[2]
 # In one process: the imports of torch and transformers take most of the time.
-CONVERT = """
-import json, sys
-from trainer.launch.gguf_export import convert
-folder, words = sys.argv[1], json.loads(sys.argv[2])
-if words["adapter"]:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    base = AutoModelForCausalLM.from_pretrained(words["adapter"][0], dtype=torch.float32)
-    PeftModel.from_pretrained(base, words["adapter"][1]).merge_and_unload().save_pretrained(words["adapter"][2])
-    AutoTokenizer.from_pretrained(words["adapter"][1]).save_pretrained(words["adapter"][2])
-print(json.dumps([convert(folder, *each) for each in words["models"]]))
-"""
+CONVERT = table("gguf_llama")["convert"]
 
 
 def make_model(folder: Path) -> Path:
@@ -53,10 +42,8 @@ def make_adapter(base: Path, folder: Path, **settings: Any) -> Path:
         tensors[f"{name}.lora_B.weight"] = rng.standard_normal((rows, rank)).astype(np.float32) / 8
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "bias": "none"}
-    config |= {
-        "target_modules": ["q_proj", "lm_head"],
-        "rank_pattern": {f"layers.{n}.self_attn.q_proj": 8 for n in (1, 2, 3)},
-    }
+    ranks = {f"layers.{n}.self_attn.q_proj": 8 for n in (1, 2, 3)}
+    config |= {"target_modules": ["q_proj", "lm_head"], "rank_pattern": ranks}
     (folder / "adapter_config.json").write_text(json.dumps(config | settings))
     for file in base.glob("tokenizer*"):
         shutil.copy(file, folder)

@@ -1,7 +1,5 @@
 """Finding NVIDIA GPUs in a sysfs tree and selecting their driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -75,12 +73,7 @@ def test_the_role_reports_the_driver_and_changes_nothing(tmp_path: Path) -> None
         file = tmp_path / f"{name}.yml"
         file.write_text(yaml.safe_dump([play]))
         done = subprocess.run(
-            [
-                Path(sys.executable).with_name("ansible-playbook"),
-                "-i",
-                tmp_path / "hosts.yml",
-                file,
-            ],
+            [Path(sys.executable).with_name("ansible-playbook"), "-i", tmp_path / "hosts.yml", file],
             env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
             capture_output=True,
             text=True,
@@ -89,9 +82,7 @@ def test_the_role_reports_the_driver_and_changes_nothing(tmp_path: Path) -> None
         )
         assert done.returncode == 0, json.dumps([done.stdout, done.stderr])
         assert "changed=0" in done.stdout
-        wants = (
-            "0000:01:00.0  10de:1b06  kernel module nouveau" in done.stdout and "branch 580 with closed" in done.stdout
-        )
+        wants = "0000:01:00.0  10de:1b06  kernel module nouveau" in done.stdout and "branch 580 with" in done.stdout
         assert wants == install, done.stdout
 
 

@@ -1,11 +1,8 @@
 """The hardware of a host and the models of its Ollama, as the verb `hardware` reads them."""
 
-from __future__ import annotations
-
 import http.server
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 from fake_nvidia_smi import write_nvidia_smi
 from fake_target import Target, serve_target
 from tables import table
+from threaded_server import QuietHandler, running
 
 from trainyard.extra_vars import check_names
 from trainyard.host_variables import make_host
@@ -32,19 +30,14 @@ TOP = Path(__file__).resolve().parents[2]
 def other_server(body: bytes) -> Iterator[str]:
     """A server that answers every path with the same body; yields its URL."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.13.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with running(http.server.ThreadingHTTPServer(("127.0.13.1", 0), Handler)) as server:
         yield f"http://127.0.13.1:{server.server_address[1]}"
-        server.shutdown()
 
 
 @contextmanager
@@ -66,9 +59,8 @@ def test_the_hardware_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     assert here["gpus"] == [{"name": "Stand-in GPU", "memory_mib": 24576, "links": "PCIe 4 x8 of x16, 2 NVLinks"}] * 2
     assert here["models"] == ["a:1b", "b:1b"] and here["free_bytes"] > 0 and here["memory_mib"] > 0
     table = hardware_table(["here", "away"], found)
-    assert "2 x Stand-in GPU  2 x 24 GiB  2 x PCIe 4 x8 of x16, 2 NVLinks" in table[1] and table[1].endswith(
-        "a:1b, b:1b"
-    )
+    assert "2 x Stand-in GPU  2 x 24 GiB  2 x PCIe 4 x8 of x16, 2 NVLinks" in table[1]
+    assert table[1].endswith("a:1b, b:1b")
     assert table[2].split() == ["away", *["-"] * 8]
 
 

@@ -1,7 +1,5 @@
 """Lines for hosts in shared files: text outside of the block stays unchanged."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from run_hosts import TOP
+from tables import table
 
 from plugins.filter.cluster import host_block, peer_host_keys, peer_keys, peer_names
 
@@ -21,9 +20,7 @@ LINES = st.dictionaries(st.sampled_from(NAMES), st.lists(LINE, max_size=2))
 
 
 @given(first=LINES, second=LINES)
-def test_lines_of_absent_hosts_stay_until_they_leave_the_cluster(
-    first: dict[str, list[str]], second: dict[str, list[str]]
-) -> None:
+def test_lines_of_absent_hosts_stay_until_they_leave(first: dict[str, list[str]], second: dict[str, list[str]]) -> None:
     text = f"other\n{host_block('other', first, NAMES)}\nother\n"
     assert host_block(text, second, NAMES) == host_block("other", first | second, NAMES)
     assert host_block(text, {}, ["a"]) == host_block("other", {"a": first.get("a", [])}, ["a"])
@@ -69,11 +66,7 @@ def test_the_block_is_written_kept_and_removed(tmp_path: Path) -> None:
     play({}, [], False)
 
 
-HOSTS = {
-    "node1": {"cluster_address": "10.0.0.1", "ansible_host": "10.0.0.1"},
-    "node2": {"ansible_host": "10.0.0.2", "ansible_port": 2222},
-    "10.0.0.3": {},
-}
+HOSTS = table("host_lines")["hosts"]
 SSH_INFO = {
     "stdout_lines": ["user u", "home /home/u", "key ssh-ed25519 AAAA any comment", "host ssh-ed25519 BBBB root@x"]
 }
@@ -86,9 +79,8 @@ def test_names_and_keys_of_hosts() -> None:
     assert keys["node1"] == ["node1,10.0.0.1 ssh-ed25519 BBBB"]
     assert keys["node2"] == ["[node2]:2222,[10.0.0.2]:2222 ssh-ed25519 BBBB"]
     keys_of_users = peer_keys(hosts, list(hosts), "ssh-rsa CCCC me@desk")
-    assert keys_of_users["node2"][0].startswith('from="10.0.0.1,10.0.0.2,10.0.0.3",') and keys_of_users["node2"][
-        0
-    ].endswith("ssh-ed25519 AAAA")
+    assert keys_of_users["node2"][0].startswith('from="10.0.0.1,10.0.0.2,10.0.0.3",')
+    assert keys_of_users["node2"][0].endswith("ssh-ed25519 AAAA")
     assert keys_of_users["(controller)"] == ["ssh-rsa CCCC"]
 
 

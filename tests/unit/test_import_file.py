@@ -1,7 +1,5 @@
 """Configuration files of other tools become run specs, and no name of theirs is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -23,17 +21,10 @@ from trainyard.import_file.import_options import ImportOptions
 from trainyard.import_file.spec_text import import_files, tool_of
 from trainyard.import_file.tables import NAMES, tool_named
 
-BASE = {"base_model": "org/m", "datasets": [{"path": "d.jsonl", "type": "chat_template"}], "sequence_len": 512}
-FACTORY = {"model_name_or_path": "org/m", "dataset": "mine", "stage": "sft", "template": "qwen3", "cutoff_len": 1024}
-TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d", "max_length": 512, "use_peft": True}
-MINIMAL = {
-    "deepspeed": {"zero_optimization": {"stage": 2}},
-    "accelerate": {"distributed_type": "MULTI_GPU", "num_processes": 2},
-    "transformers": {"per_device_train_batch_size": 2, "output_dir": "out"},
-    "trl": TRL,
-    "axolotl": BASE,
-    "llama-factory": FACTORY,
-}
+BASE = table("import_file")["base"]
+FACTORY = table("import_file")["factory"]
+TRL = table("import_file")["trl"]
+MINIMAL = table("import_file")["minimal"] | {"trl": TRL, "axolotl": BASE, "llama-factory": FACTORY}
 
 
 def written(folder: Path, *files: dict[str, Any]) -> list[Path]:
@@ -64,9 +55,7 @@ def cases(kind: str) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
 @pytest.mark.parametrize(
     ("base", "names", "fields"), cases("fields"), ids=lambda value: ",".join(value) if isinstance(value, dict) else ""
 )
-def test_names_become_fields(
-    base: dict[str, Any], names: dict[str, Any], fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_names_are_fields(base: dict[str, Any], names: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
     values, _ = imported(tmp_path, base | names)
     assert {name: values.get(name) for name in fields} == fields
 
@@ -80,9 +69,7 @@ def test_what_sets_no_field_is_a_comment(
 
 
 @pytest.mark.parametrize(("base", "names", "said"), cases("refused"))
-def test_what_cannot_be_imported_is_one_line(
-    base: dict[str, Any], names: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_what_is_not_imported_is_a_line(base: dict[str, Any], names: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         import_files(written(tmp_path, base | names))
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -93,9 +80,8 @@ def test_several_files_describe_one_run(tmp_path: Path) -> None:
     deepspeed = {"zero_optimization": {"overlap_comm": True}, "gradient_clipping": 0.5}
     values, text = imported(tmp_path, TRL | {"gradient_accumulation_steps": 2}, accelerate, deepspeed)
     assert values["gradient_accumulation"] == 8 and "of each of 4 ranks" in text
-    assert values["max_grad_norm"] == 0.5 and values["deepspeed_config"] == {
-        "zero_optimization": {"overlap_comm": True}
-    }
+    assert values["max_grad_norm"] == 0.5
+    assert values["deepspeed_config"] == {"zero_optimization": {"overlap_comm": True}}
     assert imported(tmp_path, TRL, ranks=3)[0]["gradient_accumulation"] == 3
     assert imported(tmp_path, TRL | {"deepspeed": deepspeed}, deepspeed)[0]["max_grad_norm"] == 0.5
     with pytest.raises(UserError, match="the options of DeepSpeed are given twice: keep one file"):
@@ -106,20 +92,7 @@ def test_several_files_describe_one_run(tmp_path: Path) -> None:
 
 def test_files_that_a_file_names(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    info = {
-        "mine": {"file_name": "a.json", "columns": {"prompt": "q", "response": "a"}},
-        "theirs": {
-            "hf_hub_url": "org/x",
-            "formatting": "sharegpt",
-            "columns": {"messages": "conversations"},
-            "split": "test",
-        },
-        "pairs": {
-            "file_name": "p.json",
-            "ranking": True,
-            "columns": {"prompt": "q", "chosen": "yes", "rejected": "rejected"},
-        },
-    }
+    info = table("import_file")["info"]
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
     folder = tmp_path / "examples"
@@ -187,12 +160,7 @@ def test_no_name_of_a_file_is_lost(tool: str, tmp_path: Path, data: st.DataObjec
 
 
 def test_text_of_a_file_stays_in_comments(tmp_path: Path) -> None:
-    names = BASE | {
-        "x\nlr: 1": "a\nmodel: evil",
-        "y\u2028lr: 2": None,
-        "tf32": "#\r\nseed: 5",
-        "output_dir": "a\nseed: 9",
-    }
+    names = BASE | table("import_file")["text_of_a_file"]
     values, text = imported(tmp_path, names)
     assert values["model"] == "org/m" and "lr" not in values and values["seed"] == 42
     assert all(line.isprintable() for line in text.splitlines())

@@ -1,7 +1,5 @@
 """Signals to `python -m testbed up`, also where Python ignores the exception of their handler."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Launch options: one schema with names, defaults, checks and documentation; and the names given with -e."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +81,8 @@ def test_any_text_in_run_env_reaches_the_ranks_unchanged_or_is_refused(tmp_path:
         (tmp_path / "env").write_bytes(environment(node, given).encode())
         found = run_environment(link_free(tmp_path))
         assert (found["TOKEN"], found["AFTER"]) == (text, "x"), number
-    assert refused == {
-        text for text in [*HOSTILE_STRINGS, *UNENCODABLE_STRINGS] if set(text) & set("\n\0\ud800\udfff\udc80")
-    }
+    hostile = [*HOSTILE_STRINGS, *UNENCODABLE_STRINGS]
+    assert refused == {text for text in hostile if set(text) & set("\n\0\ud800\udfff\udc80")}
 
 
 def test_names_in_run_env_are_names_of_variables() -> None:

@@ -1,7 +1,5 @@
 """Paths below folders that code of a rank may write: nothing outside is read, changed or waited for."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket
@@ -167,9 +165,7 @@ def test_sizes_and_numbers_are_bounded(tmp_path: Path) -> None:
     assert len(LinkFreePath(tmp_path).entries(5)) == 5 and len(LinkFreePath(tmp_path).entries()) == 21 < ENTRIES
     for number in range(4):
         (tmp_path / f"m{number}/files").mkdir(parents=True)
-    assert len(matching(LinkFreePath(tmp_path), "m*/files", 25 + 3)) == 3, (
-        "21 files, 4 folders, and what is in 3 of them"
-    )
+    assert len(matching(LinkFreePath(tmp_path), "m*/files", 25 + 3)) == 3, "21 files, 4 folders, and 3 in them"
     deep = tmp_path / "/".join("d" * (DEPTH + 2))
     deep.mkdir(parents=True)
     for call in (lambda: list(files_below(LinkFreePath(tmp_path))), lambda: remove_tree(LinkFreePath(tmp_path, "d"))):

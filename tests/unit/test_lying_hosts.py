@@ -1,7 +1,5 @@
 """Hosts that lie: every operation ends in bounded time with a result or a one-line error, and writes only where it should."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from lying_host import FILES, NONSENSE, RESULT, RUN, Cluster, check_line, encode, honest, lies, lying, outside, slowly
+from tables import table
 
 from trainer.common.errors import UserError
 from trainer.spec import make_spec
@@ -192,9 +191,7 @@ def test_honest_hosts_are_believed(name: str, cluster: Cluster, tmp_path: Path) 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("liar", ["node1", "node2"])
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.long), 23], ids=["all", "some"])
-def test_no_changed_value_breaks_an_operation(
-    name: str, liar: str, stride: int, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_no_value_breaks_an_operation(name: str, liar: str, stride: int, cluster: Cluster, tmp_path: Path) -> None:
     """Every value of an answer is replaced by every hostile one, or removed; `some` tries every 23rd of these."""
     operation, verb = OPERATIONS[name]
     transport = cluster.transports[liar]
@@ -243,17 +240,11 @@ def test_hosts_that_ended_with_different_weights_are_refused(cluster: Cluster, t
     cluster.transports["node2"].lie = lambda verb, request, truth: (
         truth | {"text": {"result.json": other}} if verb == "read_files" else truth
     )
-    with pytest.raises(
-        RunError, match=r"different weights \(adapter_sha256: node1 0{12}, node2 1{12}\): do not use them"
-    ):
+    with pytest.raises(RunError, match=r"different weights \(adapter_sha256: node1 0{12}, node2 1{12}\): do not use"):
         collect(cluster, tmp_path)
 
 
-NAMES = [
-    "../escaped", "/etc/escaped", ".ssh/authorized_keys", "adapter/../../escaped", "adapter/.hidden", "adapter/a/b",
-    "adapter/\x1b[2J", "adapter/a\nb", "adapter/", "adapter", "adapter/..", "adapter/" + "x" * 300, "", "model/\0",
-    "logs/../../../x.log", "checkpoints/x", "adapter\\..\\x", "adapter/-rf\u202e",
-]  # fmt: skip
+NAMES = table("lying_hosts")["names"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -281,10 +272,8 @@ def test_the_summary_names_hosts_that_nothing_protects(cluster: Cluster) -> None
     entries = cluster.entries()
     assert "ports" not in "\n".join(collect_artifacts(entries, cluster.connect)["lines"])
     entries[-1].exposed = True
-    lines = collect_artifacts(entries, cluster.connect)["lines"]
-    assert f"  warning      nothing kept other machines from the ports of the run on {entries[-1].host}" in "\n".join(
-        lines
-    )
+    lines = "\n".join(collect_artifacts(entries, cluster.connect)["lines"])
+    assert f"  warning      nothing kept other machines from the ports of the run on {entries[-1].host}" in lines
 
 
 def test_the_copy_of_an_adapter_names_the_base_model_of_the_controller(
@@ -388,15 +377,8 @@ def test_a_host_delivers_the_logs_of_its_own_ranks_only(cluster: Cluster, tmp_pa
     assert sorted(put) == ["rank1.log", "torchrun.1.log"]
 
 
-FOLLOWED = [
-    {"ranks": {"1": {"status": "training", "step": 10**12, "loss": 1e300, "note": "\x1b[2J" * 50}}},
-    {"ranks": {"1": {"error": {"type": "\x1b[2J", "message": "\x1b[2Ja\nb" * 1000, "traceback": "\x1b[1m\n" * 10**4}}}},
-    {"ranks": {"None": {}, "-1": {}, "1e3": {}, "9" * 30: {}}},
-    {"ranks": {"1": {"step_seconds": [1.0] * 3}}},
-    {"status": "\x1b[2J", "node": None},
-    {"status": "lost", "why": "\x1b[2J\n"},
-    {"status": "none", "run_dir": "../../"},
-]
+LONG = {"type": "\x1b[2J", "message": "\x1b[2Ja\nb" * 1000, "traceback": "\x1b[1m\n" * 10**4}
+FOLLOWED = [*table("lying_hosts")["followed"], {"ranks": {"1": {"error": LONG}}}]
 
 
 @pytest.mark.parametrize("lie", FOLLOWED, ids=str)
@@ -451,9 +433,7 @@ def test_a_slow_drip_ends_with_the_limit(tmp_path: Path) -> None:
     assert not drip.threads["node1"].is_alive()
 
 
-def test_the_plan_of_a_finished_run_is_shown_with_a_line_that_it_has_ended(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_a_finished_run_says_that_it_has_ended(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     states = [describe(host) for host in cluster.hosts]
     before = plan_run(states, cluster.connect, PREPARED, OPTIONS, preview=True).lines
     monkeypatch.setattr(planning, "is_finished", lambda *_: True)

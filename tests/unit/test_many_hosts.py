@@ -1,7 +1,5 @@
 """The traffic between the controller and many hosts: the bytes per host hardly grow with the number of hosts."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import json
@@ -17,6 +15,7 @@ from typing import Any
 import lying_host
 import pytest
 from lying_host import RUN
+from tables import table
 
 from trainer.spec import make_spec
 from trainer.supervise.status import shorten
@@ -88,7 +87,7 @@ def recorded(count: int, folder: Path) -> Cluster:
     cluster = Cluster(count, folder, duration=1.0)
     state = SessionState(prepared=prepared_run(count))
     session = RunSession(
-        cluster.hosts, cluster.connect, make_options({}), home=folder, report=lambda line: None, state=state
+        cluster.hosts, cluster.connect, make_options({}), home=folder, report=lambda _: None, state=state
     )
     for step in (session.plan, session.preflight, session.stage, session.launch, session.follow):
         result = step()
@@ -120,13 +119,7 @@ def test_a_short_status_keeps_what_differs_between_hosts(node: dict[str, object]
 def test_many_requests_raise_the_limit_of_open_files() -> None:
     """A thousand requests at once exceed the usual soft limit; in a separate process, because the limit stays
     raised."""
-    program = (
-        "import resource; from trainyard.wire.connection import FanOut;"
-        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1];"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard));"
-        "FanOut({'a': dict}).wait(5); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0]);"
-        "FanOut({str(n): dict for n in range(150)}).wait(5); print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
-    )
+    program = table("many_hosts")["program"]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert list(map(int, done.stdout.split())) == [1024, min(1756, hard)]

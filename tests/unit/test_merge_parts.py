@@ -1,13 +1,12 @@
 """The parts of a merge on their way to the host of the first one. The hosts are folders of this machine."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.wire.connection import Host, HostConnection
@@ -16,12 +15,7 @@ from trainyard.wire.run_errors import RunError
 from trainyard.workflows import merge_runs as merge
 from trainyard.workflows.merge_runs import make_merge_options, merge_runs
 
-LOSSES = {
-    "eval_loss": 1.0,
-    "base_loss": 2.0,
-    "parts": [{"run": "one", "eval_loss": 1.0}, {"run": "two", "eval_loss": 1.0}],
-    "equal": [[0, 1, 7]],
-}
+LOSSES = table("merge_parts")["losses"]
 
 
 class Connection(HostConnection):

@@ -1,7 +1,5 @@
 """The student and the teacher of a run on the controller: what is staged, and which teachers are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -135,9 +133,7 @@ def test_what_a_model_does_not_permit_is_found_before_a_rank_starts(
 
 
 @pytest.mark.parametrize("where", ["src", "config"])
-def test_lora_targets_are_checked_before_a_rank_starts(
-    where: str, model_folder: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_lora_targets_are_checked_before_a_start(where: str, model_folder: Path, dataset: Path, tmp_path: Path) -> None:
     common = {"model": model_folder, "dataset": dataset}
     config = (model_folder / "config.json").read_text()
     model = described("model", str(model_folder)) if where == "src" else described("model", config=config)
@@ -145,9 +141,7 @@ def test_lora_targets_are_checked_before_a_rank_starts(
         prepared(tmp_path, lora_targets=targets, **common)
         fit_to_models(make_spec({"lora_targets": targets, "seq_length": 8}, "-e"), [model])
     refused = make_spec({"lora_targets": "q_proj,v_porj"}, "-e")
-    with pytest.raises(
-        UserError, match=r"^lora_targets: v_porj: no layer of .*: down_proj, embed_tokens, gate_proj, k_proj"
-    ):
+    with pytest.raises(UserError, match=r"^lora_targets: v_porj: no layer of .*: down_proj, embed_tokens, gate"):
         fit_to_models(refused, [model])
     with pytest.raises(UserError, match=r"^lora_targets: v_porj: no layer of "):
         prepared(tmp_path, lora_targets="q_proj,v_porj", **common)

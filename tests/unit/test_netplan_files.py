@@ -1,7 +1,5 @@
 """Editing the address of one NIC in netplan's files, and errors in the addresses of an inventory."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,20 +16,7 @@ from trainyard.wire.known_hosts import KnownHosts, find_known_hosts
 
 NIC = Nic("enp1s0", "02:79:00:00:03:09", gateway="192.168.1.1", dns=("192.168.1.1",))
 SETTINGS = AddressSettings("192.168.1.11/24")
-CLOUD_INIT = """# This file is generated from information provided by the datasource.
-network:
-    version: 2
-    ethernets:
-        enp1s0:
-            dhcp4: true
-            dhcp6: true
-            match:
-                macaddress: 02:79:00:00:03:09
-            set-name: enp1s0
-        enp2s0:
-            addresses: [10.0.0.1/24]
-            optional: true
-"""
+CLOUD_INIT = table("netplan_files")["cloud_init"]
 
 
 def after(files: dict[str, str], changed: dict[str, str | None]) -> dict[str, str]:
@@ -48,26 +33,14 @@ def test_from_dhcp_to_a_static_address() -> None:
     files = {"50-cloud-init.yaml": CLOUD_INIT}
     changed = edit(files, NIC, SETTINGS)
     new = after(files, changed)
-    assert managed_definition(new) == {
-        "dhcp4": False,
-        "dhcp6": True,
-        "match": {"macaddress": "02:79:00:00:03:09"},
-        "set-name": "enp1s0",
-        "addresses": ["192.168.1.11/24"],
-        "routes": [{"to": "default", "via": "192.168.1.1"}],
-        "nameservers": {"addresses": ["192.168.1.1"]},
-    }
+    assert managed_definition(new) == table("netplan_files")["from_dhcp"]
     rest = yaml.safe_load(new["50-cloud-init.yaml"])["network"]["ethernets"]
     assert rest == {"enp2s0": {"addresses": ["10.0.0.1/24"], "optional": True}}
     assert edit(new, NIC, SETTINGS) == {}
 
 
 def test_a_file_for_only_this_nic_is_removed_and_other_files_are_not_written() -> None:
-    files = {
-        "10-one.yaml": "network: {version: 2, ethernets: {enp1s0: {dhcp4: true}}}",
-        "20-nm.yaml": "network: {version: 2, renderer: NetworkManager}  # desktop",
-        "30-other.yaml": "network: {version: 2, wifis: {wlan0: {dhcp4: true, access-points: {home: {password: x}}}}}",
-    }
+    files = table("netplan_files")["files"]
     changed = edit(files, NIC, SETTINGS)
     assert set(changed) == {"10-one.yaml", MANAGED_FILE}
     assert changed["10-one.yaml"] is None
@@ -85,20 +58,10 @@ def test_a_definition_for_several_nics_stays_and_the_managed_one_precedes_it() -
 
 
 def test_settings_of_the_inventory_override_existing_files() -> None:
-    static = """network:
-  ethernets:
-    enp1s0:
-      addresses: [192.168.1.57/24, "fd00::57/64"]
-      gateway4: 192.168.1.254
-      nameservers: {addresses: [9.9.9.9], search: [lan]}
-      routes: [{to: 10.9.0.0/16, via: 192.168.1.2}]
-"""
+    static = table("netplan_files")["static"]
     kept = managed_definition(after({}, edit({"1.yaml": static}, NIC, SETTINGS)))
     assert kept["addresses"] == ["fd00::57/64", "192.168.1.11/24"] and "gateway4" not in kept
-    assert kept["routes"] == [
-        {"to": "10.9.0.0/16", "via": "192.168.1.2"},
-        {"to": "default", "via": "192.168.1.254"},
-    ]
+    assert kept["routes"] == [{"to": "10.9.0.0/16", "via": "192.168.1.2"}, {"to": "default", "via": "192.168.1.254"}]
     assert kept["nameservers"] == {"addresses": ["9.9.9.9"], "search": ["lan"]}
     changed_settings = AddressSettings("192.168.1.11/24", gateway="192.168.1.3", dns=("1.1.1.1",), mtu=9000)
     new = managed_definition(after({}, edit({"1.yaml": static}, NIC, changed_settings)))
@@ -117,11 +80,7 @@ def test_address_on_a_bridge() -> None:
     files = {"1.yaml": "network: {ethernets: {enp1s0: {}}, bridges: {br0: {interfaces: [enp1s0], dhcp4: yes}}}"}
     bridge = Nic("br0", "02:79:00:00:00:01")
     new = after(files, edit(files, bridge, SETTINGS))
-    assert managed_definition(new, bridge, "bridges") == {
-        "interfaces": ["enp1s0"],
-        "dhcp4": False,
-        "addresses": ["192.168.1.11/24"],
-    }
+    assert managed_definition(new, bridge, "bridges") == table("netplan_files")["address_on_a_bridge"]
     assert "enp1s0" in new["1.yaml"]
 
 
@@ -208,9 +167,7 @@ def test_conflicts_between_hosts() -> None:
         "netplan_address of node1 is 192.168.1.11, the current address of node2: change the address of node2 first"
     ]
     good = {"netplan_gateway": "none", "netplan_dns": [], "netplan_mtu": 9000, "netplan_nic": "02:79:00:00:03:09"}
-    assert (
-        address_errors({"node1": one | good, "node2": {"netplan_address": "fd00::2/64", "netplan_mtu": "1280"}}) == []
-    )
+    assert not address_errors({"node1": one | good, "node2": {"netplan_address": "fd00::2/64", "netplan_mtu": "1280"}})
 
 
 def test_a_known_key_is_added_for_the_new_address(tmp_path: Path) -> None:

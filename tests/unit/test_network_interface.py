@@ -1,7 +1,5 @@
 """The network interface of a run where a host resolves its own name to 127.0.1.1: never loopback."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 from pathlib import Path
@@ -13,22 +11,7 @@ from trainer.supervise import interface as network
 from trainer.tools import slurm_script
 
 # The answers of getent and ip on a host with two NICs: eth0 has the default route, ib0 the network of the cluster.
-TOOLS = {
-    "getent": """case $2 in
-        own) echo '127.0.1.1 STREAM own'; echo '127.0.1.1 DGRAM' ;;
-        both) echo '127.0.1.1 STREAM both'; echo '10.0.0.1 STREAM' ;;
-        n1|10.0.0.2) echo '10.0.0.2 STREAM n1' ;;
-        head|10.0.0.1) echo '10.0.0.1 STREAM head' ;;
-        localhost|127.0.0.1) echo '127.0.0.1 STREAM localhost' ;;
-        *) exit 2 ;;
-    esac""",
-    "ip": """case "$*" in
-        *'address show to 10.0.0.1') echo '3: ib0    inet 10.0.0.1/24 scope global ib0' ;;
-        *'route get 10.0.0.2') echo '10.0.0.2 dev ib0 src 10.0.0.1 uid 0 ' ;;
-        *'route get 127'*) echo 'local 127.0.1.1 dev lo src 127.0.0.1' ;;
-        *'route show default') echo 'default via 192.168.0.1 dev eth0 proto dhcp' ;;
-    esac""",
-}
+TOOLS = table("network_interface")["tools"]
 
 
 @pytest.mark.parametrize(("head", "peer", "nic"), table("network_interface")["scripts_never_choose_loopback"])
@@ -43,9 +26,7 @@ def test_scripts_never_choose_loopback_for_the_name_of_a_host(tmp_path: Path, he
 
 
 @pytest.mark.parametrize(("nodes", "addresses", "expected"), table("network_interface")["a_job_knows_the_addresses"])
-def test_a_job_knows_the_addresses_of_two_nodes(
-    tmp_path: Path, nodes: str, addresses: dict[str, str], expected: str
-) -> None:
+def test_a_job_knows_two_addresses(tmp_path: Path, nodes: str, addresses: dict[str, str], expected: str) -> None:
     known = "".join(f'{node}) echo "   NodeAddr={address} X=1" ;; ' for node, address in addresses.items())
     answer = (
         f'#!/bin/bash\nif [ $2 = hostnames ]; then printf "%s\\n" {nodes}; else case $3 in {known} x) ;; esac; fi\n'

@@ -1,7 +1,5 @@
 """The folder that `trainyard init` makes, and the one that a command takes for the project."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -73,9 +71,7 @@ def test_a_project_of_another_installation_is_refused_until_init(folder: Path, t
     assert project_folder() == folder
 
 
-def test_the_folder_of_the_configuration_comes_first(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_the_config_comes_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_project(tmp_path / "other", check=False)
     make_project(folder, check=False)
     monkeypatch.setenv("ANSIBLE_CONFIG", str(tmp_path / "other/ansible.cfg"))

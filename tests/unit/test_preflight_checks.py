@@ -1,19 +1,24 @@
 """Findings of preflight for conditions that lab hosts cannot have: clocks, GPUs, stalled paths, slow name resolution."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import socket
+from pathlib import Path
 from typing import Any
 
+import lying_host
 import pytest
 from tables import table
 
+from plugins.modules.nvidia_info import find_cards
+from trainer.supervise import nvidia_smi
+from trainyard.preflight.cluster_checks import HYPER_V
 from trainyard.preflight.findings import Finding, Report, host_table
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.runner import check, controller_connections
+from trainyard.remote import wsl
 from trainyard.wire.connection import Host, Login
+from trainyard.wire.replies import ReplyError, checked_reply
 
 GB = 1 << 30
 
@@ -25,40 +30,22 @@ def healthy_host(place: int) -> HostState:
     return HostState(
         Host(name, address, "/srv/trainyard", "/srv/trainyard/venv/bin/python"),
         asked=(1000.0, 1001.5),
-        facts={
+        facts=table("preflight_checks")["facts"]
+        | {
             "boot_id": f"boot{place}",
             "machine_id": f"machine{place}",
             "addresses": [address],
             "source": address,
-            "interface": "eth0",
-            "route_error": "",
-            "cpus": 8,
-            "gpus": [],
-            "versions": {"python": "3.12.1", "torch": "2.13.0"},
-            "python_exists": True,
-            "may_write": True,
             "free_bytes": 100 * GB,
-            "busy_with": "",
         },
-        health={
+        health=table("preflight_checks")["health"]
+        | {
             "hostname": name,
             "devices": [
                 {"name": "eth0", "address": address, "mask": "255.255.255.0", "mtu": 1500, "mbit": 1000}
                 | {"wireless": False, "virtual": False}
             ],
             "names": {"addresses": {peer: [f"10.0.0.{peer[4:]}"] for peer in peers}, "seconds": 0.1},
-            "memory": {"total_mib": 32000, "available_mib": 30000},
-            "memory_allocated": True,
-            "quota": None,
-            "load": 0.1,
-            "busy": [],
-            "spin": {"share": 1.0, "gap": 0.001, "pauses": 0},
-            "torchruns": [],
-            "gpu": {"cards": 0, "gpus": [], "users": []},
-            "files": {"damaged": [], "equal": {"datasets/a.jsonl": "1" * 64}},
-            "sudo": True,
-            "inodes_free": 1000000,
-            "clock": [1000.1, 1001.4],
         },
         mesh={
             "mtu": 1500,
@@ -101,31 +88,12 @@ def clock(off: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("part", "values", "check", "level", "word"),
     [
+        *table("preflight_checks")["a_single_problem_has_one_finding"],
         ("health", clock(3600), "clock", "warning", "3600 s"),
         ("health", clock(-5), "clock", "warning", "differs by 5 s"),
-        ("facts", {"gpus": [{"name": "x"}]}, "gpu", "warning", "no GPU"),
-        ("health", {"gpu": {"cards": 1, "gpus": [], "users": []}}, "gpu", "warning", "driver shows 0"),
-        ("health", {"gpu": {"cards": 0, "gpus": [], "users": ["77, python, 900"]}}, "gpu", "warning", "another process uses"),
-        ("health", {"quota": 2.0}, "cpu", "warning", "2 of 8"),
-        ("health", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}}, "cpu", "warning", "50% of a core"),
-        ("health", {"spin": {"share": 0.5, "gap": 0.05, "pauses": 6}, "load": 30.0}, "load", "warning", "load 30.0"),
-        ("health", {"busy": [{"pid": 7, "name": "x", "uid": 0, "cores": 3.0}]}, "load", "warning", "3.0 cores"),
-        ("health", {"names": {"addresses": {}, "seconds": 10.0}}, "names", "warning", "10 s"),
-        ("health", {"memory": {"total_mib": 4000, "available_mib": 1000}}, "memory", "warning", "1000 of 4000"),
-        ("health", {"files": {"damaged": [], "equal": {"datasets/a.jsonl": "2" * 64}}}, "checksum", "failure", "differs"),
-        ("health", {"files": {"damaged": [], "equal": {}}}, "checksum", "failure", "is missing"),
-        ("health", {"inodes_free": 0}, "disk", "failure", "inode"),
         ("facts", {"free_bytes": 5 * GB}, "disk", "warning", "5.4 GB"),
-        ("facts", {"source": "192.168.1.7"}, "nic", "failure", "192.168.1.7"),
-        ("facts", {"route_error": "no route to the head"}, "nic", "failure", "no route"),
-        ("facts", {"busy_with": "other"}, "busy", "failure", "run other"),
-        ("facts", {"may_write": False}, "disk", "failure", "cannot write"),
-        ("facts", {"python_exists": False}, "python", "failure", "no Python"),
-        ("facts", {"versions": {"python": "3.10.12", "torch": "2.13.0"}}, "python", "failure", "is Python 3.10.12"),
-        ("facts", {"boot_id": "boot1", "machine_id": "machine1", "addresses": ["10.0.0.1"]}, "twice", "failure", "one machine"),
-        ("facts", {"machine_id": "machine1"}, "twice", "warning", "clones of one image"),
     ],
-)  # fmt: skip
+)
 def test_a_single_problem_has_one_finding(part: str, values: dict[str, Any], check: str, level: str, word: str) -> None:
     states = healthy_hosts()
     getattr(states[1], part).update(values)
@@ -177,10 +145,8 @@ def test_ollamas_port_is_reported_with_its_remedy() -> None:
         mesh(states[place])["services"] = {"node2": error}
     (finding,) = findings(states)
     assert (finding.check, finding.host, finding.level) == ("ollama", "node2", "warning")
-    assert (
-        finding.text == "node1 cannot reach TCP port 11434 of its Ollama (no answer)"
-        and "firewall_allow" in finding.remedy
-    )
+    assert finding.text == "node1 cannot reach TCP port 11434 of its Ollama (no answer)"
+    assert "firewall_allow" in finding.remedy
     (finding,) = check(states[1:2], [], 29500, {"node2": "timed out"})
     assert finding.text == "the controller cannot reach TCP port 11434 of its Ollama (timed out)"
 
@@ -300,3 +266,150 @@ def test_the_report_has_an_exit_code_and_names_the_first_failure() -> None:
     report = Report([failure], [], healthy_hosts()).as_dict()
     assert report["exit"] == 2 and report["findings"] == [dataclasses.asdict(failure)]
     assert set(report["hosts"]["node1"]) == {"address", "data_dir", "python", "facts", "health", "mesh"}
+
+
+# A host in WSL2 ------------------------------------------------------------------------------------------------------
+
+KERNEL = "5.15.153.1-microsoft-standard-WSL2\n"
+HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+# A resolver of systemd, and a connection from port 22 that is established: no server listens there.
+TCP = f"""{HEADER}   0: 3500007F:0035 00000000:0000 0A 00000000:00000000 00:00000000 00000000   102        0 19205 1 0 100 0 0 10 5
+   1: 0B01A8C0:0016 0A01A8C0:D2F6 01 00000000:00000000 02:000A8D4C 00000000     0        0 28210 4 0 20 4 31 10 -1
+"""
+SSHD = "   0: 00000000000000000000000000000000:0016 00000000000000000000000000000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 23101 1 0 100 0 0 10 0\n"
+PACKAGES = table("wsl")["packages"]
+MIRRORED = {"networking": "mirrored", "sshd": True, "driver": [], "memory_set": True}
+
+
+def program(folder: Path, name: str, text: str, code: int = 0) -> None:
+    path = folder / name
+    (folder / f"{name}.txt").write_text(text)
+    path.write_text(f"#!/bin/sh\n/bin/cat {path}.txt\nexit {code}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of WSL2 with its default settings; the programs on PATH are those of the folder bin."""
+    for folder in ("bin", "proc/sys/kernel", "proc/net", "sys/class/net/eth0", "mnt/c/Users/Ada", "mnt/c/Users/Public"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "proc/sys/kernel/osrelease").write_text(KERNEL)
+    (tmp_path / "proc/net/tcp").write_text(TCP)
+    (tmp_path / "proc/net/tcp6").write_text(HEADER)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    program(tmp_path / "bin", "wslinfo", "nat\n")
+    return tmp_path
+
+
+def health_reply(facts: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what the controller takes of a host's health."""
+    answer = lying_host.honest("health", {}, Host("node2", "10.0.0.2", "/d", "/p"), 1)
+    return checked_reply("health", answer | {"wsl": facts})
+
+
+def test_the_facts_of_wsl_with_its_default_settings(root: Path) -> None:
+    facts = {"networking": "nat", "sshd": False, "driver": [], "memory_set": False}
+    assert wsl.gather(22, root) == facts, "without dpkg-query, as on Fedora"
+    assert health_reply(facts)["wsl"] == facts
+
+
+def test_the_facts_of_wsl_as_a_host_of_a_cluster(root: Path) -> None:
+    program(root / "bin", "wslinfo", "mirrored\n")
+    program(root / "bin", "dpkg-query", PACKAGES)
+    (root / "proc/net/tcp6").write_text(HEADER + SSHD)
+    (root / "mnt/c/Users/Ada/.wslconfig").write_bytes(b"[wsl2]\r\nnetworkingMode=mirrored\r\nMemory = 48GB\r\n")
+    driver = ["libnvidia-compute-580", "nvidia-driver-580"]
+    assert wsl.gather(22, root) == {"networking": "mirrored", "sshd": True, "driver": driver, "memory_set": True}
+    assert wsl.gather(2222, root) == {"networking": "mirrored", "sshd": False, "driver": driver, "memory_set": True}
+    (root / "mnt/c/Users/Ada/.wslconfig").write_text("[wsl2]\n#memory=48GB\nswap=0\n")
+    assert not (wsl.gather(22, root) or {})["memory_set"]
+
+
+def test_without_wslinfo_the_devices_show_the_mode(root: Path) -> None:
+    program(root / "bin", "wslinfo", "Failed to query the networking mode\n", code=1)
+    assert (wsl.gather(22, root) or {})["networking"] == "nat"
+    (root / "sys/class/net/loopback0").mkdir()
+    assert (wsl.gather(22, root) or {})["networking"] == "mirrored"
+
+
+@pytest.mark.parametrize("release", ["6.1.0-37-amd64", "6.8.0-1021-azure", "5.15.0-1.cm2", "4.4.0-19041-Microsoft", ""])
+def test_another_kernel_is_not_wsl2(root: Path, release: str) -> None:
+    (root / "proc/sys/kernel/osrelease").write_text(release)
+    assert wsl.gather(22, root) is None and health_reply(None)["wsl"] is None
+
+
+def problems(change: dict[str, Any], **facts: Any) -> list[tuple[str, str, str]]:
+    """Return level, text and remedy of every finding about a host in WSL2, in a cluster without other findings."""
+    states = healthy_hosts()
+    states[1].health["wsl"] = MIRRORED | change
+    states[1].facts |= facts
+    found = findings(states)
+    assert {(finding.host, finding.check) for finding in found} <= {("node2", "wsl")}
+    assert all(finding.line.isprintable() for finding in found)
+    return [(finding.level, finding.text, finding.remedy) for finding in found]
+
+
+def test_a_host_in_wsl_that_is_set_up_has_no_findings() -> None:
+    assert problems({}) == [] and problems({"networking": "bridged"}) == []
+
+
+@pytest.mark.parametrize(("change", "level", "said", "advised"), table("wsl")["problems"])
+def test_what_a_host_in_wsl_lacks_is_said_with_the_remedy(
+    change: dict[str, Any], level: str, said: list[str], advised: list[str]
+) -> None:
+    (found,) = problems(change)
+    assert (
+        found[0] == level and all(words in found[1] for words in said) and all(words in found[2] for words in advised)
+    )
+
+
+def test_this_machine_as_several_hosts_needs_neither_peers_nor_sshd() -> None:
+    """The default inventory on a controller in WSL2."""
+    assert problems({"networking": "nat", "sshd": False}, interface="lo") == []
+
+
+@pytest.mark.parametrize(
+    "memory", [{"memory": {"total_mib": 4000, "available_mib": 1000}}, {"memory_allocated": False}]
+)
+def test_a_lack_of_memory_has_the_remedy_of_windows_in_wsl_only(memory: dict[str, Any]) -> None:
+    states = healthy_hosts()
+    states[0].health |= memory
+    states[1].health |= {**memory, "wsl": MIRRORED}
+    first, second = (finding for finding in findings(states) if finding.check == "memory")
+    assert ".wslconfig" not in first.remedy and "set memory under [wsl2]" in second.remedy
+
+
+def test_the_firewall_of_windows_has_its_own_remedy() -> None:
+    states = healthy_hosts()
+    states[2].health["wsl"] = MIRRORED
+    for source, target in ((0, "node3"), (2, "node1")):
+        mesh(states[source])["reached"][target] |= {"40000": "no answer"}
+    remedies = {finding.host: finding.remedy for finding in findings(states) if finding.check == "firewall"}
+    assert HYPER_V in remedies["node3"] and "site.yml" in remedies["node1"] and HYPER_V not in remedies["node1"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"networking": "nat\x1b[2J"}, {"driver": ["x; rm -rf /"]}, {"driver": ["a"] * 101}, {"sshd": "yes"}]
+)
+def test_a_reply_that_is_not_of_wsl_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ReplyError):
+        health_reply(MIRRORED | wrong)
+
+
+def test_the_role_nvidia_finds_no_card_in_wsl(tmp_path: Path) -> None:
+    """WSL2 shows a GPU as a device of Microsoft, 1414:008e, so that the role installs no driver."""
+    card = tmp_path / "bus/pci/devices/5582:00:00.0"
+    card.mkdir(parents=True)
+    for name, value in (("vendor", "0x1414"), ("device", "0x008e"), ("class", "0x030200")):
+        (card / name).write_text(f"{value}\n")
+    assert find_cards(tmp_path) == []
+
+
+def test_the_gpus_of_wsl_are_found_in_an_ssh_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The PATH of such a session lacks the folder of nvidia-smi."""
+    (tmp_path / "wsl").mkdir()
+    program(tmp_path / "wsl", "nvidia-smi", "NVIDIA GeForce RTX 4090, 24564\n")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert nvidia_smi.query("name", "memory.total") == []
+    monkeypatch.setattr(nvidia_smi, "WSL", str(tmp_path / "wsl/nvidia-smi"))
+    assert nvidia_smi.query("name", "memory.total") == [["NVIDIA GeForce RTX 4090", "24564"]]

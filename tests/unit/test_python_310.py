@@ -3,8 +3,6 @@
 These are Ansible modules, their utilities, the remote programs of preflight, and the service of the queue. A run itself needs Python 3.11.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json
@@ -27,28 +25,7 @@ SOURCES = sorted([*itertools.chain.from_iterable((TOP / folder).glob("*.py") for
 # Staging runs with the Python of the cluster's environment.
 RUN_ONLY = {"receive.py", "digests.py", "relay.py", "local_files.py"}
 # Names that the standard library has since Python 3.11 or 3.12, by module; an empty name is the whole module.
-NEWER = {
-    "tomllib": {""},
-    "datetime": {"UTC"},
-    "enum": {"StrEnum", "ReprEnum", "EnumCheck", "verify", "member", "nonmember", "global_enum", "property"},
-    "typing": {
-        "Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "TypeVarTuple", "assert_never",
-        "assert_type", "reveal_type", "dataclass_transform", "override",
-    },
-    "contextlib": {"chdir"},
-    "asyncio": {"timeout", "timeout_at", "TaskGroup", "Runner", "Barrier"},
-    "hashlib": {"file_digest"},
-    "operator": {"call"},
-    "sys": {"exception", "monitoring"},
-    "http": {"HTTPMethod"},
-    "math": {"cbrt", "exp2", "sumprod"},
-    "itertools": {"batched"},
-    "inspect": {"getmembers_static"},
-    "logging": {"getLevelNamesMapping", "getHandlerByName"},
-    "time": {"sleep_until"},
-    "builtins": {"ExceptionGroup", "BaseExceptionGroup"},
-    "os": {"login_tty", "unshare", "setns", "listdrives"},
-}  # fmt: skip
+NEWER = table("python_310")["newer"]
 NEWER_KEYWORDS = {("rmtree", "onexc"), ("copytree", "onexc")}
 
 
@@ -103,9 +80,8 @@ def test_the_remote_programs_run_with_the_python_of_a_distribution(version: str,
     health = about | {"peers": [], "sudo": False, "ssh_port": 22, "memory_mib": 16}
     facts = {"head": "127.0.0.1", "address": "127.0.0.1", "ports": [], "python": python, "data_dir": str(tmp_path)}
     mesh = {"name": "a", "names": ["a"], "address": "127.0.0.1", "peers": {}, "head": "a", "ports": [], "limit": 1}
-    assert connection.call("host_facts", facts | {"run_dir": f"{tmp_path}/runs/r"})["versions"]["python"].startswith(
-        version
-    )
+    found = connection.call("host_facts", facts | {"run_dir": f"{tmp_path}/runs/r"})
+    assert found["versions"]["python"].startswith(version)
     assert connection.call("health", health)["hardware"]["cores"] >= 1
     assert connection.call("mesh", mesh | {"device": "lo", "token": "x", "data_dir": ""})["taken"] == []
     assert connection.call("run_list", {"data_dir": str(tmp_path)})["runs"] == []

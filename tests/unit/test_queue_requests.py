@@ -1,7 +1,5 @@
 """Reading the runs that a user adds, and their time limits, before any host receives a request."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -109,15 +107,12 @@ def test_a_finished_run_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
     listed = [{"run": "a"}, {"run": "b", "after": "a"}]
     (tmp_path / "s.yml").write_text(yaml.safe_dump({"runs": listed}))
     lines = would_add(FakeQueue(a="finished"), tmp_path, file=str(tmp_path / "s.yml"))
-    assert lines[0] == "run a is finished: nothing to do" and lines[1].startswith(
-        "would add run b, priority normal, 1 host;"
-    )
+    assert lines[0] == "run a is finished: nothing to do"
+    assert lines[1].startswith("would add run b, priority normal, 1 host;")
 
 
 @pytest.mark.parametrize(("before", "now", "said"), table("queue_requests")["a_changed_option_of_a_waiting_run"])
-def test_a_changed_option_of_a_waiting_run_is_refused(
-    before: dict[str, Any], now: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_changed_option_is_refused(before: dict[str, Any], now: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     common = {"run": "r", "model": "tiny", "dataset": str(tmp_path / "d.jsonl")}
     made = prepare(make_spec(common | before, "the test"), tmp_path, lambda line: None)
@@ -145,12 +140,7 @@ def test_verbs_and_their_options() -> None:
     with pytest.raises(UserError, match=r"say what to do: do=add\|list"):
         check_verb(None)
     assert change_options("cancel", {"run": "a,b"}).run == ("a", "b")
-    for verb, values, said in (
-        ("hold", {}, "name the runs"),
-        ("hold", {"run": "a/b"}, "is not the name of a run"),
-        ("hold", {"run": "a", "priority": "low"}, "do=priority changes it"),
-        ("priority", {"run": "a"}, "set the new one"),
-    ):
+    for verb, values, said in table("queue_requests")["verbs_and_their_options"]:
         with pytest.raises(UserError, match=said):
             change_options(verb, values)  # type: ignore[arg-type]
 
@@ -183,7 +173,7 @@ def test_no_host_is_asked_before_mistakes_are_found() -> None:
     def connect(name: str) -> Any:
         raise AssertionError(f"{name} was asked")
 
-    for values in ({"do": "add", "gpus": "x"}, {"do": "cancel"}, {"do": "lst"}):
+    for values in table("queue_requests")["no_host_is_asked"]:
         cluster = Cluster([HOST], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
         with pytest.raises(UserError):
             manage_queue(values, cluster, TOP, print, False)

@@ -1,14 +1,15 @@
 """The list of runs: which ones it leaves out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lying_host import NOW, Cluster, node
+from tables import table
 
 from trainyard.run.follow.manage_runs import manage_runs
+from trainyard.run.host_run import HostRun
+from trainyard.run.launch.start_ranks import stop_lines
 from trainyard.run.launch_options import make_options
 from trainyard.wire.run_errors import RunError
 
@@ -75,11 +76,36 @@ def test_a_run_whose_record_is_unreadable_is_listed_as_alive_and_can_be_stopped(
     here = cluster.hosts[:1]
     lines = manage_runs("listed", "", here, cluster.connect, OPTIONS, print)["lines"]
     assert any(line.split()[:5] == ["run0", "node1", "-", "alive,", "unreadable"] for line in lines), lines
-    with pytest.raises(
-        RunError, match=r"node1: run run0 is alive, but its record state/node\.json is unreadable: stop"
-    ):
+    with pytest.raises(RunError, match=r"node1: run run0 is alive, but its record .*node\.json is unreadable: stop"):
         manage_runs("followed", "run0", here, cluster.connect, OPTIONS, print)
     said: list[str] = []
     manage_runs("stopped", "", here, cluster.connect, OPTIONS, said.append, every=True)
     assert stopped == ["run0", "run1"] and plain, "by the names of their folders"
     assert said[0].startswith("run run0: node1 stopped")
+
+
+# What a stop reports -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("status", "lease", "alive", "hints"), table("stop_lines")["a_run_that_may_wait_in_the_queue"])
+def test_a_run_in_the_queue_is_not_said_to_be_over(status: str, lease: str | None, alive: bool, hints: int) -> None:
+    part = HostRun("node1", "/srv/t/runs/r", answer={"status": status, "node": {"lease": lease}, "ranks": {}})
+    lines = stop_lines("r", [part], alive, {"grace": 60.0})
+    assert [line.partition(":")[0] for line in lines[1:]] == ["if it waits in the queue, it starts again"] * hints
+
+
+@pytest.mark.parametrize(
+    ("statuses", "step"),
+    [(("stopped", "stopped"), " after step 12"), (("stopped", "training"), "")],  # rank 1 was killed
+)
+def test_the_step_is_named_if_all_ranks_stopped_by_themselves(statuses: tuple[str, str], step: str) -> None:
+    parts = [
+        HostRun(
+            f"node{n + 1}",
+            "/srv/t/runs/r",
+            ranks=[n],
+            answer={"status": "stopped", "ranks": {str(n): {"status": status, "step": 12}}},
+        )
+        for n, status in enumerate(statuses)
+    ]
+    assert stop_lines("r", parts, True, {"grace": 60.0})[0] == f"run r: node1 stopped, node2 stopped{step}"

@@ -1,7 +1,5 @@
 """The pure parts of a session: plans over heterogeneous hosts, the restart policy, scripts, digests."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import fcntl
@@ -43,17 +41,10 @@ from trainyard.wire.run_errors import PlanError
 
 
 def host(name: str, gpus: int = 0, processes: int = 0, **facts: Any) -> HostState:
-    found = {
+    found = table("run_plan")["host"] | {
         "gpus": [{"name": "A", "memory_mib": 1000}] * gpus,
         "boot_id": name,
-        "route_error": "",
         "interface": f"{name}0",
-        "source": "10.0.0.1",
-        "memory_mib": 1000,
-        "link_mbit": 0,
-        "versions": {},
-        "part": None,
-        "stop_wanted": False,
     }
     about = Host(name, f"10.0.0.{len(name)}", data_dir="/d", python="/p", processes=processes)
     return HostState(about, facts=found | {"cpus": 8} | facts)
@@ -80,9 +71,7 @@ def test_a_named_head_is_first_and_the_rest_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "fields", "refused"), table("run_plan")["strategies_that_gather_on_gpus_need"])
-def test_strategies_that_gather_on_gpus_need_one_for_each_rank(
-    strategy: str, fields: dict[str, Any], refused: bool
-) -> None:
+def test_strategies_that_gather_need_a_gpu_for_each_rank(strategy: str, fields: dict[str, Any], refused: bool) -> None:
     spec = make_spec({"model": "m", "strategy": strategy, **fields}, "")
     card = {"name": "A", "uuid": "GPU-00000000-0000-0000-0000-000000000001"}
     other = {"name": "A", "uuid": "GPU-00000000-0000-0000-0000-000000000002"}
@@ -219,11 +208,7 @@ def test_sbatch_runs_on_each_node_its_own_part(tmp_path: Path) -> None:
 
 
 def test_only_what_holds_of_the_records_counts() -> None:
-    starts = [
-        {"start": "a", "step": 0, "head": "x"},
-        {"start": "c", "step": 10, "head": "y"},
-        {"start": "d", "step": 30, "head": "y"},
-    ]
+    starts = table("run_plan")["starts"]
     history = RunHistory(starts)
     holds = [
         (start, step)
@@ -347,9 +332,7 @@ def test_a_private_dataset_stays_private(tmp_path: Path, mode: int, staged: int)
         assert "damaged" in receive(question | {"files": files, "arrived": both})["error"]
         assert target.stat().st_mode & 0o777 == staged, "from its arrival on"
         os.umask(0o077)
-        assert receive(
-            question | {"files": {str(tmp_path / "store/new"): wanted}, "incoming": str(tmp_path / "store/in")}
-        )
+        assert receive(question | {"files": {f"{tmp_path}/store/new": wanted}, "incoming": f"{tmp_path}/store/in"})
         assert os.umask(0o077) == 0o077, "the umask of the host is not changed"
     finally:
         os.umask(before)

@@ -1,7 +1,5 @@
 """The summary of a run that has ended."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 
@@ -16,10 +14,7 @@ from trainyard.wire.connection import Host, Login
 from trainyard.wire.replies import ReplyError, checked_reply
 
 HEAD = PlanEntry("node1", run_dir="/d/runs/r")
-RESULT = {
-    "run": "r", "status": "finished", "step": 1, "steps": 1, "world_size": 2, "loss_first": 4.0, "loss_last": 3.0, "eval_loss": None,
-    "tokens": 11, "samples": 1, "tokens_per_second": 47.0, "adapter": True,
-}  # fmt: skip
+RESULT = table("run_summary")["result"]
 
 
 @pytest.mark.parametrize(("found", "line"), table("run_summary")["the_summary_says_which_share_of_its"], ids=str)

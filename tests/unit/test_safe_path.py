@@ -1,7 +1,5 @@
 """Modules that run as root on a host, against a user who places links in folders of this user."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess

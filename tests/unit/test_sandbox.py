@@ -1,7 +1,5 @@
 """The properties of the systemd unit of a run."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess
@@ -19,6 +17,8 @@ from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import SupervisorError
 from trainer.supervise.start import start_unit
 from trainer.supervise.start_request import StartRequest
+from trainyard.remote import apart
+from trainyard.remote.digests import sha256_file
 from trainyard.run.launch.start_ranks import paths_in, start_request
 from trainyard.run.types import PlanEntry
 
@@ -38,9 +38,7 @@ def properties(home: Path, **more: Any) -> list[str]:
 
 
 def written(found: list[str]) -> list[str]:
-    return [
-        entry.removeprefix("BindPaths=").strip('"').lstrip("-") for entry in found if entry.startswith("BindPaths=")
-    ]
+    return [each.removeprefix("BindPaths=").strip('"').lstrip("-") for each in found if each.startswith("BindPaths=")]
 
 
 def test_only_the_run_folder_and_shared_caches_are_writable(home: Path) -> None:
@@ -199,3 +197,28 @@ def test_the_request_names_the_paths_of_the_spec_and_of_variables() -> None:
     reads = sorted(paths_in(spec))
     request = start_request(PlanEntry("a", run_dir="/d/runs/r", ranks=[0], reads=reads, writable=["/out"]), ["a"], [])
     assert request["reads"] == ["/d/store/m", "/d/store/x"] and request["writable"] == ["/out"]
+
+
+# Units of programs that read what ranks wrote ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [apart.merge, apart.evaluate, apart.gguf_export])
+def test_programs_reach_no_machine_and_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Any) -> None:
+    run_dir, trainer = tmp_path / "runs/r", tmp_path / "trainer.zip"
+    run_dir.mkdir(parents=True)
+    trainer.write_bytes(b"archive")
+    request = {"trainer": str(trainer), "digest": sha256_file(trainer), "run_dir": str(run_dir), "reads": []}
+    request |= {"backend": "auto", "limit": 9, "input": {}}
+    ran = list[list[str]]()
+    monkeypatch.setattr(apart.os, "execvpe", lambda _file, command, _environment: ran.append(command))
+    monkeypatch.setattr(apart.os, "dup2", lambda *_: None)
+    for systemd, limited in (["systemd-run"], True), (["systemd-run", "--user"], False):
+        monkeypatch.setattr(apart, "choose_backend", lambda _, found=systemd: found)
+        verb(request)
+        words = ran.pop()
+        caches = {word for word in words if word.startswith("--setenv=") and "CACHE" in word}
+        assert ("--property=IPAddressDeny=any" in words) is limited, "a user's manager cannot limit addresses"
+        assert bool(caches) is limited and not any(str(run_dir) in word for word in caches)
+        assert "--property=MemoryMax=90%" in words
+        if limited:
+            assert {"--property=PrivateTmp=yes", "--setenv=XDG_CACHE_HOME=/tmp/cache"} <= {*words}

@@ -1,9 +1,8 @@
 """A script in place of the trainer: errors that the controller reports, staged files, progress and result."""
 
-from __future__ import annotations
-
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +35,8 @@ def prepared(folder: Path, **fields: Any) -> PreparedRun:
 
 @pytest.mark.parametrize(("fields", "why"), table("script")["fields_that_only_the_trainer_knows_are_refused"])
 def test_fields_that_only_the_trainer_knows_are_refused(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=re.escape(why)):
         make_spec({"script": "worker.py", **fields}, "-e")
-    assert why in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +53,8 @@ def test_fields_that_only_the_trainer_knows_are_refused(fields: dict[str, Any], 
 def test_a_file_that_is_no_script_is_refused(make: Any, why: str, tmp_path: Path) -> None:
     path = tmp_path / "worker.py"
     make(path)
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=re.escape(why.format(path=path))):
         check_script(str(path))
-    assert why.format(path=path) in str(raised.value)
 
 
 def test_the_script_is_staged_alone_unless_model_and_dataset_are_set(tmp_path: Path) -> None:

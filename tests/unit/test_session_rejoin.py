@@ -1,7 +1,6 @@
 """A session whose run stops for a host that returns: a host with which it does not start must not end it, or stop it for ever."""
 
-from __future__ import annotations
-
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,8 @@ from trainer.spec import make_spec
 from trainyard.preflight.host_state import HostState
 from trainyard.run import session as module
 from trainyard.run.follow import absent_hosts
+from trainyard.run.follow.rejoin import ASK, GAIN, RESTART, SPAN, STEADY, UNFIT, Rejoin, Speeds
+from trainyard.run.host_run import HostRun
 from trainyard.run.launch_options import make_options
 from trainyard.run.plan import gather_facts as gather
 from trainyard.run.plan.gather_facts import fit_hosts
@@ -79,9 +80,7 @@ def without_c(names: list[str]) -> None:
         raise LaunchError("c: cannot start a systemd unit", lost=["c"])
 
 
-def test_a_host_with_which_the_run_does_not_start_is_left_out_of_the_next_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_with_which_the_run_does_not_start_is_left_out_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = Starts(monkeypatch, without_c, returns=4)
     assert starts.session.follow()["status"] == "finished", "progress in between counts, with max_restarts=1"
     assert starts.plans == [["a", "b", "c"], ["a", "b"]] * 4
@@ -149,36 +148,156 @@ def test_a_host_that_answers_slowly_is_fit() -> None:
             return facts(self.name)
 
     connect: Any = Answering
-    assert fit_hosts([HostState(host) for host in HOSTS], connect, PREPARED, make_options({}), "ddp") == [
-        "b",
-        "c",
-    ]
+    assert fit_hosts([HostState(host) for host in HOSTS], connect, PREPARED, make_options({}), "ddp") == ["b", "c"]
 
 
 def facts(name: str) -> dict[str, Any]:
-    return {
+    return table("session_rejoin")["facts"] | {
         "boot_id": name,
         "machine_id": name,
         "addresses": [f"10.0.0.{'abc'.index(name) + 1}"],
-        "versions": {"torch": "2.8"},
-        "gpus": [],
-        "cpus": 4,
         "running": name == "a",
-        "compiler": "",
-        "python_exists": True,
-        "may_write": True,
-        "free_bytes": 1 << 40,
     }
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1, ["c"]), (2, []), (3, ["c"])])
-def test_a_host_that_completes_no_pipeline_does_not_stop_the_run(
-    monkeypatch: pytest.MonkeyPatch, size: int, fits: list[str]
-) -> None:
+def test_half_a_pipeline_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch, size: int, fits: list[str]) -> None:
     session = Starts(monkeypatch, lambda names: None, returns=0).session
-    session.state.spec = SPEC.model_copy(
-        update={"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": size}
-    )
+    fields = {"strategy": "diloco", "replica_strategy": "pipeline", "replica_hosts": size}
+    session.state.spec = SPEC.model_copy(update=fields)
     monkeypatch.setattr(absent_hosts, "fit_hosts", lambda *args: ["c"])
     rejoin = session._rejoin()
     assert rejoin and rejoin._fits(["c"])() == fits
+
+
+# The time of a restart -----------------------------------------------------------------------------------------------
+
+
+class AbsentHost:
+    """Answers a sign of life while it is `up`."""
+
+    def __init__(self, up: bool = True) -> None:
+        self.up, self.asked = up, 0
+
+    def run(self, command: str, verb: str) -> dict[str, Any]:
+        self.asked += 1
+        if not self.up:
+            raise OSError("unreachable")
+        return {"now": 1.0}
+
+
+class Watch:
+    """A run of hosts a and b, without c, on a clock of its own; it trains one step per second."""
+
+    def __init__(self, speeds: Speeds, steps: int = 1000, fits: bool = True, failed_at: float | None = None) -> None:
+        self.host, self.now, self.step, self.steps = AbsentHost(), 0.0, 1, steps
+        self.fits, self.checks = fits, 0
+        self.rejoin = Rejoin(["a", "b"], ["c"], lambda name: self.host, self.check, speeds, failed_at)
+
+    def check(self, names: list[str]) -> Callable[[], list[str]]:
+        self.checks += 1
+        return lambda: names if self.fits else []
+
+    def advance(self, seconds: float) -> float | None:
+        """Let time pass; return when the run should stop, if it should."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            self.step += 1
+            state = {"status": "training", "step": self.step, "steps": self.steps}
+            part = HostRun("a", "/r", answer={"status": "running", "ranks": {"0": state}})
+            if self.rejoin.update([part], self.now):
+                return self.now
+            _, check = self.rejoin._check or ([], None)
+            for asked in (self.rejoin._asked, check):
+                for thread in asked.threads.values() if asked else ():
+                    thread.join(10)
+        return None
+
+
+BOTH, ALL = frozenset("ab"), frozenset("abc")
+
+
+def test_a_host_that_answers_steadily_rejoins_when_that_pays() -> None:
+    watch = Watch(Speeds({ALL: 1.5}))
+    at = watch.advance(200)
+    assert at is not None and STEADY <= at <= STEADY + 3 * ASK
+    assert watch.rejoin.returning == ["c"]
+    assert watch.rejoin.speeds.rates[BOTH] == pytest.approx(1.0)
+    assert not watch.rejoin.update([], 1e6), "once is enough"
+
+
+def test_a_host_that_was_lost_often_has_to_answer_longer() -> None:
+    at = Watch(Speeds({ALL: 1.5}, losses={"c": 3})).advance(900)
+    assert at is not None and 4 * STEADY <= at < 4 * STEADY + 3 * ASK
+
+
+def test_a_host_that_comes_and_goes_does_not_rejoin() -> None:
+    watch = Watch(Speeds({ALL: 1.5}), steps=10_000)
+    for _ in range(20):
+        watch.host.up = True
+        assert watch.advance(STEADY - 2 * ASK) is None
+        watch.host.up = False
+        assert watch.advance(2 * ASK) is None
+
+
+@pytest.mark.parametrize(("rate", "steps", "pays"), table("rejoin")["a_restart_has_to_pay"])
+def test_a_restart_has_to_pay(rate: float | None, steps: int, pays: bool) -> None:
+    watch = Watch(Speeds({ALL: rate} if rate else {}), steps=steps)
+    assert (watch.advance(min(300, steps - 2)) is not None) == pays
+
+
+def test_what_a_restart_took_is_measured_and_counts() -> None:
+    watch = Watch(Speeds({ALL: 1.5}), failed_at=-7.0)
+    watch.advance(SPAN)
+    assert watch.rejoin.speeds.restart == pytest.approx(8.0)
+    slow = Watch(Speeds({ALL: 1.5}), failed_at=-1000.0)
+    assert slow.advance(300) is None, "restarts take longer than the rest of the run gains"
+
+
+def test_a_host_that_cannot_take_part_is_not_waited_for() -> None:
+    watch = Watch(Speeds({ALL: 1.5}), fits=False)
+    assert watch.advance(300) is None and watch.rejoin.returning == [] and watch.checks == 1
+
+
+@pytest.mark.parametrize(("lost", "returning"), [(False, ["c"]), (True, [])], ids=["answers", "lost again"])
+def test_a_run_is_watched_while_hosts_are_checked(lost: bool, returning: list[str]) -> None:
+    """The answers of a host to the check take seconds, or a minute if it hangs."""
+    watch, may_end = Watch(Speeds({ALL: 1.5})), threading.Event()
+
+    def check(names: list[str]) -> Callable[[], list[str]]:
+        assert threading.current_thread() is threading.main_thread(), "which alone may make connections"
+        return lambda: names if may_end.wait(10) else []
+
+    watch.rejoin._fits = check
+    watch.rejoin.speeds.rates[BOTH] = 1.0
+    watch.rejoin._left, watch.rejoin._since = 1000, {"c": -STEADY}
+    began = time.monotonic()
+    assert not watch.rejoin.update([], 1.0) and not watch.rejoin.update([], 2.0)
+    assert time.monotonic() - began < 5, "the check, which does not end, does not block"
+    if lost:
+        watch.rejoin._since.clear()
+    may_end.set()
+    assert watch.rejoin._check
+    watch.rejoin._check[1].wait(10)
+    assert watch.rejoin.update([], 3.0) == bool(returning) and watch.rejoin.returning == returning
+
+
+def test_a_check_that_fails_is_repeated_later() -> None:
+    watch = Watch(Speeds({ALL: 1.5}), steps=10_000)
+
+    def fail(names: list[str]) -> Callable[[], list[str]]:
+        watch.checks += 1
+        return lambda: [name for name in names if 1 // 0]
+
+    watch.rejoin._fits = fail
+    assert watch.advance(UNFIT) is None and watch.checks == 1
+    watch.rejoin._fits = watch.check
+    assert watch.advance(2 * STEADY) is not None and watch.rejoin.returning == ["c"]
+
+
+def test_the_gain_is_the_time_that_is_left_less_the_restart() -> None:
+    speeds = Speeds({BOTH: 1.0, ALL: 2.0})
+    assert speeds.saved(100, ALL, BOTH) == pytest.approx(100 - 50 - RESTART)
+    assert GAIN > 1 and speeds.saved(100, BOTH, BOTH) == -RESTART
+    assert Speeds().saved(100, ALL, BOTH) == 0.0

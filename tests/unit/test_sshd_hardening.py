@@ -1,12 +1,11 @@
 """The drop-in for sshd only makes settings stricter: the real sshd on several configurations."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
 import pytest
 from module_runs import NEEDS_ROOT
+from tables import table
 
 from plugins.filter.sshd import (
     ALIVE,
@@ -22,20 +21,7 @@ SSHD = "/usr/sbin/sshd"
 pytestmark = [NEEDS_ROOT, pytest.mark.skipif(not Path(SSHD).exists(), reason="needs sshd (package openssh-server)")]
 
 STOCK = "KbdInteractiveAuthentication no\nUsePAM yes\nX11Forwarding yes\n"
-STRICT = (
-    "PermitRootLogin no\nMaxAuthTries 3\nLoginGraceTime 20\nPasswordAuthentication no\nX11Forwarding no\n"
-    "KbdInteractiveAuthentication no\nClientAliveInterval 15\nClientAliveCountMax 2\n"
-)
-BASES = {
-    "stock": STOCK,
-    "empty": "",
-    "weak": "PermitRootLogin yes\nMaxAuthTries 20\nLoginGraceTime 0\nPermitEmptyPasswords yes\nPasswordAuthentication yes\n",
-    "strict": STRICT,
-    "review": "PermitRootLogin no\nMaxAuthTries 3\nLoginGraceTime 20\n",
-    "CIS": "PermitRootLogin no\nMaxAuthTries 4\nLoginGraceTime 60\nClientAliveInterval 300\nClientAliveCountMax 3\nX11Forwarding no\n",
-    "backup by root": "PermitRootLogin forced-commands-only\nLoginGraceTime 2m\nClientAliveInterval 10\nClientAliveCountMax 30\n",
-    "Match": "PermitRootLogin yes\nMatch User root\n  PermitRootLogin no\n  MaxAuthTries 2\nMatch all\n  X11Forwarding no\n",
-}
+BASES = table("sshd_hardening")["bases"]
 
 
 @pytest.fixture
@@ -102,9 +88,8 @@ def test_settings_that_the_drop_in_cannot_change_are_named(etc: Path) -> None:
     (etc / "sshd_config").write_text(f"HostKey {etc}/key\nX11Forwarding yes\n")
     assert "X11Forwarding is yes" in sshd_ineffective(lines, printed(etc))
     write(etc, "Match User nobody\n  PasswordAuthentication yes\n")
-    assert sshd_ineffective(lines, printed(etc, "-C", "user=nobody,host=h,addr=::1")) == [
-        "PasswordAuthentication is yes"
-    ]
+    settings = printed(etc, "-C", "user=nobody,host=h,addr=::1")
+    assert sshd_ineffective(lines, settings) == ["PasswordAuthentication is yes"]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ in the result is replaced by each hostile string. The result must have the direc
 refuse the value. A new template is covered as soon as it exists; it may need values in INVENTORY.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import shutil
@@ -275,3 +273,15 @@ def test_ssh_reads_only_the_options_of_the_role(tmp_path: Path) -> None:
         (tmp_path / "config").write_text(rendered)
         done = subprocess.run(["ssh", "-G", "-F", tmp_path / "config", "elsewhere"], capture_output=True, text=True)
         assert done.returncode == 0 and "evil" not in done.stdout, f"{text!r}: {done.stderr}"
+
+
+# Variables of the role ollama ----------------------------------------------------------------------------------------
+
+RULES = yaml.safe_load((Path(__file__).parents[2] / "roles/ollama/vars/main.yml").read_text())["_ollama_rules"]
+
+
+@pytest.mark.parametrize(("name", "valid", "wrong"), table("ollama_parameters")["a_value_is_one_path_or_one_word"])
+def test_a_value_is_one_path_or_one_word(name: str, valid: list[str], wrong: list[str]) -> None:
+    pattern = RULES[f"ollama_{name}"]["pattern"]
+    assert all(re.search(rf"^({pattern})\Z", text) for text in valid)
+    assert not any(re.search(rf"^({pattern})\Z", text) for text in wrong)

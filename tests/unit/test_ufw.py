@@ -1,7 +1,5 @@
 """Reading the rules in ufw's files and planning changes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,20 +8,7 @@ from tables import table
 from plugins.module_utils.ufw import ANYWHERE, Rule, allow_rules, command_words, describe, parse_rules, plan_changes
 
 # As ufw 0.36.2 wrote them.
-USER_RULES = """*filter
-:ufw-user-input - [0:0]
-### RULES ###
-
-### tuple ### allow tcp 22 0.0.0.0/0 any 0.0.0.0/0 in comment=747261696e796172643a2078
--A ufw-user-input -p tcp --dport 22 -j ACCEPT
-
-### tuple ### allow tcp any 0.0.0.0/0 any 10.231.3.10 in comment=747261696e796172642079
-### tuple ### allow tcp 22 0.0.0.0/0 any 0.0.0.0/0 OpenSSH - in
-### tuple ### limit tcp 80,443 0.0.0.0/0 any 0.0.0.0/0 in_enp1s0
-### tuple ### route:allow any any 0.0.0.0/0 any 0.0.0.0/0 in_a!out_b
-### tuple ### torn
-### END RULES ###
-"""
+USER_RULES = table("ufw")["user_rules"]
 
 
 def test_rules_that_ufw_wrote() -> None:
@@ -45,22 +30,10 @@ def test_any_source_needs_a_rule_per_family() -> None:
     four, six = allow_rules("22", "tcp", "any", "c")
     assert (four.family, four.source, six.family, six.source) == (4, "0.0.0.0/0", 6, "::/0")
     assert command_words(four) == ["allow", "proto", "tcp", "from", "0.0.0.0/0", "to", "0.0.0.0/0", "port", "22"]
-    assert command_words(*allow_rules("any", "tcp", "fd00:0::1", "c")) == [
-        "allow",
-        "proto",
-        "tcp",
-        "from",
-        "fd00::1",
-        "to",
-        "::/0",
-    ]
-    assert command_words(*allow_rules("any", "any", "10.0.0.9/24", "c")) == [
-        "allow",
-        "from",
-        "10.0.0.0/24",
-        "to",
-        "0.0.0.0/0",
-    ]
+    words = command_words(*allow_rules("any", "tcp", "fd00:0::1", "c"))
+    assert words == ["allow", "proto", "tcp", "from", "fd00::1", "to", "::/0"]
+    words = command_words(*allow_rules("any", "any", "10.0.0.9/24", "c"))
+    assert words == ["allow", "from", "10.0.0.0/24", "to", "0.0.0.0/0"]
     assert describe(six) == "allow 22/tcp from anywhere (v6)  # c"
 
 

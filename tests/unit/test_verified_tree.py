@@ -1,7 +1,5 @@
 """Program trees of the queue: what its archive has, and nothing else, runs."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable
 from pathlib import Path

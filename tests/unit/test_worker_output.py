@@ -1,7 +1,5 @@
 """Signals that end a worker process of Ansible while it writes to the queue that all workers share."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

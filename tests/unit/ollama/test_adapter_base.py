@@ -1,7 +1,5 @@
 """The models of a server that can be the base of an adapter: the search on the node, and the check of its reply."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_target import Target, serve_target
+from tables import table
 
 from trainyard.deploy.adapter_base import base_misfit, run_misfit, tokens_digest, wanted_base
 from trainyard.deploy.trained_run import TrainedRun
@@ -18,21 +17,8 @@ from trainyard.wire.connection import Host
 from trainyard.wire.replies import ReplyError, checked_reply
 
 TOKENS = ["<s>", "a", "b", "ab"]
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 4,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-}
-SIZES = {
-    "block_count": 4,
-    "embedding_length": 192,
-    "feed_forward_length": 512,
-    "attention.head_count": 6,
-    "attention.head_count_kv": 2,
-}
+CONFIG = table("adapter_base")["config"]
+SIZES = table("adapter_base")["sizes"]
 
 
 def trained(name: str = "Llama-3.1-8B-Instruct", kind: str = "adapter", **config: Any) -> TrainedRun:
@@ -113,9 +99,7 @@ def test_names_that_resemble_the_base_come_first_and_deployed_models_last(server
     assert names(found) == ["a:x", others[-1]]
 
 
-def test_a_server_without_adapters_or_with_too_many_models_is_not_read_to_its_end(
-    server: Target, tmp_path: Path
-) -> None:
+def test_servers_without_adapters_or_with_many_models_are_not_read_to_the_end(server: Target, tmp_path: Path) -> None:
     found = state(server, tmp_path, {f"m{number:02}:1": info(block_count=5) for number in range(70)})
     assert (found["read"], found["models"]) == (64, 70)
     assert "none of the 64 models that were read of its 70 has" in base_misfit(trained(), found, TOKENS)
@@ -130,11 +114,7 @@ def test_a_server_without_adapters_or_with_too_many_models_is_not_read_to_its_en
 
 def test_the_controller_checks_what_a_node_says(server: Target, tmp_path: Path) -> None:
     found = state(server, tmp_path, {"fits:1": info(), "other:1": info()})
-    for field, value, why in (
-        ("architecture", "qwen2", "the architecture of other:1 differs"),
-        ("tokens", "0" * 64, "the vocabulary of other:1 differs"),
-        ("shape", [4, 192, 512, 6, 6], "the shape of other:1 differs"),
-    ):
+    for field, value, why in table("adapter_base")["the_controller_checks"]:
         bases = [found["bases"][0], found["bases"][1] | {field: value}]
         assert base_misfit(trained(), found | {"bases": bases}, TOKENS).startswith(why)
     for name in ("../x", "a b", "x\nFROM y", "", "-a", "a:b:c", "\u202ea", 5, "a" * 400):

@@ -14,34 +14,11 @@ from trainyard.deploy.chat_template import derive, derive_apart, go_string
 
 TODAY = datetime.datetime(2026, 3, 4, 5, 6)
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-CHATML = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA3 = (
-    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim"
-    " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
-    "{% set chat = messages[1:] %}{% else %}{% set chat = messages %}{% endif %}"
-    "{% for m in chat %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles alternate') }}"
-    "{% endif %}{% if m['role'] == 'user' %}{% if loop.WHERE and system is defined %}{{ '[INST] ' + system + '\n\n' + m['content']"
-    " + '[/INST]' }}{% else %}{{ '[INST] ' + m['content'] + '[/INST]' }}{% endif %}{% else %}{{ ' ' + m['content'] + eos_token }}"
-    "{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
-    "{{ '<start_of_turn>' + role + '\n' + m['content'] + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-PHI = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
+CHATML = table("chat_template")["chatml"]
+LLAMA3 = table("chat_template")["llama3"]
+MISTRAL = table("chat_template")["mistral"]
+GEMMA = table("chat_template")["gemma"]
+PHI = table("chat_template")["phi"]
 TEMPLATES = {
     "chatml": CHATML,
     "llama3": LLAMA3,
@@ -56,12 +33,7 @@ TEMPLATES = {
     "last answer": PHI.replace("+ m['content']", "+ ('!' if loop.revindex == 2 else '') + m['content']"),
     "date": "{{ strftime_now('%d %b %Y') }}" + PHI,
 }
-CHAT = [
-    {"role": "system", "content": "Be\nbrief."},
-    {"role": "user", "content": "What is {{ it }}?"},
-    {"role": "assistant", "content": 'It is "x".'},
-    {"role": "user", "content": "Sure?"},
-]
+CHAT = table("chat_template")["chat"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

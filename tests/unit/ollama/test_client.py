@@ -1,18 +1,17 @@
 """The client against servers that answer wrongly, slowly, too much or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 from fake_ollama import HOSTILE, Server, model, serve
 from fake_teacher import Teacher
 from fake_teacher import serve as serve_teachers
 from run_hosts import free_port
+from threaded_server import QuietHandler
 
 from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError, full_name
 
@@ -46,15 +45,13 @@ def test_hostile_servers() -> None:
     ids=["answer", "line", "error"],
 )
 def test_an_endless_answer_is_cut_off(status: int, part: bytes, why: str) -> None:
-    class Endless(BaseHTTPRequestHandler):
+    class Endless(QuietHandler):
         def do_POST(self) -> None:
             self.send_response(status)
             self.end_headers()
             with contextlib.suppress(OSError):
                 while True:
                     self.wfile.write(part)
-
-        def log_message(self, format: str, *_: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.3", 0), Endless) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -76,11 +73,7 @@ def test_tags() -> None:
         client = OllamaClient(f"http://127.0.0.3:{server.port}")
         assert list(client.tags()) == ["a:b", "words:latest"] and client.size("a:b") == 397821319
         assert (client.size("bad"), client.size("words:latest"), client.size("absent")) == (0, 0, 0)
-    assert (full_name("llama3"), full_name("a.b:5000/x/y"), full_name("x:8b")) == (
-        "llama3:latest",
-        "a.b:5000/x/y:latest",
-        "x:8b",
-    )
+    assert [*map(full_name, ("llama3", "a.b:5000/x/y", "x:8b"))] == ["llama3:latest", "a.b:5000/x/y:latest", "x:8b"]
 
 
 def test_cancel_ends_a_request() -> None:

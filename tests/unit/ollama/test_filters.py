@@ -1,7 +1,5 @@
 """Filters of answers: what each of them must leave out and must keep."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any
@@ -36,8 +34,7 @@ def test_every_reason_is_counted() -> None:
     result = filter_answers(records, evaluation=["what is the capital of france?"])
     assert len(result.samples) == 1
     assert result.samples[0]["messages"] == [
-        {"role": "user", "content": "Why?"},
-        {"role": "assistant", "content": long},
+        {"role": role, "content": text} for role, text in (("user", "Why?"), ("assistant", long))
     ]
     reasons = ("cut", "empty", "repeated", "evaluation", "duplicate", "near_duplicate")
     assert dict(result.counts) == dict.fromkeys(reasons, 1)
@@ -70,9 +67,7 @@ def test_every_spelling_of_thinking(begin: str, end: str) -> None:
 
 def test_an_evaluation_prompt_within_a_longer_prompt() -> None:
     question = prose(4, 14)
-    result = filter_answers(
-        [record("a", f"Please: {question} Thanks"), record("b", prose(5, 30))], evaluation=[question]
-    )
+    result = filter_answers([record("a", f"So: {question} Thanks"), record("b", prose(5, 30))], evaluation=[question])
     assert result.counts == {"evaluation": 1}
 
 

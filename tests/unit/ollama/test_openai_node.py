@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from threaded_server import running
+from tables import table
+from threaded_server import QuietHandler, running
 
 from trainer.common.errors import UserError
 from trainer.generation.ollama_client import Cancel, OllamaError
@@ -20,25 +21,15 @@ SETTINGS = {"temperature": 0.7, "num_predict": 9, "seed": 3}
 PROMPT = Prompt([{"role": "user", "content": "hi"}], SETTINGS)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     server: Server
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
     def do_GET(self) -> None:
-        self.send(200 if self.path == "/v1/models" else 404, json.dumps({"data": [{"id": "m"}, {"id": "n"}, 7]}))
+        self.reply(200 if self.path == "/v1/models" else 404, json.dumps({"data": [{"id": "m"}, {"id": "n"}, 7]}))
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body | {"key": self.headers.get("Authorization")})
-        self.send(200, "".join(f"data: {json.dumps(event)}\n\n" for event in self.server.events) + "data: [DONE]\n\n")
-
-    def send(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
+        self.server.asked.append(self.asked() | {"key": self.headers.get("Authorization")})
+        self.reply(200, "".join(f"data: {json.dumps(event)}\n\n" for event in self.server.events) + "data: [DONE]\n\n")
 
 
 class Server(ThreadingHTTPServer):
@@ -79,13 +70,7 @@ def test_an_answer_in_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("events", "message"),
-    [
-        ([piece("It is")], "no complete answer"),
-        ([{"choices": [{"delta": 7}]}], "no answer"),
-        ([{"choices": [{"delta": {"content": 7}}]}], "no text"),
-        ([7], "JSON"),
-        ([{"error": {"message": "out of memory"}}], "out of memory"),
-    ],
+    [*table("openai_node")["hostile_and_broken_replies"], ([piece("It is")], "no complete answer")],
 )
 def test_hostile_and_broken_replies(server: Server, events: list[Any], message: str) -> None:
     server.events = events

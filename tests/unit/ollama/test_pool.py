@@ -1,7 +1,5 @@
 """The teacher pool on simulated servers: in-process nodes with service times, slots and faults."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """The client and the pool with a real `ollama` from PATH."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

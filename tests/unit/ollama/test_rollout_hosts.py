@@ -1,7 +1,5 @@
 """Which Ollama servers of an inventory write completions of a run, and how the run reaches them."""
 
-from __future__ import annotations
-
 import pytest
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
@@ -25,9 +23,7 @@ def make(servers: str, **fields: object) -> RunSpec:
 
 
 def test_servers_of_the_inventory_replace_cluster_and_all() -> None:
-    teachers = [
-        Teacher("127.0.0.1", free_port(), version=version) for version in ("0.5.4", "0.9.3", "0.30.1", "0.31.0")
-    ]
+    teachers = [Teacher("127.0.0.1", free_port(), version=each) for each in ("0.5.4", "0.9.3", "0.30.1", "0.31.0")]
     with serve(*teachers):
         machines = [
             *(Candidate(f"host{n}", teacher.url, n != 3) for n, teacher in enumerate(teachers)),
@@ -43,9 +39,7 @@ def test_servers_of_the_inventory_replace_cluster_and_all() -> None:
         ]
         every = with_rollout_servers(make("all", rollout_model="teacher"), lambda: machines, lines.append)
         assert every.rollout_servers == (teachers[0].url, teachers[2].url, teachers[3].url)
-        with pytest.raises(
-            UserError, match="no Ollama server that can write completions: host0: it has no model other"
-        ):
+        with pytest.raises(UserError, match=r"no Ollama server that can write .*: host0: it has no model other"):
             with_rollout_servers(make("cluster", rollout_model="other"), lambda: machines, lines.append)
     given = make("http://10.0.0.5:11434")
     assert with_rollout_servers(given, lambda: pytest.fail("no question"), lines.append) is given
@@ -77,11 +71,8 @@ def test_the_first_host_alone_reaches_the_servers() -> None:
         "step old (max_staleness)"
     )
     reached = [start_request(entry, ["a", "b"], [])["reachable"] for entry in entries]
-    assert (
-        reached[0][:3] == ["10.0.0.1", "10.0.0.2", "10.0.0.7"]
-        and "10.0.0.8" in reached[0]
-        and reached[1] == ["10.0.0.1"]
-    )
+    assert reached[0][:3] == ["10.0.0.1", "10.0.0.2", "10.0.0.7"] and "10.0.0.8" in reached[0]
+    assert reached[1] == ["10.0.0.1"]
     assert plan_servers(make_spec({}, "test"), entries) == []
     assert plan_servers(make("http://10.0.0.7:11434", rollout_ranks=False, max_staleness=0), entries)[0].startswith(
         "completions: written by 10.0.0.7:11434; never old"

@@ -1,10 +1,9 @@
 """The selection of teachers: trusted machines with the same model."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,13 @@ from tables import table
 
 from trainer.common.errors import UserError
 from trainer.config import RunSpec
+from trainer.generation.ollama_client import Answer, Cancel
 from trainyard.ollama import collect
 from trainyard.ollama.answers import AnswerFile
-from trainyard.ollama.collect import Questions, make_dataset
+from trainyard.ollama.collect import Questions, collect_answers, make_dataset
 from trainyard.ollama.distill_options import DistillOptions, make_distill_options
 from trainyard.ollama.prompts import read_prompts
+from trainyard.ollama.teacher_nodes import Prompt
 from trainyard.ollama.teachers import Candidate, candidates, find_teachers
 from trainyard.wire.connection import Host
 from trainyard.workflows.distill import student_specs
@@ -217,11 +218,7 @@ def test_options_of_a_merge() -> None:
 def test_prompts_of_other_formats(tmp_path: Path) -> None:
     """What a record says of its answers does not matter to the teachers; its system message does."""
     file = tmp_path / "p.jsonl"
-    rows = [
-        {"prompt": "Q", "system": "S", "score": 1, "rejected": "R"},
-        {"prompt": [{"role": "user", "content": "P", "weight": 0}], "system": "S"},
-        {"messages": [{"role": "user", "content": "M"}], "prompt": "another"},
-    ]
+    rows = table("teachers")["rows"]
     file.write_text("\n".join(map(json.dumps, rows)))
     system = {"role": "system", "content": "S"}
     assert read_prompts(file) == [
@@ -232,3 +229,54 @@ def test_prompts_of_other_formats(tmp_path: Path) -> None:
     file.write_text(json.dumps({"prompt": "Q", "images": ["a.png"]}))
     with pytest.raises(UserError, match=r"p.jsonl:1: has 'images', which is not text"):
         read_prompts(file)
+
+
+# Answers on disk -----------------------------------------------------------------------------------------------------
+
+PROMPTS = [f"question {number}" for number in range(30)]
+
+
+class Node:
+    """A server that answers at once, and what it was asked."""
+
+    name, digest = "node1", "d" * 64
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def ask(self, prompt: Prompt, cancel: Cancel) -> Answer:
+        self.asked.append(prompt.messages[0]["content"])
+        return Answer("text", "", "stop", 1, 0.0, 0.0)
+
+    def probe(self) -> None: ...
+
+
+class KilledError(Exception):
+    """The controller is killed at this point."""
+
+
+def test_a_killed_collection_asks_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "answers.jsonl", AnswerFile._write
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    questions = Questions(chats, DistillOptions(teacher="t", prompts="-"))
+
+    def cut(self: AnswerFile, data: bytes) -> None:
+        if len(self) >= 5:
+            write(self, data[:20])
+            raise KilledError
+        write(self, data)
+
+    monkeypatch.setattr(AnswerFile, "_write", cut)
+    with pytest.raises(KilledError), AnswerFile(path) as answers:
+        collect_answers(questions, [Node()], answers, print)
+    monkeypatch.undo()
+    node = Node()
+    with AnswerFile(path) as answers:
+        left = len(PROMPTS) - len(answers)
+        assert answers.repaired == 20 and 0 < left <= len(PROMPTS) - 5
+        with pytest.raises(UserError, match="another controller collects answers"):
+            AnswerFile(path)
+        collect_answers(questions, [node], answers, print)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert Counter(record["messages"][0]["content"] for record in records) == Counter(PROMPTS)
+    assert len(node.asked) == left

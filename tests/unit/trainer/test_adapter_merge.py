@@ -1,7 +1,5 @@
 """A merged model answers as the base model with the adapter, in many architectures, with tied embeddings or without."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,11 +25,7 @@ KINDS = (
     "bloom", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 # Names of dimensions in the configurations of transformers; a configuration takes those that it has.
-SMALL: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
-    "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
+SMALL: dict[str, Any] = table("adapter_merge")["small"]
 IDS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -55,9 +49,8 @@ def adapted(folder: Path, kind: str, tied: bool, targets: str = "layers,embed,he
     ends = {"embed": base.get_input_embeddings(), "head": base.get_output_embeddings()}
     names = {what: name for name, module in base.named_modules() for what, end in ends.items() if module is end}
     linear = [name for name, module in base.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
-    wanted = {"layers": [name for name in linear if name not in names.values()]} | {
-        what: [names[what]] for what in names
-    }
+    wanted = {what: [name] for what, name in names.items()}
+    wanted["layers"] = [name for name in linear if name not in names.values()]
     chosen = [name for what in targets.split(",") for name in wanted[what]]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=chosen, init_lora_weights=False, **adapter)
     model = get_peft_model(base, config).eval()
@@ -202,18 +195,14 @@ def a_wrong_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("size", "precision"), [(1.0, "bf16-mixed"), (0.1, "32-true")])
 @pytest.mark.parametrize("fault", [wrong_updates, stays_tied, a_config_that_lies, also_another_weight, a_wrong_file])
-def test_a_wrong_merge_fails(
-    fault: Any, size: float, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_merge(fault: Any, size: float, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(tmp_path, "llama", True, "layers,head")
     for name, value in model.named_parameters():
         if "lora_B" in name:
             value.data.mul_(size)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     fault(monkeypatch)
-    with pytest.raises(
-        UserError, match=r"^merge: .* (differs from the base model with the adapter|tied, but they differ)"
-    ):
+    with pytest.raises(UserError, match=r"^merge: .* (differs from the base model with|tied, but they differ)"):
         merged(tmp_path, precision=precision)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"], "no merged model remains"
 
@@ -229,9 +218,7 @@ def test_a_wrong_merge_in_memory_fails(tmp_path: Path, monkeypatch: pytest.Monke
 def test_layers_that_share_a_weight_otherwise_are_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL, vocab_size=96))
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    with pytest.raises(
-        UserError, match=r"mlp\.up_proj\.weight share one weight, .*: set merge=false, or leave them out"
-    ):
+    with pytest.raises(UserError, match=r"mlp\.up_proj\.weight share one weight, .*: set merge=false, or leave them"):
         adapter_merge.untie(model, [model.model.layers[0].mlp.up_proj])
 
 

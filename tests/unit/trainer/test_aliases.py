@@ -1,7 +1,5 @@
 """Command lines and files of other tools: every name is understood or refused with one true line."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -76,30 +74,14 @@ def test_the_command_lines_of_the_guides() -> None:
         "--per-device-train-batch-size 8 --total-batch-size 64 --lr 1e-2 --path-model org/llama --metric-logger-type dummy "
         "--no-torch-compile --fake-data --max-steps 5 --hv.local-steps 2 --hv.outer-lr 0.5 --sharding-strategy FULL_SHARD"
     )
-    assert (
-        changed.items()
-        >= {
-            "model": "org/llama",
-            "batch_size": 8,
-            "total_batch_size": 64,
-            "lr": 1e-2,
-            "fake_data": True,
-            "max_steps": 5,
-            "local_steps": 2,
-            "outer_lr": 0.5,
-            "loggers": ("none",),
-            "strategy": "diloco",
-            "replica_strategy": "fsdp",
-        }.items()
-    )
+    assert changed.items() >= (table("aliases")["the_command_lines"] | {"loggers": ("none",)}).items()
     assert notes == ["options of OpenDiLoCo imply strategy=diloco"]
     assert read_spec(None, {"hv.outer_lr": 0.5, "strategy": "ddp"}, "-e").strategy == "ddp"
     assert resolve_aliases({"hv.outer_lr": 0.5}, {"strategy": "ddp"}) == ({"outer_lr": 0.5}, [])
     with pytest.raises(UserError, match=r"unknown name 'hv.world_rank' in the flags"):
         spec_of("--hv.local_steps 5 --hv.world-rank 0")
-    changed, _ = spec_of(
-        "--metric-logger-type wandb --precision fp16-mixed --zero_stage 3 --bf16=false --seq-length 512"
-    )
+    flags = "--metric-logger-type wandb --precision fp16-mixed --zero_stage 3 --bf16=false --seq-length 512"
+    changed, _ = spec_of(flags)
     assert changed == {"loggers": ("wandb",), "precision": "fp16-mixed", "deepspeed_stage": 3, "seq_length": 512}
 
 
@@ -199,9 +181,7 @@ def test_a_field_that_only_some_methods_or_strategies_read_needs_them() -> None:
 
 @pytest.mark.parametrize("source", ["flags", "file", "-e"])
 @pytest.mark.parametrize(("fields", "unused"), table("aliases")["a_field_that_the_strategy_does_not_use_is_refused"])
-def test_a_field_that_the_strategy_does_not_use_is_refused(
-    source: str, fields: dict[str, Any], unused: str, tmp_path: Path
-) -> None:
+def test_a_field_without_effect_is_refused(source: str, fields: dict[str, Any], unused: str, tmp_path: Path) -> None:
     file = tmp_path / "spec.yml"
     file.write_text(yaml.safe_dump(fields))
 
@@ -225,9 +205,7 @@ def test_a_field_that_the_strategy_does_not_use_is_refused(
 def test_a_file_of_another_tool_is_for_the_import(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text("base_model: m\n")
-    with pytest.raises(
-        UserError, match=r"unknown name 'base_model' in .*; `trainyard import` turns a file of another tool"
-    ):
+    with pytest.raises(UserError, match=r"unknown name 'base_model' in .*; `trainyard import` turns a file of"):
         read_run_spec(str(file), {}, TOP)
     file.write_text("lr: -1\n")
     with pytest.raises(UserError, match=r"lr: expected a number > 0 .*, got -1 \(.*\)$"):
@@ -240,9 +218,7 @@ def test_names_of_other_tools_as_extra_variables() -> None:
     spec = read_run_spec("", given | {"min_nodes": 2}, TOP, notes.append)
     assert (spec.batch_size, spec.local_steps, spec.max_steps) == (2, 7, 5)
     assert (spec.strategy, notes) == ("diloco", ["options of OpenDiLoCo imply strategy=diloco"])
-    with pytest.raises(
-        UserError, match=r"gradient_accumulation_steps in -e counts .* set total_batch_size to 4 x batch_size x"
-    ):
+    with pytest.raises(UserError, match=r"gradient_accumulation_steps in -e counts .* set total_batch_size to 4 x"):
         read_run_spec("", {"gradient_accumulation_steps": 4}, TOP)
 
 

@@ -1,64 +1,27 @@
 """Answers in rendered chats: all that the assistant says carries loss, in every turn, and nothing else does."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 
 import pytest
+from tables import table
 
 from trainer.data.answer_spans import AnswerFinder, Answers
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.shapes import to_sample
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<turn>", "<end_turn>"]
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = table("answer_spans")["chatml"]
 # The last answer has a block of reasoning, earlier ones have none; calls are JSON (as Qwen3).
-REASONS = """{%- set ns = namespace(last=-1) -%}
-{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
-{%- for m in messages -%}{%- set body = m.content -%}
-{%- if m.role == 'assistant' -%}
-{%- set r = m.reasoning_content or '' -%}
-{%- if '</think>' in body -%}{%- set r = body.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
-{%- set body = body.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- if loop.index0 > ns.last -%}{{- '<think>\\n' + r + '\\n</think>\\n\\n' -}}{%- endif -%}{{- body -}}
-{%- for c in m.tool_calls or [] -%}
-{{- '<call>' + ({'name': c.function.name, 'arguments': c.function.arguments} | tojson) + '</call>' -}}
-{%- endfor -%}{{- '<|im_end|>\\n' -}}
-{%- else -%}{{- '<|im_start|>' + m.role + '\\n' + body + '<|im_end|>\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
-STRICT = (
-    "{{ '<s>' }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}<turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-    "{{ m['content'] | trim }}<end_turn>\n{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
-)
-INST = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<s>[INST] ' + m['content'].strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'].strip() + ' </s>' }}{% endif %}{% endfor %}"
-)
-NO_END = (
-    "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
-)
+REASONS = table("answer_spans")["reasons"]
+STRICT = table("answer_spans")["strict"]
+INST = table("answer_spans")["inst"]
+NO_END = table("answer_spans")["no_end"]
 DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
 # Another token ends the last answer (as gpt-oss).
-RETURN = (
-    "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] }}"
-    "{{ '</s>' if loop.last and not add_generation_prompt else '<end_turn>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
-)
+RETURN = table("answer_spans")["return"]
 # The system message stands before the last question (as Mistral).
-MOVED = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.index0 == ns.last and messages[0].role == 'system' %}"
-    "{{ messages[0].content + '\n\n' }}{% endif %}{{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
+MOVED = table("answer_spans")["moved"]
 
 
 def calls(how: str) -> str:

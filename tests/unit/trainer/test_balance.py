@@ -1,7 +1,5 @@
 """Division of the rows of a step over ranks: each row once, the shortest step time, and no change for noise."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

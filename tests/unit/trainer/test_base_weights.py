@@ -1,7 +1,5 @@
 """Base models whose files do not match their config.json, and adapter folders: every way to load a model refuses them by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -136,9 +134,7 @@ def of_the_hub(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("kind", "change"), [("llama", len), ("llama", copy_head), ("llama", older), ("gpt2", of_the_hub)]
 )
-def test_what_models_tie_or_compute_themselves_is_no_difference(
-    kind: str, change: Callable[[Tensors], object], tmp_path: Path
-) -> None:
+def test_what_models_compute_is_no_difference(kind: str, change: Callable[[Tensors], object], tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", kind, change, tied=True)
     spec = spec_of(folder, strategy="pipeline")
     assert load_model(spec_of(folder), CPU)
@@ -180,13 +176,9 @@ def test_an_adapter_as_a_model_is_refused_in_the_same_words(whole: bool, tmp_pat
             load()
         lines.add(str(error.value))
     (line,) = lines
-    assert line.startswith(
-        f"model: {folder} holds an adapter of /base\\x1b[31m (adapter_config.json), and a run needs "
-    )
+    assert line.startswith(f"model: {folder} holds an adapter of /base\\x1b[31m (adapter_config.json), and a run ")
     assert line.endswith("or set model=/base\\x1b[31m")
-    with pytest.raises(
-        UserError, match=r"^teacher: /m on the hosts holds an adapter \(adapter_config.json\), .* set teacher to"
-    ):
+    with pytest.raises(UserError, match=r"^teacher: /m on the hosts holds an adapter .*, .* set teacher to"):
         check_names(["adapter_config.json", "adapter_model.safetensors"], "/m on the hosts", "remedy", "teacher")
 
 

@@ -1,8 +1,13 @@
 """Arguments of ``python -m trainer``."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from tables import table
 
 from trainer.__main__ import COMMANDS, main, take_path, take_positional, take_switch, take_value
 from trainer.common.errors import UserError
@@ -51,3 +56,26 @@ def test_check_prints_a_spec_that_it_reads_back(tmp_path: Path, capsys: pytest.C
     (tmp_path / "spec.yml").write_text(text)
     assert main(["check", str(tmp_path / "spec.yml")]) == 0
     assert capsys.readouterr().out == text and "lr: 0.5" in text
+
+
+# Programs that answer over a connection ------------------------------------------------------------------------------
+
+# Descriptor 1 is another one before the thread starts, as with the export to Ollama.
+REPLACED = table("connection")["replaced"]
+PROGRAMS = table("connection")["programs"] | {"replaced": ("-c", REPLACED)}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_ends_when_nobody_reads_its_answer(name: str) -> None:
+    """It waits for its request meanwhile, which stands for its work."""
+    reader, writer = os.pipe()
+    program = subprocess.Popen([sys.executable, *PROGRAMS[name]], stdin=subprocess.PIPE, stdout=writer)
+    os.close(writer)
+    os.close(reader)
+    try:
+        assert program.wait(120) == -signal.SIGKILL
+    finally:
+        program.kill()
+        assert program.stdin
+        program.stdin.close()
+        program.wait()

@@ -1,7 +1,5 @@
 """torch_compile=auto: where it is possible, what the ranks decide, and what a resumed run keeps."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,9 +58,7 @@ def undecided() -> RunSpec:
 
 
 @pytest.mark.parametrize(("steps", "device", "compiled", "why"), table("compile_choice")["a_long_run_on_gpus"])
-def test_a_long_run_on_gpus_is_compiled(
-    steps: int, device: str, compiled: bool, why: str, undecided: RunSpec, capsys: Any
-) -> None:
+def test_long_runs_compile(steps: int, device: str, compiled: bool, why: str, undecided: RunSpec, capsys: Any) -> None:
     ranks: Any = Ranks()
     ranks.device.type = device
     found = agree_compile(undecided, steps, ranks)
@@ -98,9 +94,8 @@ def test_a_resumed_run_keeps_the_choice(compiled: bool, here: Here, monkeypatch:
         return spec.model_copy(update={"torch_compile": compiled, "automatic": ()})
 
     undecided = {"automatic": ("torch_compile",)}
-    monkeypatch.setattr(
-        "trainer.planner.decisions._with_compile", lambda spec, hosts: (spec.model_copy(update=undecided), [])
-    )
+    later = lambda spec, hosts: (spec.model_copy(update=undecided), [])  # noqa: E731
+    monkeypatch.setattr("trainer.planner.decisions._with_compile", later)
     monkeypatch.setattr(agreement, "agree_compile", agree_here)
     asked: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda model: asked.append(model) or model)

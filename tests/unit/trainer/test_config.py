@@ -1,7 +1,5 @@
 """The run spec: valid values, and a one-line error for each invalid value."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -26,9 +24,7 @@ from trainer.config import (
     read_yaml,
     suggest,
 )
-from trainer.config import (
-    table as fields_table,
-)
+from trainer.config import table as fields_table
 from trainer.config.fields import metadata, mismatch
 from trainer.config.reward_source import RewardSource
 from trainer.spec import changed_fields, make_spec, read_spec
@@ -44,38 +40,13 @@ def error_of(values: dict[Any, Any]) -> str:
 
 def field_strings() -> list[tuple[str, str, Any]]:
     """Return (name, the value as a string of -e, the parsed value) for every field."""
-    known = {
-        "run": ("my-run.1", "my-run.1"),
-        "model": ("org/name", "org/name"),
-        "method": ("dpo", "dpo"),
-        "teacher": ("org/large", "org/large"),
-        "dataset": ("x.jsonl", "x.jsonl"),
-        "dataset_split": ("train[:10]", "train[:10]"),
-        "dataset_config": ("main", "main"),
-        "columns": ("prompt=question, completion=answer", {"prompt": "question", "completion": "answer"}),
-        "deepspeed_config": (
-            '{"zero_optimization": {"overlap_comm": true}}',
-            {"zero_optimization": {"overlap_comm": True}},
-        ),
-        "lora_targets": ("q_proj, v_proj", ("q_proj", "v_proj")),
-        "loggers": ("wandb,tensorboard", ("wandb", "tensorboard")),
-        "keep_going": ("score, weight", ("score", "weight")),
-        "deepspeed_stage": ("3", 3),
-        "script": ("worker.py", "worker.py"),
-        "reward": ("mine.py:0.5", (RewardSource(use="mine.py", weight=0.5),)),
-        "rollout_servers": ("http://a:1, http://b:2", ("http://a:1", "http://b:2")),
-        "rollout_model": ("smollm2:135m", "smollm2:135m"),
-        "rollout_folder": ("/srv/adapters", "/srv/adapters"),
-        "pipeline_layers": ("10,6", "10,6"),
-        "data_part": ("shard:2/4", "shard:2/4"),
-        "eval_interval": ("epoch", "epoch"),
-        "checkpoint_interval": ("9", 9),
-    }
+    known = table("config")["good_values"] | {"reward": ("mine.py:0.5", (RewardSource(use="mine.py", weight=0.5),))}
     words = []
     for name, field in FIELDS.items():
         kind = field.annotation
         if name in known:
             text, value = known[name]
+            value = tuple(value) if isinstance(value, list) else value
         elif get_origin(kind) is Literal:
             value = next((option for option in reversed(get_args(kind)) if option != field.default), field.default)
             text = value
@@ -90,12 +61,7 @@ def field_strings() -> list[tuple[str, str, Any]]:
 
 
 # Fields that others require.
-REQUIRED: dict[str, dict[str, Any]] = {
-    "method": {"dataset": "pairs.jsonl"},
-    "teacher": {"distill_alpha": 0.5, "teacher": "other"},
-    "distill_alpha": {"teacher": "folder", "distill_alpha": 0.5},
-    "gkd_beta": {"distill_alpha": 0.5, "teacher": "folder"},
-}
+REQUIRED: dict[str, dict[str, Any]] = table("config")["required"]
 
 
 @pytest.mark.parametrize(("name", "text", "value"), field_strings(), ids=list(FIELDS))
@@ -109,13 +75,8 @@ def test_every_field_accepts_a_string(name: str, text: str, value: Any, tmp_path
     assert read_spec(file, parse_flags([f"--{name.replace('_', '-')}={text}"]), "the flags") == spec
 
 
-BAD: dict[str, list[Any]] = {
-    "bool": ["maybe", 7, "", None, []],
-    "int": ["", "many", "1.5", 1.5, -1, None, [], True, "1e3"],
-    "float": ["", "fast", -1, math.inf, "nan", None, [], True, "-inf"],
-    "str": [[], {}, None, True],
-    "literal": ["nonsense", "", 7, None, []],
-    "list": ["", [], 7, None, {}],
+BAD: dict[str, list[Any]] = table("config")["bad_values"] | {
+    "float": ["", "fast", -1, math.inf, "nan", None, [], True, "-inf"]
 }
 
 
@@ -130,18 +91,7 @@ def invalid_values() -> list[tuple[str, Any]]:
         elif kind is str:
             values = BAD["str"]
         elif name == "dataset":
-            values = [
-                "",
-                [],
-                [7],
-                {},
-                None,
-                True,
-                [{"path": "a", "weight": 0}],
-                [{"weight": 1}],
-                "[a: b: c]",
-                "{path: }",
-            ]
+            values = table("config")["bad_datasets"]
         elif name == "columns":
             values = ["x", [], 7, None, True, {"prompt": ""}, "prompt=", {"prompt": ["a"]}]
         else:
@@ -170,10 +120,7 @@ def test_several_invalid_values_are_reported_together() -> None:
     assert "lr: expected a number" in text and "epochs: expected an integer" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("batchsize", "batch_size"), ("Learning-Rate", "lr"), *SUGGESTED.items()],
-)
+@pytest.mark.parametrize(("name", "near"), [("batchsize", "batch_size"), ("Learning-Rate", "lr"), *SUGGESTED.items()])
 def test_an_unknown_name_suggests_the_nearest_name(name: str, near: str) -> None:
     assert error_of({name: 1}) == f"run spec: unknown name {name!r} in the flags; did you mean {near!r}?"
 
@@ -225,11 +172,7 @@ def test_names_and_digests() -> None:
         assert alone or same == (name in MUTABLE), name
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [["a.jsonl", {"path": "b.csv", "weight": 0.3}], '["a.jsonl", {"path": "b.csv", "weight": "0.3"}]'],
-    ids=["list", "text"],
-)
+@pytest.mark.parametrize("dataset", table("config")["several_datasets"], ids=["list", "text"])
 def test_several_datasets(dataset: Any, tmp_path: Path) -> None:
     spec = make_spec({"dataset": dataset, "dataset_split": "test", "columns": {"prompt": "q"}}, "-e")
     assert [(s.path, s.weight, s.split, s.columns) for s in spec.sources] == [
@@ -270,7 +213,8 @@ def test_fields_that_a_resumed_run_may_change() -> None:
     later = {name: text for name, text, _ in field_strings() if name in MUTABLE}
     required = {key: value for name in later for key, value in REQUIRED.get(name, {}).items()}
     assert changed_fields(make_spec(required, ""), make_spec(required | later, "")) == []
-    assert changed_fields(spec, make_spec({"lr": 0.5, "seed": 3}, "")) == [
+    later = changed_fields(spec, make_spec({"lr": 0.5, "seed": 3}, ""))
+    assert later == [
         "lr: was 0.003, now 0.5",
         "seed: was 1, now 3",
     ]
@@ -326,9 +270,8 @@ def test_flags(argv: list[str], values: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(("argv", "why"), table("config")["invalid_flags"])
 def test_invalid_flags(argv: list[str], why: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(why)):
         parse_flags(argv)
-    assert why in str(caught.value)
 
 
 def test_the_table_has_every_field() -> None:

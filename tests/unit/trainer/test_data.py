@@ -13,6 +13,7 @@ from tables import table
 from trainer_runs import TOP, write_jsonl
 
 from trainer.common.errors import UserError
+from trainer.data.data_report import BEYOND, DataReport, Dropped
 from trainer.data.dataset_files import is_hub_dataset, is_hub_id
 from trainer.data.samples import Sample, read_samples
 from trainer.data.shapes import to_sample
@@ -51,9 +52,7 @@ def test_columns_map_the_names_of_a_shape() -> None:
     row = {"text": "no", "q": "Q", "a": "A", "ctx": "C"}
     assert to_sample(row, {"prompt": "q", "completion": "a"}) == Sample(pieces=(("Q", False), ("A", True)))
     assert to_sample(row | {"output": "A"}, {"instruction": "q", "input": "ctx"}).messages[0]["content"] == "Q\n\nC"
-    with pytest.raises(
-        ValueError, match=r"has no column 'zzz' .columns maps prompt to it.; has the keys text, q, a, ctx"
-    ):
+    with pytest.raises(ValueError, match=r"has no column 'zzz' .columns maps prompt to it.; has the keys text, q"):
         to_sample(row, {"prompt": "zzz"})
     with pytest.raises(ValueError, match="has the keys text, q, a, ctx; columns must also map completion"):
         to_sample(row, {"prompt": "q"})
@@ -94,9 +93,8 @@ def test_a_json_list(tmp_path: Path) -> None:
         ("[]", "is empty"),
     ):
         file.write_text(text)
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=re.escape(why)):
             read_samples(file)
-        assert why in str(caught.value)
     file.write_bytes(b'[{"text": "\xff"}]')
     with pytest.raises(UserError, match="not UTF-8 text"):
         read_samples(file)
@@ -179,11 +177,180 @@ def test_the_examples_of_the_documentation() -> None:
 def test_plain_text_is_refused_with_the_way_to_use_it(name: str, tmp_path: Path) -> None:
     path, text = tmp_path / name, b"A note.\nAnother one.\n"
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    with pytest.raises(
-        UserError, match=r":1: not JSON: .*; to train on plain text, write a \.jsonl file .* \{\"text\": "
-    ):
+    with pytest.raises(UserError, match=r":1: not JSON: .*; to train on plain text, write a \.jsonl .* \{\"text\": "):
         read_samples(path)
-    path.write_text('{"text": "a"}\n') if not name.endswith(".gz") else path.write_bytes(
-        gzip.compress(b'{"text": "a"}')
-    )
+    path.write_bytes(gzip.compress(b'{"text": "a"}') if name.endswith(".gz") else b'{"text": "a"}\n')
     assert len(read_samples(path)) == 1, "JSON lines are read under any name"
+
+
+# What a dataset may lose ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "lost", "loud", "stops"),
+    [(10, 0, False, False), (9, 1, False, False), (8, 1, True, False), (1, 1, True, False), (1, 2, True, True), (0, 1, True, True)],
+)  # fmt: skip
+def test_a_tenth_is_loud_and_a_half_stops(kept: int, lost: int, loud: bool, stops: bool) -> None:
+    dropped = Dropped("samples", kept, {"too long": lost}, "increase seq_length")
+    line = f"{lost} of {kept + lost} samples are not trained ({lost} too long)"
+    assert dropped.warning() == (f"WARNING: {line}: increase seq_length" if loud else "")
+    for allowed in (False, True):
+        if not stops or (allowed and kept):
+            dropped.check(allowed)
+            continue
+        with pytest.raises(UserError, match="more than half: increase seq_length") as error:
+            dropped.check(allowed)
+        assert line in str(error.value)
+        assert ("or set keep_going=dropped" in str(error.value)) == bool(kept)
+
+
+def test_the_most_frequent_reason_comes_first() -> None:
+    assert Dropped("answers", 1, {"empty": 1, "cut off": 3, "other": 0}).by_reason == "3 cut off, 1 empty"
+
+
+def test_reports_are_added_and_kept() -> None:
+    one = DataReport(10, 12, 100, 1, {"too long": 4}, {"changed": 1})
+    both = one + DataReport(10, 3, 20, 0, {"no answer": 1, "too long": 1}, unread=5)
+    assert DataReport.of(both.as_dict() | {"later": 1}) == both
+    assert both.lines() == table("data_report")["reports_are_added"]
+    assert DataReport(1, 1, 1).lines() == ["1 sample: 1 answer and 1 token with loss, 0 truncated, 0 dropped"]
+    warning = DataReport(4, dropped={BEYOND: 2}).loss.warning()
+    assert "(2 with all answers beyond seq_length): increase seq_length" in warning
+
+
+def test_lost_tokens_are_loud_from_one_in_a_hundred() -> None:
+    """All answers of a dataset can lose their end while every sample is trained."""
+    assert not any("WARNING" in line for line in DataReport(9, 9, 9, 9, kept_tokens=990, lost_tokens=10).lines())
+    [line] = [line for line in DataReport(9, 9, 9, 9, kept_tokens=900, lost_tokens=100).lines() if "WARNING" in line]
+    assert line.startswith("WARNING: 100 of 1,000 tokens (10%) are lost")
+
+
+# Keys of records and messages ----------------------------------------------------------------------------------------
+
+CHAT = {"messages": [USER, ASSISTANT]}
+PAIR = {"prompt": "Q", "completion": "A"}
+SHARE = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        *table("record_keys")["a_key_with_a_meaning_is_refused_by_name_or"],
+        ({**PAIR, "label": False}, "label"),
+        ({**PAIR, "label": 0}, "label"),
+        ({**PAIR, "label": "False"}, "label"),
+        ({**CHAT, "kto_tag": False}, "kto_tag"),
+        ({**SHARE, "chosen": {"from": "gpt", "value": "A"}, "rejected": {"from": "gpt", "value": "B"}}, "chosen"),
+        ({**PAIR, "rejected_response": "B"}, "rejected_response"),
+        ({**PAIR, "weight": 0.5}, "weight"),
+        ({**CHAT, "weight": 0}, "weight"),
+        ({**PAIR, "score": 3}, "score"),
+        ({**CHAT, "images": ["a.png"]}, "images"),
+        ({"text": "T", "image": {"bytes": b"x"}}, "image"),
+        ({**CHAT, "train": False}, "train"),
+        ({**PAIR, "system": "S"}, "system"),
+        ({"messages": [USER, {**ASSISTANT, "train_detail": [{"begin_offset": 0}]}]}, "train_detail"),
+        ({"messages": [USER, {**ASSISTANT, "refusal": "no"}]}, "refusal"),
+        ({"messages": [USER, {**ASSISTANT, "prefix": True}]}, "prefix"),
+        ({"messages": [USER, {**ASSISTANT, "reasoning_details": [{"text": "R"}]}]}, "reasoning_details"),
+        ({"messages": [USER, {**ASSISTANT, "masked": True}]}, "masked"),
+        ({"messages": [USER, {**ASSISTANT, "loss_weight": 0}]}, "loss_weight"),
+        ({**PAIR, "system_prompt": "S"}, "system_prompt"),
+        ({"messages": [USER, {**ASSISTANT, "label": False}]}, "label"),
+        ({"messages": [{**USER, "images": ["a.png"]}, ASSISTANT]}, "images"),
+    ],
+)
+def test_a_key_with_a_meaning_is_refused_by_name_or_ignored_on_purpose(record: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=rf"\b{key}\b.*keep_going={key}"):
+        to_sample(record)
+    if "chosen" not in record:
+        assert to_sample(record, ignored=[key])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"label": True}, {"weight": 1}, {"weight": 1.0}, {"images": []}, {"rejected": None}, {"kto_tag": True}, {"id": 7}],
+)
+def test_a_key_that_changes_nothing_is_accepted(more: dict[str, Any]) -> None:
+    assert to_sample({**PAIR, **more}) == to_sample(PAIR)
+
+
+def test_the_label_of_a_text_is_a_class() -> None:
+    assert to_sample({"text": "T", "label": 0}) == to_sample({"text": "T"})
+
+
+@pytest.mark.parametrize(("key", "value"), [("weight", 0), ("weight", 0.0), ("train", False), ("loss", False)])
+def test_an_answer_without_loss(key: str, value: Any) -> None:
+    muted = {**ASSISTANT, "content": "B", key: value}
+    assert to_sample({"messages": [USER, muted, USER, ASSISTANT]}).silent == {1}
+    assert to_sample({"messages": [USER, muted]}, ignored=[key]).silent == frozenset()
+
+
+@pytest.mark.parametrize("value", [0.5, 2, "0", -1])
+def test_a_weight_that_is_no_yes_or_no_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"message 1 of 'messages' has weight .*: expected 0, 1"):
+        to_sample({"messages": [USER, {**ASSISTANT, "weight": value}]})
+
+
+def test_the_prompt_of_messages_carries_no_loss() -> None:
+    sample = to_sample({"prompt": [USER, ASSISTANT, USER], "completion": [{**ASSISTANT, "content": "B"}]})
+    assert sample.silent == {1}
+    mixed = to_sample({"prompt": [USER], "completion": "A"})
+    assert mixed.messages == (USER, ASSISTANT)
+    assert mixed == to_sample({"prompt": '[{"role": "user", "content": "Q"}]', "completion": "A"})
+
+
+def test_legacy_functions() -> None:
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    for content in ({"content": None}, {"content": ""}, {}):
+        sample = to_sample(
+            {"messages": [USER, {"role": "assistant", **content, "function_call": call}], "functions": [{"name": "f"}]}
+        )
+        assert sample.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
+        assert sample.tools == ({"type": "function", "function": {"name": "f"}},)
+    for nothing in (None, "", {}):
+        called = to_sample({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": nothing}}]})
+        assert called.messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+    listed = '[{"value": 5}]'
+    assert to_sample({"prompt": "Q", "completion": listed}).pieces[1] == (listed, True), "JSON that is no message"
+
+
+@pytest.mark.parametrize("value", ["f(1)", "{}", '{"arguments": {}}', "[]"])
+def test_a_function_call_of_sharegpt_that_names_no_function_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="message 0 of 'conversations' is a function_call"):
+        to_sample({"conversations": [{"from": "function_call", "value": value}]})
+
+
+def test_history_becomes_earlier_turns() -> None:
+    sample = to_sample({"instruction": "Q", "output": "A", "history": [["q", "a"]], "system": "S"})
+    assert [message["content"] for message in sample.messages] == ["S", "q", "a", "Q", "A"]
+    assert not sample.silent
+    for broken in ("x", [["q"]], [["q", 1]], {"a": 1}):
+        with pytest.raises(ValueError, match="'history' must be a list of pairs"):
+            to_sample({"instruction": "Q", "output": "A", "history": broken})
+
+
+def test_reasoning_under_any_of_its_names() -> None:
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        sample = to_sample({"messages": [USER, {**ASSISTANT, name: "R"}]})
+        assert sample.messages[1]["reasoning_content"] == sample.messages[1]["thinking"] == "R"
+    with pytest.raises(ValueError, match="reasoning_content and thinking that differ"):
+        to_sample({"messages": [USER, {**ASSISTANT, "thinking": "R", "reasoning_content": "S"}]})
+    with pytest.raises(ValueError, match="only an assistant has them"):
+        to_sample({"messages": [{**USER, "reasoning_content": "R"}, ASSISTANT]})
+
+
+def test_a_system_prompt_under_other_names() -> None:
+    for name in ("system", "system_prompt", "system_message"):
+        for record in (CHAT, SHARE, {"instruction": "Q", "output": "A"}):
+            assert to_sample({**record, name: "S"}).messages == ({"role": "system", "content": "S"}, USER, ASSISTANT)
+    assert to_sample({**CHAT, "system": "S", "system_prompt": "S"}).messages[0]["content"] == "S"
+    with pytest.raises(ValueError, match="another system message"):
+        to_sample({**CHAT, "system": "S", "system_prompt": "T"})
+
+
+def test_turns_that_would_be_ignored_are_refused() -> None:
+    with pytest.raises(ValueError, match="'history', which only instruction and output can have"):
+        to_sample({**CHAT, "history": [["q", "a"]]})
+    with pytest.raises(ValueError, match="is to be trained, and its role is user"):
+        to_sample({"messages": [{**USER, "train": True}, ASSISTANT]})

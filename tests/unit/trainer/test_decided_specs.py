@@ -1,7 +1,5 @@
 """The same command follows, and resumes, the run that it has started, whatever its hosts and its ranks have decided."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tables import table
 from test_decisions import EIGHT, ONE, SMALL, answer, card, cpu
 
 from trainer.common.errors import UserError
@@ -23,18 +22,8 @@ from trainyard.run.plan.make_plan import check_running_spec
 from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import Host
 
-FIELDS: dict[str, tuple[Any, ...]] = {
-    "precision": ("auto", "32-true", "bf16-mixed"),
-    "batch_size": ("auto", 1, 4),
-    "gradient_checkpointing": ("auto", True, False),
-    "quantize": ("auto", "none", "nf4"),
-    "torch_compile": ("auto", True, False),
-    "strategy": (AUTO, "ddp", "fsdp", "pipeline", "diloco", "deepspeed"),
-    "packing": ("auto", True, False),
-    "lora_r": (0, 8),
-    "seq_length": (256, 4096),
-    "gradient_accumulation": (2,),
-    "total_batch_size": (1, 64),
+FIELDS: dict[str, tuple[Any, ...]] = table("decided_specs")["fields"] | {
+    "strategy": (AUTO, "ddp", "fsdp", "pipeline", "diloco", "deepspeed")
 }
 SHAPES = {"one": ONE, "eight": EIGHT, "small": SMALL}
 CARDS = [card(8, 8.6), card(24, 8.9), card(12, 7.5), card(80, 9.0, 2), card(6, 6.1)]
@@ -87,12 +76,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.booleans(),
 )
 def test_the_same_command_has_the_spec_of_the_run(
-    models: Path,
-    fields: dict[str, Any],
-    hosts: list[dict[str, Any]],
-    model: str,
-    compiled: bool,
-    controller: bool,
+    models: Path, fields: dict[str, Any], hosts: list[dict[str, Any]], model: str, compiled: bool, controller: bool
 ) -> None:
     """`compiled`: what the ranks decide by their steps; `controller`: whether one has decided before them, as where no Slurm starts them."""
     staged = []

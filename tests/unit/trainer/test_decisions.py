@@ -1,13 +1,12 @@
 """The fields that the hosts decide: a table of clusters, ranks that decide together, and a resumed run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from trainer_runs import Here
 
 from trainer.__main__ import main
@@ -21,13 +20,7 @@ from trainer.spec import make_spec, read_spec
 from trainer.supervise.link_free import link_free
 from trainyard.remote.host_facts import run_state
 
-EIGHT = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "head_dim": 128,
-}
+EIGHT = table("decisions")["eight"]
 EIGHT |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False}
 SEVEN = EIGHT | {"model_type": "llama", "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 32000}
 SEVEN |= {"num_key_value_heads": 32}
@@ -93,9 +86,8 @@ def decided(spec: RunSpec) -> tuple[Any, ...]:
 def test_a_pair_needs_the_memory_of_two_rows() -> None:
     hosts = [card(12, 8.6)]
     single, _ = decide(make_spec({"model": "x"}, "here"), hosts, read_shape(ONE))
-    pairs, _ = decide(
-        make_spec({"model": "x", "method": "dpo", "dataset": "pairs.jsonl"}, "here"), hosts, read_shape(ONE)
-    )
+    dpo = make_spec({"model": "x", "method": "dpo", "dataset": "pairs.jsonl"}, "here")
+    pairs, _ = decide(dpo, hosts, read_shape(ONE))
     assert not single.gradient_checkpointing and pairs.batch_size == single.batch_size // 2
 
 
@@ -107,24 +99,14 @@ def test_decisions_for_a_cluster(cluster: str) -> None:
     gpus = all(host["gpu_mib"] for host in hosts)
     assert spec.automatic in ((), ("torch_compile",)) if gpus else spec.automatic == (), "ranks know the steps"
     assert not any(line.startswith("warning") for line in lines)
-    for value in (
-        f"batch_size={spec.batch_size}",
-        f"precision={spec.precision}",
-    ):
+    for value in (f"batch_size={spec.batch_size}", f"precision={spec.precision}"):
         assert any(line.startswith(f"auto: {value}") for line in lines)
     if spec.quantize == "nf4":
         assert any("auto: quantize=nf4: the weights do not fit" in line for line in lines)
 
 
 def test_what_a_user_sets_is_kept() -> None:
-    given = {
-        "precision": "32-true",
-        "batch_size": 3,
-        "gradient_checkpointing": False,
-        "quantize": "none",
-        "torch_compile": False,
-        "strategy": "ddp",
-    }
+    given = table("decisions")["given"]
     spec = make_spec({"model": "x"} | given, "here")
     assert spec.automatic == ()
     found, lines = decide(spec, [card(8, 8.6)] * 3, read_shape(EIGHT))
@@ -132,9 +114,8 @@ def test_what_a_user_sets_is_kept() -> None:
     assert len(lines) == 1 and lines[0].startswith("warning: the plan does not fit")
     # A strategy that the plan does not know on these hosts is not a reason to save memory.
     alone, lines = decide(make_spec({"model": "x", "strategy": "pipeline"}, "here"), [card(80, 9.0)], read_shape(ONE))
-    assert decided(alone) == ("bf16-mixed", 16, False, "none", "pipeline") and not any(
-        "warning" in line for line in lines
-    )
+    assert decided(alone) == ("bf16-mixed", 16, False, "none", "pipeline")
+    assert not any("warning" in line for line in lines)
     # Without bitsandbytes on every host there are no weights in 4 bits.
     hosts = [card(8, 8.6, four_bits=False), card(8, 8.6)]
     found, lines = decide(make_spec({"model": "x", "strategy": "ddp"}, "here"), hosts, read_shape(EIGHT))
@@ -143,9 +124,7 @@ def test_what_a_user_sets_is_kept() -> None:
 
 def test_automatic_fields_of_a_spec(tmp_path: Path) -> None:
     assert make_spec({}, "here").automatic == AUTOMATIC
-    assert "batch_size" not in make_spec({"gradient_accumulation": 2}, "here").automatic, (
-        "the rows of a step depend on it"
-    )
+    assert "batch_size" not in make_spec({"gradient_accumulation": 2}, "here").automatic, "rows depend on it"
     assert "precision" in make_spec({"precision": "auto"}, "here").automatic
     file = tmp_path / "spec.yml"
     file.write_text(make_spec({}, "here").to_yaml())
@@ -165,14 +144,7 @@ def test_automatic_fields_of_a_spec(tmp_path: Path) -> None:
 
 
 def test_ranks_with_different_decisions_take_what_needs_least() -> None:
-    mine = {
-        "precision": "bf16-mixed",
-        "batch_size": 8,
-        "gradient_checkpointing": False,
-        "quantize": "none",
-        "torch_compile": True,
-        "strategy": "ddp",
-    }
+    mine = table("decisions")["mine"]
     other = mine | {"batch_size": 2, "gradient_checkpointing": True}
     assert common([mine, mine]) == mine
     assert common([mine, other]) == other
@@ -266,15 +238,12 @@ def test_the_plan_decides_for_the_hosts_of_a_file(tmp_path: Path, monkeypatch: A
         (tmp_path / "hosts.json").write_text(json.dumps(hosts))
         return decisions_of_plan(capsys, *flags, f"--hosts={tmp_path}/hosts.json")
 
-    [precision, size, compiling] = decisions(
-        {"gpu_mib": 24576, "capability": 8.9}, {"gpu_mib": 12288, "capability": 8.6}
-    )
+    two = {"gpu_mib": 24576, "capability": 8.9}, {"gpu_mib": 12288, "capability": 8.6}
+    [precision, size, compiling] = decisions(*two)
     assert precision.startswith("auto: precision=bf16-mixed: every GPU computes in bfloat16")
     assert size.startswith("auto: batch_size=1: micro-batches of 4096 tokens")
     assert compiling.startswith("auto: torch_compile: true on GPUs if the run has 2,000 steps or more")
-    assert decisions({"gpu_mib": 24576})[0].startswith(
-        "auto: precision=32-true: the compute capability of a GPU is unk"
-    )
+    assert decisions({"gpu_mib": 24576})[0].startswith("auto: precision=32-true: the compute capability of a GPU")
     assert decisions({"memory_mib": 24000})[0].startswith("auto: precision=32-true: a CPU has no")
     # No strategy fits.
     flags = [f"--model={tmp_path}", "--no-measure", "--strategy=auto", "--lora-r=0", "--quantize=none"]

@@ -1,7 +1,5 @@
 """A user's own configuration of DeepSpeed: read from a file, checked against the spec, and passed on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,7 @@ from trainer.strategy.deepspeed_config import engine_config, file_config
 from trainyard.extra_vars import read_run_spec
 
 TOP = Path(__file__).parents[3]
-OWN: dict[str, Any] = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": "auto",
-    "bf16": {"enabled": False},
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": 5000000, "stage3_max_live_parameters": 1000, "overlap_comm": True},
-}  # fmt: skip
+OWN: dict[str, Any] = table("deepspeed_file")["own"]
 
 
 @pytest.fixture
@@ -65,9 +57,7 @@ def test_options_that_differ_from_the_spec_are_refused_by_name(options: dict[str
 @pytest.mark.parametrize(
     ("options", "fields"), table("deepspeed_options")["fields"], ids=lambda value: json.dumps(value)[:40]
 )
-def test_the_file_sets_the_fields_that_the_spec_does_not(
-    options: dict[str, Any], fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_file_sets_what_the_spec_does_not(options: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(options))
     spec = read_spec(None, {"deepspeed": str(file)}, "the flags", ranks=3)

@@ -1,7 +1,5 @@
 """The loss that compares student and teacher."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,7 @@ from trainer.data.shapes import to_sample
 from trainer.method.method_base import places_of
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.method.sft import SFT
-from trainer.models.loss import (
-    Divergence,
-    distillation_loss,
-)
+from trainer.models.loss import Divergence, distillation_loss
 
 TEMPERATURES = (0.5, 1.0, 2.0)
 
@@ -105,10 +100,7 @@ def ours(
 ) -> torch.Tensor:
     """Return the divergence summed over the tokens with a label, through the loss of a micro-batch."""
     return distillation_loss(
-        student.flatten(0, 1),
-        labels.flatten(),
-        teacher.flatten(0, 1),
-        Divergence(1.0, temperature, beta),
+        student.flatten(0, 1), labels.flatten(), teacher.flatten(0, 1), Divergence(1.0, temperature, beta)
     )
 
 

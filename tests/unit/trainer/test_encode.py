@@ -1,7 +1,5 @@
 """Encoding samples: token ids, loss mask, truncation, cache."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
@@ -34,10 +32,7 @@ from trainer.data.tiny import TEMPLATE
 from trainer.spec import make_spec
 
 # Like those of Qwen and Llama: no generation tags, and text after every answer.
-UNMARKED = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+UNMARKED = table("encode")["unmarked"]
 ALTERNATING = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported\nat all') }}{% endif %}"
     + TEMPLATE
@@ -46,12 +41,7 @@ TALK = chat("the cat runs", "a red tree", "the moon ä", "猫 sits 🚂")
 
 
 # Like those of models that call tools: JSON of the tools in front, and of the calls in an answer.
-WITH_TOOLS = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-    "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
-    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+WITH_TOOLS = table("encode")["with_tools"]
 CALLS = to_sample(
     {
         "messages": [
@@ -91,9 +81,8 @@ def trained_text(tokenizer: Any, sample: Sample, **how: Any) -> tuple[str, str]:
 )
 def test_only_marked_answers_carry_loss(tokenizer: Any, template: str) -> None:
     text, trained = trained_text(tokenizer, TALK, template=template)
-    assert text == (
-        "<|begin|><|user|>the cat runs<|assistant|>a red tree<|end|><|user|>the moon ä<|assistant|>猫 sits 🚂<|end|>"
-    )
+    first = "<|begin|><|user|>the cat runs<|assistant|>a red tree<|end|>"
+    assert text == f"{first}<|user|>the moon ä<|assistant|>猫 sits 🚂<|end|>"
     assert trained == "a red tree<|end|>猫 sits 🚂<|end|>"
 
 
@@ -107,9 +96,7 @@ def test_an_end_of_a_turn_that_is_no_token_is_a_warning(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, UNMARKED])
 def test_tool_calls_are_refused_by_a_template_without_them(tokenizer: Any, template: str) -> None:
-    with pytest.raises(
-        UserError, match=r"leaves out the tool call \(tool_calls\) of message 1: use a model that calls tools"
-    ):
+    with pytest.raises(UserError, match=r"leaves out the tool call .* of message 1: use a model that calls tools"):
         encoder(tokenizer, template=template)(Sample(messages=CALLS.messages))
     with pytest.raises(UserError, match="the chat template of the model has no tools"):
         encoder(tokenizer, template=template)(Sample(messages=TALK.messages, tools=CALLS.tools))
@@ -358,9 +345,7 @@ def test_the_controller_encodes_as_the_hosts_do(tokenizer: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("change", table("encode")["the_controller_has_the_special_tokens_of_the_hosts"])
-def test_the_controller_has_the_special_tokens_of_the_hosts(
-    change: dict[str, Any], tokenizer: Any, tmp_path: Path
-) -> None:
+def test_the_controller_has_the_tokens_of_the_hosts(change: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
     adds = copy.deepcopy(tokenizer)
     if "Qwen2" not in str(change):
         template = ("<|begin|> <|end|> $A", "$A $B", [("<|begin|>", 0), ("<|end|>", 1)])
@@ -383,9 +368,8 @@ def test_the_controller_splits_a_text_as_the_class_of_the_hosts_does(
 ) -> None:
     """Some classes of transformers take from tokenizer.json only the vocabulary."""
     vocabulary = ["<unk>", "<s>", "</s>", "<pad>", "<mask>", "▁", "a", "b", "▁a", "ab", "<0x63>"]
-    model = models.BPE(
-        {token: index for index, token in enumerate(vocabulary)}, [("▁", "a"), ("a", "b")], unk_token="<unk>"
-    )
+    places = {token: index for index, token in enumerate(vocabulary)}
+    model = models.BPE(places, [("▁", "a"), ("a", "b")], unk_token="<unk>")
     core = Tokenizer(model)
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     core.add_special_tokens(vocabulary[:5])
@@ -445,9 +429,7 @@ def test_a_token_outside_the_embedding_is_refused_at_its_sample(tokenizer: Any) 
     low, high = sorted(samples, key=lambda sample: max(encoder(tokenizer)(sample)[0]))
     limited = Encoder(tokenizer, seq_length=64, train_on="answer", rows=max(encoder(tokenizer)(low)[0]) + 1)
     assert limited(low)
-    with pytest.raises(
-        UserError, match=rf"{high.where}: has the token .*, and the embedding of the model has \d+ rows: "
-    ):
+    with pytest.raises(UserError, match=rf"{high.where}: has the token .*, and the embedding .* has \d+ rows: "):
         limited(high)
 
 

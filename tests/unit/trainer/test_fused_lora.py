@@ -1,7 +1,5 @@
 """Adapters in fewer passes: the results and the gradients are those of peft's layer."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,12 +1,11 @@
 """Group relative policy optimization: its loss, gradients and advantages are those of TRL's GRPOTrainer, and its completions do not depend on ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
 import json
 import math
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,14 +32,7 @@ from trainer.models.sampling import Sampler
 from trainer.rewards.reward_process import total
 from trainer.spec import check_given, make_spec
 
-FIELDS = {
-    "method": "grpo",
-    "reward": "exact",
-    "seq_length": 64,
-    "grpo_max_tokens": 12,
-    "grpo_group_size": 4,
-    "lora_r": 4,
-}
+FIELDS = table("grpo")["fields"]
 FIELDS |= {"total_batch_size": 8, "batch_size": 3, "lora_targets": "q_proj,v_proj,down_proj"}
 
 
@@ -261,17 +253,12 @@ def test_columns_that_a_prompt_does_not_have() -> None:
 
 @pytest.mark.parametrize(("row", "reason"), table("grpo")["records_that_are_refused"])
 def test_records_that_are_refused(row: Any, reason: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(reason)):
         to_prompt(row)
-    assert reason in str(caught.value)
 
 
 def test_prompts_are_encoded_with_the_header_of_an_answer(tokenizer: Any, tmp_path: Path) -> None:
-    rows: list[Any] = [
-        {"prompt": "the cat", "answer": "a"},
-        {"prompt": [{"role": "user", "content": "the dog"}]},
-        {"prompt": "night " * 80},
-    ]
+    rows: list[Any] = table("grpo")["rows"]
     path = write_jsonl(tmp_path / "p.jsonl", rows)
     encoder = Encoder.of(make(), tokenizer)
     corpus = encode_all(read_source(source_of(path), data="prompts"), encoder)
@@ -305,9 +292,8 @@ def test_prompts_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("fields", "reason"), table("grpo")["specs_that_are_refused"])
 def test_specs_that_are_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(reason)):
         make(**fields)
-    assert reason in str(caught.value)
 
 
 def test_steps_have_prompts_and_rows_have_completions() -> None:
@@ -371,9 +357,8 @@ def update(
         for part in work.parts:
             (module(*method.batch(work, part, 2, None, torch.from_numpy)) / work.total).backward()
         rated = work.shared.rated
-        sums = dict(zip(method.sums, method.take_metrics(method.sums), strict=True)) | {
-            "weight": work.weight / work.total
-        }
+        sums = dict(zip(method.sums, method.take_metrics(method.sums), strict=True))
+        sums["weight"] = work.weight / work.total
         found[rank] = (rated.ids, rated.advantages.tolist(), gradients(module.model), sums, method.take_examples())
         method.end()
 
@@ -434,11 +419,8 @@ def test_an_error_of_a_reward_reaches_every_rank(adapted: Any, tokenizer: Any, t
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert (
-        said[0]
-        == said[1]
-        == "reward: mine.py: reward_e returned 1 rewards for 8 completions: return one per completion"
-    )
+    wanted = "reward: mine.py: reward_e returned 1 rewards for 8 completions: return one per completion"
+    assert said == [wanted, wanted]
 
 
 def test_written_tokens_have_the_probabilities_of_the_student(tokenizer: Any) -> None:

@@ -1,7 +1,5 @@
 """Inputs that break careless readers: special files, unknown users, long names, expanding YAML, escape sequences."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

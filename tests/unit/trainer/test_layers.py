@@ -3,14 +3,15 @@
 Imports for type checkers alone do not count. Neither does the registry of strategies, which imports a strategy by its name.
 """
 
-from __future__ import annotations
-
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from tables import table
 from trainer_runs import TOP
 
 # A package may import those to its left.
@@ -68,3 +69,35 @@ def test_names_of_strategies_are_those_of_their_modules() -> None:
 
     assert all(isinstance(plan_named(name), StrategyPlan) for name in STRATEGIES)
     assert len({type(plan_named(name)) for name in STRATEGIES}) == len(STRATEGIES)
+
+
+# Imports without torch -----------------------------------------------------------------------------------------------
+
+TORCH_FREE = tuple(table("torch_free")["torch_free"])
+CHECK = table("torch_free")["check"]
+
+
+def without_torch(code: str) -> subprocess.CompletedProcess[str]:
+    blocked = f"import sys; sys.modules['torch'] = None\n{code}"
+    return subprocess.run([sys.executable, "-c", blocked], cwd=TOP, capture_output=True, text=True, check=False)
+
+
+def test_modules_import_without_torch() -> None:
+    done = without_torch(f"import {', '.join(TORCH_FREE)}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_auto_is_resolved_without_torch() -> None:
+    done = without_torch(CHECK)
+    assert done.returncode == 0, done.stderr
+    assert '"ddp"' in done.stdout
+
+
+def test_the_run_spec_needs_no_package_but_pydantic_and_yaml() -> None:
+    """An environment without torch has neither numpy nor transformers."""
+    blocked = "import sys\nfor name in ('torch', 'numpy', 'transformers', 'safetensors'): sys.modules[name] = None\n"
+    code = "from trainer.spec import make_spec\nfrom trainer.strategy import STRATEGIES\n"
+    code += "[make_spec({'strategy': name}, 'here') for name in ('auto', *STRATEGIES)]\n"
+    code += "from trainer.method import METHODS, method_named\n[method_named(name) for name in METHODS]"
+    done = subprocess.run([sys.executable, "-c", blocked + code], cwd=TOP, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """How the workers of a galaxy meet in a store: stale cards, taken numbers, other sizes and specs, addresses that others cannot reach."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import re
@@ -138,9 +136,7 @@ def test_a_number_that_is_taken_is_refused_by_name(keys: Any, rank: int) -> None
 
 def test_another_size_another_spec_and_the_limit_are_said(keys: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lead, other = Part(keys, card(0, 3), 2.0), Part(keys, card(1, 2), 2.0)
-    assert "--hv.galaxy-size: this worker has 2, but worker 0 (--hv.world-rank 0) on 'host0' has 3" in str(
-        other.result()
-    )
+    assert "-size: this worker has 2, but worker 0 (--hv.world-rank 0) on 'host0' has 3" in str(other.result())
     lead.hints.set("2", "else host9")
     waited = str(lead.result())
     assert "waited 2 s (collective_timeout) for workers 1, 2 of 3 (--hv.world-rank 1, 2)" in waited
@@ -168,9 +164,7 @@ def test_numbers_backend_folder_and_addresses_follow_from_the_cards() -> None:
         Worker.read("x")
 
 
-def test_the_command_store_refuses_an_address_that_it_cannot_have(
-    server: dist.TCPStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_refuses_an_address_it_cannot_have(server: dist.TCPStore, capsys: pytest.CaptureFixture[str]) -> None:
     for address in ("/ip4/203.0.113.9/tcp/30001", f"/ip4/127.0.0.1/tcp/{server.port}"):
         assert main(["store", "--identity_path", "key.pem", "--host_maddrs", address]) == 2
         assert "--host_maddrs: " in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Merging adapters and models: the exact mean of updates, what is saved, and votes."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -59,9 +57,8 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def merged_weights(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    return weights_of(
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter)).merge_and_unload()
-    )
+    model = AutoModelForCausalLM.from_pretrained(base)
+    return weights_of(PeftModel.from_pretrained(model, str(adapter)).merge_and_unload())
 
 
 @pytest.mark.parametrize("weights", [[], [0.5, 0.3, 0.2]])
@@ -109,9 +106,8 @@ def test_adapters_of_tied_embeddings(runs: list[dict[str, str]], tokenizer: Any,
     parts = []
     for number, targets in enumerate((("lm_head", "q_proj"), ("embed_tokens", "lm_head"), ("q_proj",))):
         spec = yaml.safe_load((Path(runs[0]["folder"]) / "spec.yml").read_text())
-        values = make_spec(
-            spec | {"model": str(tmp_path / "base"), "lora_targets": targets, "run": f"tied{number}"}, "test"
-        )
+        changes = {"model": str(tmp_path / "base"), "lora_targets": targets, "run": f"tied{number}"}
+        values = make_spec(spec | changes, "test")
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora_config(values))
         for name, weight in model.named_parameters():
             if "lora_" in name:
@@ -133,9 +129,8 @@ def test_adapters_of_tied_embeddings(runs: list[dict[str, str]], tokenizer: Any,
     same = parts[:1] * 2
     merge.merge(merge.read_request(request(same, tmp_path / "cat")))
     merge.merge(merge.read_request(request(same, tmp_path / "one", "soup")))
-    adapted = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "cat/adapter")
-    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = PeftModel.from_pretrained(model, str(tmp_path / "cat/adapter"))
     one = AutoModelForCausalLM.from_pretrained(tmp_path / "one/model")
     torch.testing.assert_close(one(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=0, atol=1e-5)
 

@@ -1,7 +1,5 @@
 """Names of models that are refused before anything is asked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,12 +1,12 @@
 """Numerics: packing is exact, and the distribution of rows over ranks does not change the gradient."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from small_models import MODELS, SMALL, assert_equal_work, batch, loss_and_gradient, small_model
 from torch import nn
@@ -20,7 +20,7 @@ from trainer.distributed.world import World
 from trainer.method.method_base import Batch, arranged
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.models.model import isolates_packed_samples, load_model
-from trainer.models.optim import make_optimizer
+from trainer.models.optim import learning_rate, make_optimizer
 from trainer.spec import make_spec
 from trainer.strategy import make_strategy
 
@@ -97,9 +97,7 @@ def test_the_loss_in_chunks_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_compiled_model_computes_its_loss_in_chunks(
-    lora: bool, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model_has_its_loss_in_chunks(lora: bool, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its decoder is compiled, and what follows sees seven places at a time."""
     model: Any = small_model("llama").train()
     if lora:
@@ -179,9 +177,7 @@ def test_models_that_mix_samples_fail_the_check(kind: str, spread: float, dtype:
 
 @pytest.mark.parametrize("shares", [[1], [1, 1], [3, 1], [1, 2, 4], [0, 1]])
 @pytest.mark.parametrize("micro", [1, 2, 5])
-def test_any_share_of_the_rows_gives_the_same_gradient(
-    shares: list[int], micro: int, corpus: Corpus, model_folder: Any
-) -> None:
+def test_any_shares_give_one_gradient(shares: list[int], micro: int, corpus: Corpus, model_folder: Any) -> None:
     """Also with micro-batches of another size on each rank."""
     spec = make_spec({"seq_length": 64, "model": str(model_folder), "lora_r": 4}, "")
     rows = best_fit(corpus.lengths.tolist(), 64, range(len(corpus)))
@@ -231,9 +227,8 @@ def test_trained_weights_are_float32_and_a_frozen_base_is_not_in_the_optimizer(m
     assert kinds == {True: torch.float32, False: torch.bfloat16}
     optimizer = make_optimizer(spec, model.parameters())
     assert all("lora" in name for name, p in model.named_parameters() if p.requires_grad)
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == sum(
-        p.requires_grad for p in model.parameters()
-    )
+    count = sum(p.requires_grad for p in model.parameters())
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == count
     full = load_model(
         make_spec({"seq_length": 64, "model": str(model_folder), "precision": "bf16-mixed", "lora_r": 0}, ""), CPU
     )
@@ -249,3 +244,53 @@ def test_new_adapters_are_equal_on_every_rank(model_folder: Any) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
     other = load_model(make_spec({"seq_length": 64, "model": str(model_folder), "seed": 2}, ""), CPU).state_dict()
     assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+# The learning rate and the weight decay ------------------------------------------------------------------------------
+
+
+def curve(steps: int, **fields: Any) -> list[float]:
+    spec = make_spec({"model": "m", "lr": 1.0} | fields, "")
+    return [learning_rate(spec, step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("warmup", [10, 0.1], ids=["steps", "share"])
+def test_warmup_then_decay(warmup: float) -> None:
+    cosine, linear, flat = (curve(100, warmup=warmup, schedule=name) for name in ("cosine", "linear", "constant"))
+    for values in (cosine, linear, flat):
+        assert values[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert flat[9:] == [1.0] * 91
+    assert linear[9:] == pytest.approx([1 - place / 91 for place in range(91)])
+    assert cosine[54] == pytest.approx(0.5, abs=0.02), "half of the peak"
+    assert 0 < cosine[-1] < linear[-1] < 0.02
+
+
+@given(
+    st.integers(1, 300),
+    st.sampled_from(["cosine", "linear", "constant"]),
+    st.floats(0, 0.999) | st.integers(0, 400).map(float),
+)
+def test_the_rate_is_positive_and_never_above_the_peak(steps: int, schedule: str, warmup: float) -> None:
+    values = curve(steps, schedule=schedule, warmup=warmup)
+    assert all(0 < value <= 1 + 1e-12 for value in values)
+    peak = values.index(max(values))
+    assert values[:peak] == sorted(values[:peak])
+    assert values[peak:] == sorted(values[peak:], reverse=True)
+
+
+def test_weight_decay_applies_to_trained_matrices() -> None:
+    part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    part[2].requires_grad_(False)
+    optimizer = make_optimizer(make_spec({"weight_decay": 0.1}, ""), part.parameters())
+    assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 0.1), (3, 0.0)]
+
+
+def test_decay_applies_without_a_gradient() -> None:
+    part = nn.Linear(2, 2)
+    before = part.weight.detach().clone(), part.bias.detach().clone()
+    optimizer = make_optimizer(make_spec({"weight_decay": 0.5, "lr": 0.1}, ""), part.parameters())
+    for parameter in part.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(part.weight, before[0] * 0.95)
+    assert torch.equal(part.bias, before[1])

@@ -75,12 +75,7 @@ def test_best_fit_rejects_items_that_fit_nowhere() -> None:
 
 
 @given(
-    lengths_lists,
-    st.integers(24, 64),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.booleans(),
-    st.integers(0, 2**32 - 1),
+    lengths_lists, st.integers(24, 64), st.integers(1, 4), st.integers(1, 9), st.booleans(), st.integers(0, 2**32 - 1)
 )
 def test_every_epoch_has_every_sample_once_and_steps_cover_all_rows_once(
     lengths: list[int], capacity: int, epochs: int, rows: int, packing: bool, seed: int

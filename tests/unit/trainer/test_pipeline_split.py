@@ -1,22 +1,27 @@
 """The division of layers over ranks, the order of their passes, and the costs of strategy=pipeline."""
 
-from __future__ import annotations
-
+import os
+import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
 from trainer.costs.cost import Layout, RowStats, autocast_bytes, full_state
+from trainer.distributed import COPY_STAGES
+from trainer.distributed.world import World
 from trainer.model_files.model_shape import Shape, read_shape
 from trainer.spec import make_spec
-from trainer.strategy import pipeline_measure, plan_named
+from trainer.strategy import pipeline_copies, pipeline_measure, plan_named
+from trainer.strategy.pipeline_copies import StageCopies, stage_file, transfers
 from trainer.strategy.pipeline_costs import layer_costs, stage_state
 from trainer.strategy.pipeline_measure import divide_model
 from trainer.strategy.pipeline_schedule import Operation, operations
@@ -52,9 +57,7 @@ def test_a_small_rank_holds_what_fits() -> None:
     # The first of two ranks holds 3 micro-batches: 13 bytes per layer and the embedding.
     assert divide_layers(12, [RankFacts(1.0, 5 + 4 * 13), RankFacts(1.0, 1e3)], costs, 8) == [4, 8]
     assert divide_layers(12, [RankFacts(1.0, 5 + 4 * 11), RankFacts(1.0, 1e3)], costs, 1) == [4, 8]
-    with pytest.raises(
-        UserError, match=r"strategy: pipeline needs about .* GiB over 2 ranks, which have .* GiB: add hosts"
-    ):
+    with pytest.raises(UserError, match=r"strategy: pipeline needs about .* over 2 ranks, which have .*: add hosts"):
         divide_layers(12, [RankFacts(1.0, 5 + 4 * 13), RankFacts(1.0, 5 + 7 * 11)], costs, 8)
     with pytest.raises(UserError, match="pipeline needs about"):
         divide_layers(2, [RankFacts(1.0, 10), RankFacts(1.0, 1e3)], costs, 8)
@@ -132,9 +135,7 @@ def test_costs_grow_with_layers_and_name_the_ends() -> None:
     assert 0.3 < costs.head < 1.0
     recomputed = spec.model_copy(update={"gradient_checkpointing": True})
     less = layer_costs(recomputed, shape, RowStats.full(spec), 4, cuda=False)
-    assert less.head == pytest.approx(costs.head * 3 / 4, rel=1e-6), (
-        "four passes through a layer, three through the head"
-    )
+    assert less.head == pytest.approx(costs.head * 3 / 4, rel=1e-6), "four passes, and three through the head"
     many = plan_named("pipeline").memory(spec, shape, Layout((1,) * 40), RowStats.full(spec))
     few = plan_named("pipeline").memory(spec, shape, Layout((1, 1)), RowStats.full(spec))
     assert sum(many.step.values()) < sum(few.step.values())
@@ -190,3 +191,73 @@ def test_ranks_with_room_for_the_rows_of_the_dataset_only_get_layers_and_a_warni
     assert capsys.readouterr().out.startswith("warning: the memory may not suffice for rows of ")
     with pytest.raises(UserError, match=r"^strategy: pipeline needs about 128\.0 GiB"):
         divide_model(spec, pipelines, [large, replace(small, layer=2.0 * GIB)])  # type: ignore[arg-type]
+
+
+# Copies of the checkpoint of a pipeline ------------------------------------------------------------------------------
+
+LARGE = 10**9
+
+
+def test_every_host_sends_its_files_to_the_next_one() -> None:
+    """Every second host sends first; with an odd number of hosts, the last one sends to the first among these."""
+    assert transfers([0, 1], [True] * 2, [5, 5], [LARGE] * 2) == [(0, 1), (1, 0)]
+    assert transfers([0, 1, 2], [True] * 3, [5] * 3, [LARGE] * 3) == [(0, 1), (2, 0), (1, 2)]
+    assert transfers([0, 2, 4, 5], [True] * 4, [5] * 4, [LARGE] * 4) == [(0, 1), (2, 3), (1, 2), (3, 0)]
+
+
+def test_the_first_rank_of_a_host_receives_the_files_of_all_ranks_of_another() -> None:
+    leaders = [True, False, True, False]
+    assert transfers([0, 0, 1, 1], leaders, [5] * 4, [LARGE] * 4) == [(0, 2), (1, 2), (2, 0), (3, 0)]
+
+
+def test_a_host_receives_nothing_that_fills_half_of_its_free_space() -> None:
+    assert transfers([0, 1], [True] * 2, [60, 60], [120, 119]) == [(1, 0)]
+    assert transfers([0, 0, 1], [True, False, True], [60, 60, 60], [LARGE, LARGE, 200]) == [(2, 0)]
+
+
+def test_a_file_that_could_not_be_written_is_not_sent() -> None:
+    assert transfers([0, 1], [True] * 2, [0, 60], [LARGE] * 2) == [(1, 0)]
+    assert transfers([0, 0], [True, False], [5, 5], [LARGE] * 2) == []
+
+
+# Two ranks as processes -------------------------------------------------------------------------------------------------
+
+
+def rank(number: int, folder: Path, case: str) -> None:
+    """Write a file, copy it as one of two hosts, and finish."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
+    world = World(number, 2, 0, number, torch.device("cpu"))
+    os.environ[COPY_STAGES] = "1" if case != "off" else "0"
+    pipeline_copies._CHUNK, pipeline_copies._PATIENCE = 1000, 0.2 if case == "slow" else 60.0
+    send = dist.send
+    if case == "slow":
+        dist.send = lambda *args, **options: (time.sleep(0.05), send(*args, **options))
+    here = folder / f"host{number}"
+    here.mkdir()
+    copies = StageCopies(world)
+    for step in ("first", "second"):
+        (here / step).mkdir()
+        (here / step / stage_file(number)).write_bytes(bytes([number]) * 50_500)
+        if case == "full" and number == 1:
+            (here / step / stage_file(0)).with_suffix(".part").mkdir()  # no file can be written
+        copies.start(here / step, 50_500)
+        copies.finish()
+        assert copies.done()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "copied"),
+    [("plain", [True, True]), ("off", [False, False]), ("slow", [False, False]), ("full", [True, False])],
+)
+def test_copies_are_complete_or_absent(case: str, copied: list[bool], tmp_path: Path) -> None:
+    """`copied`: whether a host has the file of the other one."""
+    torch.multiprocessing.spawn(rank, (tmp_path, case), nprocs=2)
+    for number in (0, 1):
+        for step in ("first", "second"):
+            folder = tmp_path / f"host{number}" / step
+            found = {path.name for path in folder.iterdir() if path.is_file()}
+            assert found == {stage_file(number), *([stage_file(1 - number)] if copied[number] else [])}
+            for name in found:
+                assert (folder / name).read_bytes() == bytes([int(name[6:11])]) * 50_500

@@ -1,7 +1,5 @@
 """Stages of a pipeline: together they compute the loss and the gradients of the whole model, for every supported model type."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tables import table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.common.errors import UserError
@@ -25,15 +24,7 @@ from trainer.strategy.pipeline_weights import WeightFiles
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 60, "head_dim": 8, "pad_token_id": 0, "sliding_window": 6}
-GPT2 = {
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "vocab_size": 60,
-    "n_positions": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+GPT2 = table("pipeline_stages")["gpt2"]
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 0, CPU)
 
@@ -103,9 +94,7 @@ def test_stages_compute_what_the_whole_model_computes(kind: str, lora: int, tmp_
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
-def test_stages_quantize_their_own_layers_as_the_whole_model_is_quantized(
-    kind: str, precision: str, tmp_path: Path
-) -> None:
+def test_stages_quantize_their_layers_as_the_whole_model_does(kind: str, precision: str, tmp_path: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     sizes = {} if kind == "gpt2" else {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     spec = spec_of(saved(tmp_path / "model", kind, **sizes), lora_r=4, quantize="nf4", precision=precision)

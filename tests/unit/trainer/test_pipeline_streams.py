@@ -5,8 +5,6 @@ waits in its first operation until the other rank reaches the same one, and a wa
 needs a GPU for every rank, so this test records what every rank would put into its streams, and follows them to the end.
 """
 
-from __future__ import annotations
-
 import types
 from collections import deque
 from dataclasses import dataclass, field
@@ -52,14 +50,10 @@ def record(rank: int, ranks: int, micro: int, monkeypatch: pytest.MonkeyPatch, d
     found = Recorder()
     monkeypatch.setattr(pipeline_schedule.dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(
-        pipeline_schedule.dist,
-        "isend",
-        lambda value, group, group_dst: found.transfer(group, group_dst, sends=True),
+        pipeline_schedule.dist, "isend", lambda value, group, group_dst: found.transfer(group, group_dst, sends=True)
     )
     monkeypatch.setattr(
-        pipeline_schedule.dist,
-        "irecv",
-        lambda value, group, group_src: found.transfer(group, group_src, sends=False),
+        pipeline_schedule.dist, "irecv", lambda value, group, group_src: found.transfer(group, group_src, sends=False)
     )
     made = iter(range(directions))
     last = directions - 1

@@ -1,7 +1,5 @@
 """Records of preferences: the formats of TRL and of ShareGPT pairs, what carries loss, what is dropped, and what the command `data` shows."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -21,9 +19,8 @@ from trainer.data.samples import check_source, read_source, source_of
 from trainer.data.shapes import Sample, to_sample
 from trainer.data.show import View, show
 
-USER, GOOD, BAD = (
-    {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))
-)
+USER, GOOD = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+BAD = {"role": "assistant", "content": "B"}
 CHAT_PAIR = ((USER, GOOD), (USER, BAD))
 SHARE = {"conversations": [{"from": "human", "value": "Q"}]}
 PAIRS: list[dict[str, Any]] = [
@@ -86,22 +83,14 @@ def test_an_implicit_prompt_of_chats_is_that_of_trl() -> None:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"prompt": "Q", "completion": "A"}, "lacks chosen and rejected; set method=sft"),
-        ({"prompt": "Q", "chosen": "A"}, "it lacks rejected"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are equal: remove the record"),
+        *table("preference_data")["a_record_that_is_no_pair_is_refused"],
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are equal: remove the record"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "no message in common.*give a prompt"),
-        ({"chosen": "A", "rejected": "B"}, "no beginning in common.*give a prompt"),
         (
             {"prompt": "X", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
             "'prompt' 'X' is none of .*keep_going=prompt",
         ),
         ({"prompt": "Q", "messages": [USER], "chosen": "A", "rejected": "B"}, "has messages and prompt"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "score_chosen": 1}, "score_chosen.*keep_going=score_chosen"),
-        ({"prompt": "Q", "chosen": "A", "rejected": 3}, "'rejected' is int, expected a string"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["x"]}, "images"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B", "system": "S"}, "'system', which a chat can have"),
-        ([1], "is a list, expected an object"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -161,11 +150,7 @@ def test_both_sequences_are_encoded_as_wholes(tokenizer: Any) -> None:
 
 
 def test_a_pair_is_dropped_as_a_whole(tokenizer: Any) -> None:
-    rows = [
-        {"prompt": "the ", "chosen": "cat", "rejected": "dog"},
-        {"prompt": "cat " * 40, "chosen": "cat", "rejected": "dog"},
-        {"prompt": "the ", "chosen": "cat " * 40, "rejected": "cat " * 41 + "dog"},
-    ]
+    rows = table("preference_data")["rows"]
     corpus = encode(rows, tokenizer, 24)
     assert len(corpus) == 1
     assert dict(corpus.report.dropped) == {
@@ -198,9 +183,8 @@ def test_a_merge_evaluates_the_preferred_answers(tokenizer: Any) -> None:
     assert [tokenizer.decode(chosen.tokens[s:e], skip_special_tokens=True) for s, e in zip(chosen.starts, chosen.starts[1:], strict=False)] == [
         "a cat 0", "a cat 1", "a cat 2"
     ]  # fmt: skip
-    assert chosen.splits is None and chosen.trained.sum() == sum(
-        pairs.trained[pairs.sequences(i)[0]].sum() for i in range(3)
-    )
+    assert chosen.splits is None
+    assert chosen.trained.sum() == sum(pairs.trained[pairs.sequences(i)[0]].sum() for i in range(3))
     encoder = Encoder(tokenizer, seq_length=64, train_on="answer", data="labels")
     made = [to_labelled({"prompt": "a ", "completion": word, "label": word == "cat"}) for word in ("dog", "cat")]
     good = preferred(encode_all(made, encoder))
@@ -209,10 +193,8 @@ def test_a_merge_evaluates_the_preferred_answers(tokenizer: Any) -> None:
 
 
 def test_the_cache_of_answers_is_not_that_of_labels(tokenizer: Any) -> None:
-    prints = {
-        Encoder(tokenizer, seq_length=9, train_on="answer", data=data).fingerprint() for data in ("answers", "labels")
-    }
-    assert len(prints) == 2
+    encoders = [Encoder(tokenizer, seq_length=9, train_on="answer", data=data) for data in ("answers", "labels")]
+    assert len({each.fingerprint() for each in encoders}) == 2
 
 
 def test_the_command_data_shows_pairs_and_labels(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """Losses, gradients and metrics of the methods that learn from preferences, against those of TRL's trainers on equal batches."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tables import table
 from trainer_runs import WORDS
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -185,11 +184,7 @@ ALL = [[[index] for index in range(PAIRS)]]
 PARTS = [[[0], [1], [2], [3]], [[4], [5]], []]  # a rank without rows passes an empty micro-batch
 
 
-@pytest.mark.parametrize(
-    ("loss", "smoothing"),
-    [("sigmoid", 0.0), ("ipo", 0.0), ("hinge", 0.0), ("robust", 0.1)],
-    ids=lambda value: str(value),
-)
+@pytest.mark.parametrize(("loss", "smoothing"), table("preference_losses")["dpo_equals"], ids=lambda value: str(value))
 def test_dpo_equals_trl(
     loss: str, smoothing: float, adapted: Any, model_folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """Weights in 4 bits that FSDP shards: quantized layer by layer as bitsandbytes quantizes a whole model, and as large as planned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -41,14 +39,11 @@ def saved(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
-def test_layers_are_quantized_as_those_of_a_whole_model(
-    kind: str, dtype: torch.dtype, precision: str, tmp_path: Path
-) -> None:
+def test_layers_are_quantized_as_a_whole_model(kind: str, dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
     """Also transposed weights and biases, and adapters that are drawn beside weights of any data type."""
     folder = saved(tmp_path / "model", kind, dtype)
-    spec = make_spec(
-        {"model": str(folder), "seq_length": 16, "lora_r": 4, "quantize": "nf4", "precision": precision}, "here"
-    )
+    fields = {"model": str(folder), "seq_length": 16, "lora_r": 4, "quantize": "nf4", "precision": precision}
+    spec = make_spec(fields, "here")
     whole, parts = load_model(spec, CPU).eval(), load_model(spec, CPU, sharded=True).eval()
     layers = [module for module in parts.modules() if hasattr(module, "unquantized")]
     assert layers and all(layer.unquantized.dtype == dtype for layer in layers), "weights stay as they are in the files"

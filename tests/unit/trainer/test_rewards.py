@@ -1,8 +1,7 @@
 """Rewards: built-in ones, files of the user, and what stops a file that does not behave."""
 
-from __future__ import annotations
-
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,9 +30,8 @@ def sources(value: Any) -> tuple[RewardSource, ...]:
 def rate(entry: Any, completions: list[Any], **columns: list[Any]) -> list[float | None]:
     (source,) = sources([entry])
     assert not rewards_error([source])
-    return built_in(source.model_dump(mode="json"))(
-        completions=completions, prompts=["?"] * len(completions), **columns
-    )
+    reward = built_in(source.model_dump(mode="json"))
+    return reward(completions=completions, prompts=["?"] * len(completions), **columns)
 
 
 # The field of the spec ---------------------------------------------------------------------------------------------------
@@ -44,7 +42,7 @@ def test_rewards_as_words_and_as_mappings() -> None:
     assert sources("my_reward.py") == sources({"use": "my_reward.py"}) == sources("[my_reward.py]")
     assert sources("a.py:-2")[0].weight == -2 and sources("a.py:-2")[0].is_file
     assert sources("[{use: regex, pattern: 'a,b:1'}]")[0].pattern == "a,b:1"
-    assert [each.use for each in with_reward_paths(sources("exact,a.py,b.py"), ["x.py", "y.py"])] == [
+    assert [one.use for one in with_reward_paths(sources("exact,a.py,b.py"), ["x.py", "y.py"])] == [
         "exact",
         "x.py",
         "y.py",
@@ -57,9 +55,7 @@ def test_rewards_that_are_refused(value: Any, reason: str) -> None:
 
 
 def test_a_reward_that_is_unknown() -> None:
-    with pytest.raises(
-        UserError, match=r"reward: expected Python files \(NAME.py\) and built-in rewards .*, got 'exakt'"
-    ):
+    with pytest.raises(UserError, match=r"reward: expected Python files \(NAME.py\) and built-in .*, got 'exakt'"):
         make_spec({"method": "grpo", "reward": "exakt"}, "test")
 
 
@@ -76,9 +72,8 @@ def test_exact_answers() -> None:
     said, right = zip(*same, strict=True)
     assert rate("exact", list(said), answer=list(right)) == [0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1]
     chat = [[{"role": "assistant", "content": "<answer>7</answer>"}]]
-    assert (
-        rate("exact", chat, answer=["7"]) == [1] and text_of(chat[0]) == "<answer>7</answer>" and answer_of("x") == "x"
-    )
+    assert rate("exact", chat, answer=["7"]) == [1] and text_of(chat[0]) == "<answer>7</answer>"
+    assert answer_of("x") == "x"
 
 
 def test_patterns_and_lengths() -> None:
@@ -89,14 +84,7 @@ def test_patterns_and_lengths() -> None:
 def test_the_format_is_that_of_trl() -> None:
     from trl.rewards import think_format_reward
 
-    texts = [
-        "<think>a</think>b",
-        "<think>a\nb</think>\nc",
-        "b",
-        "<think>a<think></think>b",
-        "x<think>a</think>",
-        "<think>a",
-    ]
+    texts = table("rewards")["thoughts"]
     wanted = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
     assert rate("format", texts) == wanted and {*wanted} == {0, 1}
 
@@ -114,38 +102,14 @@ def test_reasoning_whose_opening_is_in_the_prompt() -> None:
 
 
 def test_json_and_its_schema() -> None:
-    schema = {
-        "type": "object",
-        "required": ["name", "age"],
-        "properties": {"name": {"type": "string", "minLength": 1}, "age": {"type": "integer", "minimum": 0}},
-        "additionalProperties": False,
-    }
-    texts = [
-        '{"name": "a", "age": 3}',
-        '```json\n{"name": "a", "age": 3}\n```',
-        '{"name": "", "age": 3}',
-        '{"name": "a", "age": true}',
-        '{"name": "a", "age": 3, "x": 1}',
-        '{"name": "a"}',
-        "{",
-        "[" * 100_000,
-    ]
+    schema = table("rewards")["schema"]
+    texts = [*table("rewards")["json_texts"], "[" * 100_000]
     assert rate({"use": "json", "json_schema": schema}, texts) == [1, 1, 0, 0, 0, 0, 0, 0]
     assert rate("json", ["[1]", "no"]) == [1, 0]
 
 
 def test_schemas_by_hand() -> None:
-    cases: list[tuple[Any, Any, bool]] = [
-        (1, {"enum": [True, 2]}, False),
-        (1.0, {"type": "integer"}, True),
-        ([1, "a"], {"items": {"type": "number"}}, False),
-        ([], {"minItems": 1}, False),
-        ("ab", {"pattern": "^a", "maxLength": 2}, True),
-        (None, {"type": ["string", "null"]}, True),
-        ({"a": 1}, {"properties": {"a": False}}, False),
-        (5, {"exclusiveMaximum": 5}, False),
-        ({"a": 1}, {"const": {"a": 1}}, True),
-    ]
+    cases: list[tuple[Any, Any, bool]] = table("rewards")["cases"]
     for value, schema, wanted in cases:
         assert not schema_error(schema) and matches(value, schema) is wanted, (value, schema)
     deep: dict[str, Any] = {}
@@ -174,40 +138,15 @@ def make(tmp_path: Path) -> Iterator[Callable[..., RewardProcess]]:
 
 ROLLOUTS = Rollouts(["2+2=", "3+3="], ["4", "seven"], [[5], [6, 7]], {"answer": ["4", "6"]}, 3, 10)
 
-GOOD = """
-import math
-
-FACTOR = 2.0
-
-def reward_right(prompts, completions, answer, **columns):
-    assert sorted(columns) == ["completion_ids", "trainer_state"] and len(prompts) == 2
-    print("seen", len(completions))
-    return [FACTOR * (text == right) for text, right in zip(completions, answer)]
-
-async def reward_tokens(completion_ids):
-    return [len(ids) if len(ids) > 1 else None for ids in completion_ids]
-
-def helper():
-    return 1
-
-reward_step = lambda trainer_state, **_: [trainer_state.global_step, trainer_state.max_steps]
-"""
+GOOD = table("rewards")["good"]
 
 
 def test_a_file_and_built_in_rewards(make: Callable[..., RewardProcess]) -> None:
     process = make(GOOD, more=":0.5,exact")
-    assert [(each.name, each.file, each.weight) for each in process.functions] == [
-        ("reward_right", "mine.py", 0.5),
-        ("reward_tokens", "mine.py", 0.5),
-        ("reward_step", "mine.py", 0.5),
-        ("exact", "", 1.0),
-    ]
+    assert [[each.name, each.file, each.weight] for each in process.functions] == table("rewards")["a_file_and_built"]
     parts = process(ROLLOUTS)
     np.testing.assert_array_equal(parts, [[2, math.nan, 3, 1], [0, 2, 10, 0]])
-    assert total(parts, [each.weight for each in process.functions]).tolist() == [
-        2 * 0.5 + 3 * 0.5 + 1,
-        2 * 0.5 + 10 * 0.5,
-    ]
+    assert total(parts, [each.weight for each in process.functions]).tolist() == [1 + 1.5 + 1, 2 * 0.5 + 10 * 0.5]
     assert np.isnan(total(np.full((1, 2), math.nan), [1, 1])).all()
     np.testing.assert_array_equal(process(ROLLOUTS), parts)
 
@@ -228,9 +167,8 @@ def test_a_reward_that_does_not_behave_is_stopped_with_one_line(name: str, make:
 
 @pytest.mark.parametrize(("text", "reason"), table("rewards")["a_file_that_cannot_be_used"])
 def test_a_file_that_cannot_be_used(text: str, reason: str, make: Callable[..., RewardProcess]) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(reason)):
         make(text, seconds=1)
-    assert reason in str(caught.value)
 
 
 def test_libraries_may_look_for_a_network_while_they_are_imported(make: Callable[..., RewardProcess]) -> None:
@@ -256,9 +194,7 @@ def test_columns_are_checked_before_a_run() -> None:
     (exact, own) = RewardSource(use="exact"), RewardSource(use="mine.py")
     assert check_columns([exact, own], [{"answer": 0}, {"answer": ""}]) == []
     assert check_columns([own], [{}]) == check_columns([exact], []) == []
-    with pytest.raises(
-        UserError, match=r"^reward: exact: the dataset has no column 'answer': name the one with the answers"
-    ):
+    with pytest.raises(UserError, match=r"^reward: exact: the dataset has no column 'answer': name the one with"):
         check_columns([own, exact], [{"solution": 1}, {"answer": None}])
     some = check_columns([RewardSource(use="exact", column="x")], [{"x": 1}, {"x": None}, {}])
     assert some == ["reward: exact: 2 of 3 prompts have no column 'x', and get no reward from it"]
@@ -283,9 +219,8 @@ def test_the_controller_reads_a_file_and_does_not_run_it(text: str, reason: str,
     if not reason:
         assert check_reward_file(str(path)) == path
         return
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(reason)):
         check_reward_file(str(path))
-    assert reason in str(caught.value)
 
 
 def test_a_missing_file() -> None:

@@ -1,18 +1,17 @@
 """What rollout servers are asked, and what they may answer: vLLM's API, and an Ollama that cannot write completions of a run."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_teacher import Teacher, serve
 from run_hosts import free_port
+from threaded_server import QuietHandler
 
 from trainer.generation.ollama_client import Answer, Cancel, OllamaClient, OllamaError
 from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, Request, Sampling, VLLMServer
@@ -32,22 +31,14 @@ class FakeVLLM:
         }
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.asked()
                 fake.asked.append((self.path, body))
-                self._send(*fake.answer(self.path, body))
+                self.reply(*fake.answer(self.path, body))
 
             def do_GET(self) -> None:
-                self._send(200, json.dumps({"data": []}))
-
-            def _send(self, status: int, text: str) -> None:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *args: Any) -> None:
-                pass
+                self.reply(200, json.dumps({"data": []}))
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

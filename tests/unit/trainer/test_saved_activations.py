@@ -1,7 +1,5 @@
 """What a layer stores for its backward pass, as torch reports it, against the plan's figure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,7 @@ from trainer.strategy import plan_of
 from trainer.strategy.base import Batch
 
 ROWS, PLACES = 2, 240  # their product is no dimension of a weight
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+SIZES = table("saved_activations")["sizes"]
 
 
 def model_folder(folder: Path, layers: int) -> Path:

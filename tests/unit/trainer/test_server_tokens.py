@@ -1,7 +1,5 @@
 """The tokens of a server's completion are those that the run's own writer would have drawn for the same text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

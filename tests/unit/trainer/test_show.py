@@ -1,7 +1,5 @@
 """What the command `data` prints of samples, and the check of all samples before a run starts."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from trainer_runs import chat, write_jsonl
 
 from trainer.common.errors import UserError
@@ -38,9 +37,7 @@ def encoder(tokenizer: Any) -> Encoder:
     return Encoder(tokenizer, seq_length=24, train_on="answer")
 
 
-def test_trained_text_stands_between_brackets(
-    samples: list[Sample], encoder: Encoder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained_text_has_brackets(samples: list[Sample], encoder: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
     show(samples, encoder, View.of(None, as_json=False))
     out, err = capsys.readouterr()
     assert not err
@@ -49,11 +46,8 @@ def test_trained_text_stands_between_brackets(
     assert first.splitlines()[0].startswith(f"{where}: ") and where.endswith("d.jsonl:1")
     # Brackets of the text are escaped: they are no marks.
     assert "<|user|>the cat<|assistant|>\u27e6a \\u27e6dog\\u27e7\nruns<|end|>\u27e7" in first
-    assert (
-        "; truncated: " in second
-        and "; dropped: with all answers beyond seq_length" in second
-        and "\u27e6" not in second
-    )
+    assert "; truncated: " in second and "; dropped: with all answers beyond seq_length" in second
+    assert "\u27e6" not in second
     assert "; truncated: " in third and "; dropped" not in third and third.count("\u27e6") == third.count("\u27e7") == 1
     hidden, totals, warning = rest.splitlines()
     assert hidden.startswith(f"{samples[3].where}: ") and hidden.endswith("; dropped: without an answer with loss")
@@ -61,9 +55,7 @@ def test_trained_text_stands_between_brackets(
     assert warning.startswith("WARNING: 2 of 4 samples of the dataset are not trained")
 
 
-def test_a_terminal_shows_colours_and_executes_nothing(
-    samples: list[Sample], encoder: Encoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_executes_nothing(samples: list[Sample], encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -116,11 +108,7 @@ def test_all_samples_are_counted_in_time_and_a_part_is_not(encoder: Encoder, mon
     assert (part.samples, part.unread) == (4, 36) and part.line().endswith("; 36 further samples were not counted")
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [{"role": "system", "content": "s"}, {"role": "tool", "content": "s"}, {"role": "user", "content": ""}],
-    ids=str,
-)
+@pytest.mark.parametrize("odd", table("show")["the_one_sample_of_another_structure_is_checked_even"], ids=str)
 def test_the_one_sample_of_another_structure_is_checked_even_without_time(
     odd: dict[str, str], encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

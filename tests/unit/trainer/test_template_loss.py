@@ -1,7 +1,5 @@
 """Which text of a chat carries loss: chat templates of the field, and reductions of what they do, in many situations."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import itertools
@@ -13,6 +11,7 @@ import pytest
 from chat_templates import REDUCTIONS, RandomChats, Template, situations, trl_templates
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tables import table
 from template_loss import Bed, spelled, tokenizer_of
 from tokenizer_kinds import KINDS, byte_level
 
@@ -24,34 +23,10 @@ from trainer.data.template_text import end_of_turn, without_generation
 
 TRL = trl_templates()
 # One of each family: the others take a second for every five.
-FAST = {
-    "cohere2",
-    "deepseekv3",
-    "gemma",
-    "gemma4_v5",
-    "glm4moe",
-    "gptoss",
-    "idefics3",
-    "lfm2_2_5",
-    "llama3_1",
-    "nemotron_3_nano",
-    "phi3",
-    "qwen3",
-    "qwen3_training",
-}
+FAST = set(table("template_loss")["fast"])
 # Chats that a template can render whole and that are refused all the same, as it changes or repeats texts: where the answers
 # stand cannot be proved.
-REFUSED = {
-    "repeats_content": None,
-    "generation_without_calls": None,
-    "length_decides": {"spaces", "bytes"},
-    "truncates_answers": {"same_text"},
-    "drops_earlier_answers": {"same_text", "empty_answer"},
-    "drops_tool_results": {"tools_text_of_others"},
-    "calls_without_name": {"tools_text_of_others"},
-    "escapes_html": None,
-    "escaped_arguments": {"tools_nested", "tools_unsorted"},
-}
+REFUSED = table("template_loss")["refused"]
 
 
 def check(template: Template) -> None:

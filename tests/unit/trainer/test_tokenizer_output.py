@@ -1,8 +1,7 @@
 """Saved tokenizers and models work elsewhere: plain jinja renders the templates, and answers end where a turn ends."""
 
-from __future__ import annotations
-
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import gguf
 import jinja2
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tables import table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainer_runs import Here
 from transformers import (
@@ -25,6 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.template_text import end_of_turn, without_generation
+from trainer.data.token_ids import set_padding, usable_tokens
 from trainer.gguf.special import complete
 from trainer.loop.final_export import save_in_parts
 from trainer.models import greedy_answers
@@ -32,26 +34,9 @@ from trainer.models.model import add_lora, load_tokenizer
 from trainer.models.tokenizer_output import add_end_token, end_ids, other_end, save_tokenizer, untrained_end
 from trainer.spec import make_spec
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CHAT = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": " b\n"},
-    {"role": "user", "content": "c"},
-    {"role": "assistant", "content": "d"},
-]
-MARKED = {
-    "plain": PLAIN_TEMPLATE,
-    "spaces": "{% for m in messages %}\n  {%- generation -%}  \n {{ m.content }} \n  {%- endgeneration -%}\n x\n{% endfor %}",
-    "lines": "{% for m in messages %}\n    {% generation %}\n    {{ m.content }}\n    {% endgeneration %}\n\t y\n{% endfor %}",
-    "kept": "{% for m in messages %}\n   {%+ generation +%}\n {{ m.content }}{%+endgeneration%}\nz{% endfor %}",
-    "right": "{% for m in messages %}{% generation -%}\n\n {{ m.content }}\n {%- endgeneration %}\n {% endfor %}",
-    "no tag": "{# {% generation %} #}{{ '{% generation %}' }}{% raw %}{% endgeneration %}{% endraw %}{% generation %}q{% endgeneration %}",
-    "a name": "{% set x = 1 %}{% generation %}{%- set x = 2 -%}{{ x }}{% endgeneration %}{{ x }}{%- generation -%} {% endgeneration %}",
-    "own name": "{% generation %}{% set y = 2 %}{{ y }}{% endgeneration %}",
-}
+CHATML = table("tokenizer_output")["chatml"]
+CHAT = table("tokenizer_output")["chat"]
+MARKED = table("tokenizer_output")["marked"] | {"plain": PLAIN_TEMPLATE}
 
 
 def make_tokenizer(template: str | None = CHATML, **special: str) -> Any:
@@ -97,15 +82,7 @@ def test_a_saved_tokenizer_has_no_marks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "end"),
-    [
-        (CHATML, "<|im_end|>"),
-        (PLAIN_TEMPLATE, "</s>"),
-        ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", ""),
-        ("{% for m in messages %}[INST] {{ m.content }} {{ eos_token }}{% endfor %}", "</s>"),
-        ("{{ raise_exception('no') }}", ""),
-        ("{% broken", ""),
-        (None, ""),
-    ],
+    [*table("tokenizer_output")["what_ends_a_turn"], (CHATML, "<|im_end|>"), (PLAIN_TEMPLATE, "</s>")],
 )
 def test_what_ends_a_turn(template: str | None, end: str) -> None:
     tokenizer = make_tokenizer(template)
@@ -227,30 +204,15 @@ def test_a_saved_tokenizer_keeps_class_and_padding_of_the_base(name: str | None,
         assert saved["additional_special_tokens"] == ["<|im_start|>"]
         assert name is None or saved["tokenizer_class"] == name
         found = AutoTokenizer.from_pretrained(tmp_path / folder)
-        assert (
-            found.pad_token is None
-            and found.all_special_tokens == AutoTokenizer.from_pretrained(tmp_path / "base").all_special_tokens
-        )
+        assert found.pad_token is None
+        assert found.all_special_tokens == AutoTokenizer.from_pretrained(tmp_path / "base").all_special_tokens
         assert found.backend_tokenizer.to_str() == base.backend_tokenizer.to_str()
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "default": ("llama", {"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
-    "yarn": ("llama", YARN | {"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": YARN}),
-    "part": ("stablelm", {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
-    "local": (
-        "gemma3_text",
-        {"sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
-         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
-        {"rope_theta": 9.0, "rope_local_base_freq": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    ),
-    "phi3": (
-        "phi3",
-        {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-        {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
-    ),
-}  # fmt: skip
+ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = table("tokenizer_output")["ropes"] | {
+    "yarn": ("llama", YARN | {"rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": YARN})
+}
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -266,9 +228,8 @@ def test_a_saved_model_has_the_rope_keys_of_transformers_4(name: str, tmp_path: 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **known, rope_parameters=rope)).eval()
     save_in_parts(model, model.state_dict().items(), tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert {key: saved.get(key) for key in expected} == expected and ("rope_scaling" in saved) == (
-        "rope_scaling" in expected
-    )
+    assert {key: saved.get(key) for key in expected} == expected
+    assert ("rope_scaling" in saved) == ("rope_scaling" in expected)
     ids = torch.arange(90)[None]
     with torch.no_grad():
         wanted = model(input_ids=ids).logits
@@ -276,3 +237,46 @@ def test_a_saved_model_has_the_rope_keys_of_transformers_4(name: str, tmp_path: 
             assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(input_ids=ids).logits, wanted)
             saved.pop("rope_parameters", None)  # the old keys alone mean the same
             (tmp_path / "config.json").write_text(json.dumps(saved))
+
+
+# Tokens that the embedding lacks -------------------------------------------------------------------------------------
+
+
+def with_rows(model: Path, folder: Path, rows: int) -> Path:
+    """Return a copy of a model whose embedding has only the first rows."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    cut = {
+        name: value[:rows].clone() if "embed_tokens" in name or "lm_head" in name else value
+        for name, value in tensors.items()
+    }
+    save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    return folder
+
+
+def test_padding_uses_an_id_of_the_embedding(model_folder: Path, tmp_path: Path) -> None:
+    words = load_tokenizer(str(model_folder))
+    assert (words.pad_token_id, usable_tokens(words, 10**6), usable_tokens(words, None)) == (2, len(words), len(words))
+    words.add_special_tokens({"pad_token": "[PAD]"})
+    outside = tmp_path / "outside"
+    shutil.copytree(model_folder, outside)
+    words.save_pretrained(outside)
+    found = load_tokenizer(str(outside))
+    assert found.pad_token_id == found.eos_token_id == 1 and usable_tokens(found, len(words) - 1) == len(found) - 1
+    set_padding(found, 1)  # the end token is outside too
+    assert found.pad_token_id == 0
+    found.pad_token = found.eos_token = None
+    set_padding(found, 1)
+    assert found.pad_token_id is None
+
+
+def test_a_run_with_a_smaller_embedding(here: Any, tmp_path: Path) -> None:
+    rows = len(load_tokenizer(str(here.model)))
+    whole, here.model = here.model, with_rows(here.model, tmp_path / "less", 40)
+    assert here(max_steps=1) == 1
+    assert here.err.count("error: ") == 1 and "train.jsonl:1: has the token '" in here.err
+    assert "has 40 rows: " in here.err
+    assert here("fake", fake_data=True, max_steps=1, eval_split=0) == 0, here.err
+    assert rows > 40 and whole != here.model

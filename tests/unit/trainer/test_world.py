@@ -1,34 +1,23 @@
 """Messages between ranks: two real ranks over gloo, in processes of this machine."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 from run_hosts import TOP, free_port
+from tables import table
+
+from trainer.common.errors import UserError
+from trainer.distributed.store import RunStore
+from trainer.launch import torchrun
 
 # One rank: it gathers JSON data and bytes, and an object that only a pickle could carry.
-RANKS = """
-import json, os, sys
-from trainer.distributed.world import World, leave
-world = World.join(30)
-found = {
-    "data": world.gather({"rank": world.rank, "list": [1, None, 0.5, "\\u00e9"]}),
-    "bytes": [part.hex() for part in world.gather_bytes(bytes([world.rank]) * (3 * world.rank))],
-    "not a number": str(world.gather(float("nan"))),
-}
-try:
-    world.gather(object())
-except TypeError:
-    found["object"] = "rejected"
-print(json.dumps(found), flush=True)
-leave(0)
-"""
+RANKS = table("world")["ranks"]
 
 
 @pytest.mark.slow
@@ -80,3 +69,22 @@ def test_the_search_finds_what_unpickles() -> None:
     good = ["torch.load(f, weights_only=True)", "np.load(f, allow_pickle=False)", "json.load(f)", "import json"]
     assert all(list(unsafe_calls(ast.parse(text))) for text in bad)
     assert not any(list(unsafe_calls(ast.parse(text))) for text in good)
+
+
+# The store of a run --------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for module, name in ((torchrun.torch.distributed, "TCPStore"), (torchrun.static_tcp_rendezvous, "TCPStore")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(torchrun.c10d_rendezvous_backend, "TCPStore", torchrun.c10d_rendezvous_backend.TCPStore)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"^port {port} of 127.0.0.1 is in use by another process: "):
+            RunStore("127.0.0.1", port, 1, True)
+        flags = ["--nnodes=1", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        with pytest.raises(SystemExit) as end:
+            torchrun.main([*flags, "-m", "trainer"])
+    assert end.value.code == 1
+    written = capsys.readouterr().err
+    assert written.endswith("which chooses a free port unless master_port is set\n") and "Traceback" not in written
