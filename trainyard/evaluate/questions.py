@@ -143,14 +143,15 @@ def judge(question: Question, text: str) -> Verdict:
     """Return the verdict on an answer."""
     text = text[:MAX_TEXT]
     exact = contained = None
-    asks_what_is_not = bool(_NEGATION.search(_folded(question.text)))
+    negated = bool(_NEGATION.search(plain(question.text).casefold()))
     if question.answer:
-        exact = _is_same(text, question.answer)
-        contained = _position(text, question.answer, asks_what_is_not) is not None
+        found, wanted = ([word for word, _, _ in _words(plain(each).casefold())] for each in (text, question.answer))
+        exact = found == wanted if wanted else text.strip() == question.answer
+        contained = _position(text, question.answer, negated) is not None
     if question.pattern:
         return Verdict(bool(question.pattern.search(text)), exact, contained)
     if question.choices:
-        places = {each: _position(text, each, asks_what_is_not) for each in question.choices}
+        places = {each: _position(text, each, negated) for each in question.choices}
         named = [(place, -len(each), each) for each, place in places.items() if place is not None]
         return Verdict(
             bool(named) and min(named)[2] == question.answer, exact, contained
@@ -191,18 +192,9 @@ def _words(text: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def _is_same(text: str, other: str) -> bool:
-    found, wanted = ([word for word, _, _ in _words(_folded(each))] for each in (text, other))
-    return found == wanted if wanted else text.strip() == other
-
-
-def _folded(text: str) -> str:
-    return plain(text).casefold()
-
-
-def _position(text: str, part: str, asks_what_is_not: bool) -> int | None:
-    """Return where the words of `part` begin in those of `text`, and the text does not deny them; None if they do not."""
-    text, part = _folded(text), _folded(part).strip()
+def _position(text: str, part: str, negated: bool) -> int | None:
+    """Return where `text` has the words of `part` and does not deny them, unless the question is `negated`; None if it does not."""
+    text, part = (plain(each).casefold().strip() for each in (text, part))
     wanted, words = [word for word, _, _ in _words(part)], _words(text)
     places: Iterable[tuple[int, int]]
     if not wanted or re.search(f"[{_SCRIPTS}]", part):
@@ -213,6 +205,6 @@ def _position(text: str, part: str, asks_what_is_not: bool) -> int | None:
         places = ((words[i][1], words[i + len(wanted) - 1][2]) for i in starts)
     for start, end in places:
         clause = _CLAUSE.split(text[:start])[-1]
-        if asks_what_is_not or not (_NEGATION.search(clause) or _DENIAL.match(text, end)):
+        if negated or not (_NEGATION.search(clause) or _DENIAL.match(text, end)):
             return start
     return None

@@ -114,56 +114,40 @@ def plugins(found: Translation, key: str, value: Any) -> None:
             found.refuse(key, plugin, "plugins of axolotl do not run here; kernels=auto takes the kernels of Liger")
 
 
-_GRPO = {
-    "num_generations",
-    "reward_funcs",
-    "reward_weights",
-    "epsilon",
-    "epsilon_high",
-    "num_iterations",
-    "scale_rewards",
+# What a config of TRL has for one of its trainers alone: names, and losses.
+_TRAINERS = {
+    "grpo": "num_generations reward_funcs reward_weights epsilon epsilon_high num_iterations scale_rewards dapo grpo dr_grpo",
+    "kto": "desirable_weight undesirable_weight kto",
+    "dpo": "beta precompute_ref_log_probs max_prompt_length f_divergence_type sigmoid ipo hinge robust",
+    "sft": "nll chunked_nll",
 }
-_LOSSES = {
-    "sft": ("nll", "chunked_nll"),
-    "dpo": ("sigmoid", "ipo", "hinge", "robust"),
-    "kto": ("kto",),
-    "grpo": ("dapo", "grpo", "dr_grpo"),
-}
-
-
-_LENGTHS = ("max_prompt_length", "max_completion_length")
-
-
-def trl_method(found: Translation) -> str:
-    """Return the method of a config of TRL, by names that only one of its trainers has, or of axolotl, whose `rl` says it."""
-    if kind := as_text(found.seen.get("rl") or ""):
-        return kind
-    names = {str(name).replace("-", "_") for name in found.seen}
-    loss = next((method for method, words in _LOSSES.items() if _loss(found.seen.get("loss_type")) in words), "")
-    if names & _GRPO or loss == "grpo":
-        return "grpo"
-    if names & {"desirable_weight", "undesirable_weight"} or loss == "kto":
-        return "kto"
-    has_pairs = loss == "dpo" or names & {"beta", "precompute_ref_log_probs", "max_prompt_length", "f_divergence_type"}
-    return "kto" if has_pairs and "label" in first_columns(found) else "dpo" if has_pairs else "sft"
+_LOSS_FIELDS = {"dpo": "preference_loss", "grpo": "grpo_loss"}
+_REWARDS = {"think_format_reward": {"use": "format"}, "accuracy_reward": {"use": "exact", "column": "solution"}}
 
 
 def _loss(value: Any) -> str:
     return as_text(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
+def trl_method(found: Translation) -> str:
+    """Return the method of a config of axolotl, whose `rl` says it, or of TRL."""
+    if kind := as_text(found.seen.get("rl") or ""):
+        return kind
+    names = {str(name).replace("-", "_") for name in found.seen} | {_loss(found.seen.get("loss_type"))}
+    method = next((name for name, words in _TRAINERS.items() if names & {*words.split()}), "sft")
+    return "kto" if method == "dpo" and "label" in first_columns(found) else method
+
+
 def beta(found: Translation, key: str, value: Any) -> None:
-    """Handle what keeps the model near its reference."""
     found.set("grpo_beta" if trl_method(found) == "grpo" else "preference_beta", value, key, value)
 
 
 def loss_type(found: Translation, key: str, value: Any) -> None:
-    """Handle the loss of a method."""
     method, word = trl_method(found), _loss(value)
-    if word not in _LOSSES.get(method, ()):
-        found.refuse(key, value, f"{method} has the losses {', '.join(_LOSSES.get(method, ())) or 'of its name'}")
-    elif method in ("dpo", "grpo"):
-        found.set("preference_loss" if method == "dpo" else "grpo_loss", word, key, value)
+    if word not in _TRAINERS.get(method, "").split():
+        found.refuse(key, value, f"method={method} has no such loss")
+    elif field := _LOSS_FIELDS.get(method):
+        found.set(field, word, key, value)
     else:
         found.ignore(key, value, "the default")
 
@@ -175,15 +159,17 @@ def rewards(found: Translation, key: str, value: Any) -> None:
     weights = (inner if isinstance(inner, Mapping) else found.seen).get("reward_weights") or [1] * len(names)
     listed = []
     for name, weight in zip(map(str, names), weights, strict=False):
-        use = {"think_format_reward": {"use": "format"}, "accuracy_reward": {"use": "exact", "column": "solution"}}.get(
-            name
-        )
-        file = name if name.endswith(".py") else f"{name.rpartition('.')[0].replace('.', '/')}.py"
-        if use or file != ".py":
-            listed.append({**(use or {"use": file}), "weight": weight})
+        folder = name.rpartition(".")[0].replace(".", "/")
+        use = _REWARDS.get(name) or {"use": name if name.endswith(".py") else f"{folder}.py"}
+        if name in _REWARDS or folder:
+            listed.append({**use, "weight": weight})
         if name != "think_format_reward":
-            what = "its functions whose names begin with reward" if not use else "equal texts and numbers, no formulas"
-            found.refuse(key, name, f"the reward counts {what}: look at it" if use or file != ".py" else "set reward")
+            what = (
+                "equal texts and numbers, no formulas"
+                if name in _REWARDS
+                else "the functions of the file whose names begin with reward"
+            )
+            found.refuse(key, name, f"the reward counts {what}: look at it")
     if listed:
         found.set("reward", listed, key, value)
 
@@ -191,28 +177,28 @@ def rewards(found: Translation, key: str, value: Any) -> None:
 def settle_method(found: Translation) -> None:
     """Set what TRL's trainers do by default: the method, its learning rate, and the tokens with loss by the shape of the data."""
     method, columns = trl_method(found), first_columns(found)
-    if method != "sft":
-        found.set_default("method", method, f"a config of TRL for {method.upper()}")
-        found.set_default("lr", 1e-6, f"TRL for {method.upper()}")
+    if method == "sft" and not columns:
+        reason = "TRL trains the completion alone of prompt and completion: set train_on=answer for such data"
+        found.refuse("completion_only_loss", "auto", reason)
+    elif method == "sft" and {"prompt", "completion"} <= columns:
+        found.set_default("train_on", "answer", "TRL for prompt and completion")
+    elif method != "sft":
+        tool = f"TRL for {method.upper()}"
+        found.set_default("method", method, tool)
+        found.set_default("lr", 1e-6, tool)
         found.refused.add("train_on")
         if method in ("dpo", "kto"):
-            found.set_default("lora_dropout", 0.0, "TRL, which switches dropout off")
-        elif method == "grpo":
-            prompt, answer = (whole_number(value) or 512 for value in map(found.seen.get, _LENGTHS))
-            found.set_default("seq_length", prompt + answer, "TRL for a prompt and its completion")
-            if found.values["seq_length"] > answer:
-                found.set_default("grpo_max_tokens", answer, "TRL")
-            if "reward" not in found.values:
-                found.set_default("reward", ["exact"], "trainyard import, because the file has no reward_funcs")
-                found.refuse("reward_funcs", "", "the file names no rewards: set reward")
-    elif {"prompt", "completion"} <= columns:
-        found.set_default("train_on", "answer", "TRL for prompt and completion")
-    elif not columns:
-        found.refuse(
-            "completion_only_loss",
-            "auto",
-            "TRL trains the completion alone of prompt and completion: set train_on=answer for such data",
+            found.set_default("lora_dropout", 0.0, tool)
+    if method == "grpo":
+        prompt, answer = (
+            whole_number(found.seen.get(f"max_{each}_length")) or 512 for each in ("prompt", "completion")
         )
+        found.set_default("seq_length", prompt + answer, tool)
+        if found.values["seq_length"] > answer:
+            found.set_default("grpo_max_tokens", answer, tool)
+        if "reward" not in found.values:
+            found.set_default("reward", ["exact"], "trainyard")
+            found.refuse("reward_funcs", "", "the file names no rewards: set reward")
 
 
 def stage(found: Translation, key: str, value: Any) -> None:
