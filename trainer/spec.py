@@ -39,13 +39,9 @@ def check_spec(spec: RunSpec) -> None:
 def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) -> RunSpec:
     """Build a spec from `values`; error messages name their `source`.
 
-    With strategy=deepspeed, `deepspeed_config` sets the fields that `values` does not.
-
-    Args:
-        ranks: number of ranks of the run, if it is known.
-
-    Raises:
-        UserError: an unknown name (with the closest known one), or an invalid value (with the expected one).
+    With strategy=deepspeed, `deepspeed_config` sets the fields that `values` does not. `ranks`: number of ranks of the
+    run, if it is known. Raises UserError: an unknown name (with the closest known one), or an invalid value (with the
+    expected one).
     """
     values, _ = resolve_aliases(values, source=source)
     if unknown := [name for name in values if name not in FIELDS]:
@@ -89,8 +85,7 @@ def make_spec(values: Mapping[str, Any], source: str, ranks: int | None = None) 
 def check_given(spec: RunSpec, given: Iterable[str], source: str) -> None:
     """Check that every field that a user gave has an effect, unless it is off or has its default. Raises UserError.
 
-    Args:
-        given: names of fields. Most of them are in the file of a run, which is not checked.
+    `given`: names of fields. Most of them are in the file of a run, which is not checked.
     """
     given = [name for name in given if name in FIELDS]
     for name in () if is_of_a_run(given) else given:
@@ -179,8 +174,7 @@ def has_begun(run_dir: Path) -> bool:
 def changed_fields(before: RunSpec, now: RunSpec, *, resumes: bool = True) -> list[str]:
     """Return ``name: was X, now Y`` for every field that differs although a run must not change it.
 
-    Args:
-        resumes: whether the run starts anew, which may change some fields; one that waits or runs takes no change.
+    `resumes`: whether the run starts anew, which may change some fields; one that waits or runs takes no change.
     """
     may_differ = MUTABLE if resumes else {"run", "resume"}
     return _changes(before.model_dump(mode="json"), now.model_dump(mode="json"), may_differ)

@@ -20,11 +20,8 @@ _LFS = b"version https://git-lfs."
 def user_path(text: str, what: str) -> Path:
     """Return the path that a user wrote, with ``~`` and ``~user`` expanded.
 
-    Args:
-        what: the name of the setting; it begins the error message.
-
-    Raises:
-        UserError: the user does not exist, or the text has a NUL character.
+    `what`: the name of the setting; it begins the error message. Raises UserError: the user does not exist, or the text
+    has a NUL character.
     """
     if "\0" in text:
         raise UserError(f"{what}: {quoted(text)} has a NUL character: give a path")
@@ -37,11 +34,8 @@ def user_path(text: str, what: str) -> Path:
 def host_path(text: str, what: str) -> str:
     """Return the absolute path in ``host:/path``, which names a file or folder of the hosts; empty for any other text.
 
-    Args:
-        what: the name of the setting; it begins the error message.
-
-    Raises:
-        UserError: the path is not absolute, or not valid.
+    `what`: the name of the setting; it begins the error message. Raises UserError: the path is not absolute, or not
+    valid.
     """
     if not text.startswith(HOST_PREFIX):
         return ""
@@ -63,8 +57,7 @@ def path_kind(path: Path) -> Literal["file", "folder", "other", ""]:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Anything else is refused: to read a FIFO or a device may never end.
 
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file.
+    Raises OSError: the file cannot be opened, or is not a regular file.
     """
     try:
         mode = path.stat().st_mode  # before the file is opened: opening a device can have side effects
@@ -80,8 +73,7 @@ def open_regular(path: Path) -> BinaryIO:
 def read_regular(path: Path, limit: int) -> bytes:
     """Return the contents of a regular file of at most `limit` bytes.
 
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger.
+    Raises OSError: the file cannot be read, is not a regular file, or is larger.
     """
     with open_regular(path) as file:
         data = file.read(limit + 1)

@@ -13,16 +13,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.automatic import AUTOMATIC, with_automatic
 from trainer.config.dataset_source import DatasetSource, resolve, with_paths
-from trainer.config.fields import (
-    MAX_COUNT,
-    MAX_NUMBER,
-    MAX_SECONDS,
-    MAX_TEXT,
-    Words,
-    check_input,
-    declare,
-    split_words,
-)
+from trainer.config.fields import MAX_COUNT, MAX_NUMBER, MAX_SECONDS, MAX_TEXT, Words, check_input, declare, split_words
 from trainer.config.method_fields import MethodFields
 from trainer.config.methods import METHODS
 from trainer.config.presets import preset_of
@@ -175,9 +166,7 @@ class RunSpec(MethodFields):
         needs="strategy=pipeline",
     )
     automatic: Annotated[tuple[AutomaticName, ...], BeforeValidator(split_words)] = declare(
-        AUTOMATIC,
-        "the fields that are auto, until the hosts have decided them",
-        mutable=True,
+        AUTOMATIC, "the fields that are auto, until the hosts have decided them", mutable=True
     )
     seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)
     shared_seed: int | None = declare(

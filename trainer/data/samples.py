@@ -40,12 +40,8 @@ def read_samples(path: Path) -> list[Sample]:
 def read_source(source: DatasetSource, *, data: Data = "answers") -> list[Sample]:
     """Read a dataset and check every record.
 
-    Args:
-        data: what a sample is, see `METHODS`.
-
-    Raises:
-        UserError: the dataset is missing, unreadable or empty, or a record is invalid (``file:line: reason`` for the
-            first).
+    `data`: what a sample is, see `METHODS`. Raises UserError: the dataset is missing, unreadable or empty, or a record
+    is invalid (``file:line: reason`` for the first).
     """
     samples = list(iter_source(source, data=data))
     if not samples:
@@ -78,13 +74,8 @@ def samples_of(spec: RunSpec) -> Iterator[Sample]:
 def check_source(source: DatasetSource, *, data: Data = "answers") -> list[Sample] | None:
     """Check a dataset as far as the installed packages allow: without `datasets`, JSON and CSV files.
 
-    Returns its samples, or None if only a part of them can be read.
-
-    Args:
-        data: what a sample is, see `METHODS`.
-
-    Raises:
-        UserError: as `read_source`.
+    Returns its samples, or None if only a part of them can be read. `data`: what a sample is, see `METHODS`. Raises
+    UserError: as `read_source`.
     """
     path = Path(source.path)
     kind = path_kind(path)

@@ -144,8 +144,7 @@ def muted(prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def instruction_messages(record: Mapping[str, Any], output: str = "") -> tuple[dict[str, Any], ...]:
     """Return the messages of instruction, input and output, after the turns of `history`: pairs of question and answer.
 
-    Args:
-        output: name of the answer; empty for the question alone.
+    `output`: name of the answer; empty for the question alone.
     """
     prompt = text_of(record, "instruction")
     if record.get("input"):

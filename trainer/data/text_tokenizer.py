@@ -79,8 +79,7 @@ class TextTokenizer:
     def read(cls, folder: Path) -> TextTokenizer | None:
         """Return the one of a model folder, or None if it has no tokenizer.json, or only transformers knows its special tokens.
 
-        Raises:
-            UserError: its files are damaged.
+        Raises UserError: its files are damaged.
         """
         from tokenizers import Tokenizer
 
@@ -126,11 +125,8 @@ class TextTokenizer:
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """Return the ids of a text, and which of them have a character within one of the spans.
 
-        Args:
-            spans: characters [start, end), in order.
-
-        Raises:
-            UserError: the tokenizer does not say where its tokens stand, and a span begins or ends within a token.
+        `spans`: characters [start, end), in order. Raises UserError: the tokenizer does not say where its tokens stand,
+        and a span begins or ends within a token.
         """
         ids, offsets = self.tokenize(text)
         if offsets is None:

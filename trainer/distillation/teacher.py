@@ -52,11 +52,8 @@ class TeacherModel:
 def load_teacher(spec: RunSpec, tokenizer: Any, device: torch.device) -> TeacherModel | None:
     """Load the teacher of the spec; None without a teacher.
 
-    Args:
-        tokenizer: tokenizer of the student.
-
-    Raises:
-        UserError: the teacher cannot be used, or its vocabulary differs from that of the student.
+    `tokenizer`: tokenizer of the student. Raises UserError: the teacher cannot be used, or its vocabulary differs from
+    that of the student.
     """
     if not spec.teacher:
         return None

@@ -44,10 +44,9 @@ _FAILURES: dict[Failure, tuple[int, ...]] = {
 class OllamaError(Exception):
     """A request failed. The message is one line of printable text.
 
-    Attributes:
-        status: HTTP status, or 0 if there was no complete reply.
-        failure: what it means. `final`: the same request fails again, here and elsewhere; `refused`: so does any such request to
-            this server; `wait`: the server answers later; `lost`: the connection, or the server behind a proxy; `error`: any other.
+    `status`: HTTP status, or 0 if there was no complete reply. `failure`: what it means. `final`: the same request
+    fails again, here and elsewhere; `refused`: so does any such request to this server; `wait`: the server answers
+    later; `lost`: the connection, or the server behind a proxy; `error`: any other.
     """
 
     def __init__(self, message: str, status: int = 0, failure: Failure | None = None) -> None:
@@ -253,11 +252,10 @@ class OllamaClient:
     def generate(self, model: str, prompt: str, *, raw: bool = False, **more: Any) -> Answer:
         """Return the answer to a prompt.
 
-        Args:
-            raw: the prompt is not put into the model's template.
-            more: `options` of the model (temperature, num_predict, seed); `deadline` in seconds; `first` in seconds, until
-                the first byte, in which the server may load the model; `cancel`, to end it from another thread; `hear`, which
-                receives each text of the reply; `keep`, the maximum of its bytes; `fields` of the request, such as `think`.
+        `raw`: the prompt is not put into the model's template. `more`: `options` of the model (temperature,
+        num_predict, seed); `deadline` in seconds; `first` in seconds, until the first byte, in which the server may
+        load the model; `cancel`, to end it from another thread; `hear`, which receives each text of the reply; `keep`,
+        the maximum of its bytes; `fields` of the request, such as `think`.
         """
         return self._answer("/api/generate", {"model": model, "prompt": prompt, "raw": raw}, **more)
 

@@ -223,8 +223,7 @@ class ServerPool(Generic[N, T]):
     def run(self, source: Source[T]) -> PoolResult[T]:
         """Answer all prompts of a source, until it has ended.
 
-        Raises:
-            UserError: no node is left, or none has answered for `patience` seconds. Delivered answers are safe.
+        Raises UserError: no node is left, or none has answered for `patience` seconds. Delivered answers are safe.
         """
         self._source = source
         self._total = source.left()

@@ -119,11 +119,7 @@ class Shape:
 
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
-    """Read a model's shape from its config.json.
-
-    Raises:
-        UserError: an unsupported model type, or a missing field.
-    """
+    """Read a model's shape from its config.json. Raises UserError: an unsupported model type, or a missing field."""
     whole = config
     config = config.get("text_config", config) if isinstance(config, Mapping) else {}
     kind = str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
@@ -202,8 +198,7 @@ def _gpt2(c: Mapping[str, Any]) -> Shape:
 def shape_of(spec: RunSpec) -> Shape:
     """Return the shape of the spec's model: tiny, a folder with a config.json (or that file), or a hub id in the cache.
 
-    Raises:
-        UserError: there is no config.json, or its model type is not supported.
+    Raises UserError: there is no config.json, or its model type is not supported.
     """
     return read_shape(_config_of(spec))
 
@@ -218,11 +213,8 @@ def model_type(spec: RunSpec) -> str:
 def fit_to_model(spec: RunSpec, configs: Mapping[str, Any] | None = None) -> RunSpec:
     """Return the spec with rows for which its models have positions, unless seq_length was given.
 
-    Args:
-        configs: {model or teacher: its config.json}; None: those that this machine has.
-
-    Raises:
-        UserError: seq_length was given, and a model has fewer positions; or the run writes weights that are stored quantized.
+    `configs`: {model or teacher: its config.json}; None: those that this machine has. Raises UserError: seq_length was
+    given, and a model has fewer positions; or the run writes weights that are stored quantized.
     """
     for setting in ("model", *(("teacher",) if spec.teacher else ())) if not spec.script else ():
         name = getattr(spec, setting)

@@ -66,9 +66,8 @@ def add_parameters(spec: RunSpec, every: Matrices, model: Any, config: LoraConfi
 def left_out(spec: RunSpec, every: Matrices, adapted: Iterable[str]) -> str:
     """Return a line about the matrices that `lora_targets` names, or all without names, which have no adapter; empty if all have one.
 
-    Args:
-        every: those of the model before it had adapters.
-        adapted: names of the layers and the parameters with an adapter.
+    `every`: those of the model before it had adapters. `adapted`: names of the layers and the parameters with an
+    adapter.
     """
     have, names, lost, total = set(adapted), set(), 0, 0
     for name, (module, parameter) in every.items():

@@ -32,9 +32,7 @@ class RouterLoss:
     def __call__(self, logits: tuple[torch.Tensor, ...], padding: torch.Tensor) -> torch.Tensor:
         """Return the weighted loss of a micro-batch, a float32 scalar; 0 if it is empty.
 
-        Args:
-            logits: of the routers, [rows * T, experts] of each layer.
-            padding: bool [rows, T].
+        `logits`: of the routers, [rows * T, experts] of each layer. `padding`: bool [rows, T].
         """
         empty = padding.all()
         found: torch.Tensor = self._function(logits, logits[0].shape[-1], self._chosen, (~padding | empty).long())

@@ -132,9 +132,8 @@ class Saver:
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint, or start writing it; `state` is the contents of state.json. Every rank calls it at the same step.
 
-        Raises:
-            NonFiniteError: the weights of a rank are not finite; nothing is written, and older checkpoints remain.
-            DiskError: the disk is full or not writable.
+        Raises NonFiniteError: the weights of a rank are not finite; nothing is written, and older checkpoints remain;
+        DiskError: the disk is full or not writable.
         """
         self.finish()
         step = state["step"]
@@ -159,8 +158,7 @@ class Saver:
     def finish(self) -> None:
         """Wait for the pending checkpoint, if any, and commit it. Every rank calls it at the same step.
 
-        Raises:
-            DiskError: the disk of a host is full or not writable.
+        Raises DiskError: the disk of a host is full or not writable.
         """
         if not self._pending:
             return
@@ -207,11 +205,7 @@ def find_defect(path: Path, *, verify: bool = True) -> str:
 
 
 def complete_checkpoints(
-    folder: Path,
-    *,
-    verify: bool = True,
-    log: Callable[[str], None] | None = None,
-    per_host_files: Collection[str] = (),
+    folder: Path, *, verify: bool = True, log: Callable[[str], None] | None = None, per_host_files: Collection[str] = ()
 ) -> dict[int, str]:
     """Return {step: digest} of the checkpoints below `folder` of which this host has every file that it should have.
 
@@ -385,8 +379,7 @@ def _in_place(holders: Sequence[HostCheckpoint | None]) -> bool:
 def _distribute(path: Path, holders: Sequence[HostCheckpoint | None], world: World) -> None:
     """Broadcast the files of a checkpoint from their owners; hosts that lack any of them write a full copy.
 
-    Raises:
-        DiskError: the disk of this host is full or not writable.
+    Raises DiskError: the disk of this host is full or not writable.
     """
     try:
         _receive(path, holders, world)

@@ -28,9 +28,8 @@ def text_of(completion: Completion) -> str:
 def _whole(completions: Sequence[Completion], prompts: Sequence[Any] | None) -> list[str]:
     """Return the texts of completions, with the opening of the reasoning where their prompt ends with it.
 
-    Args:
-        prompts: texts as the model gets them. Of others, such as messages, the end is unknown: a completion that only closes its
-            reasoning then has the opening in its prompt.
+    `prompts`: texts as the model gets them. Of others, such as messages, the end is unknown: a completion that only
+    closes its reasoning then has the opening in its prompt.
     """
     found = []
     for completion, prompt in zip(completions, prompts or [None] * len(completions), strict=True):
