@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.hf_template import SPECIAL_TOKENS
@@ -22,22 +22,11 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "GPT2Tokenizer": _GPT2,
     "GPTNeoXTokenizer": {**_GPT2, "pad_token": "<|padding|>"},
     "LlamaTokenizer": _LLAMA,
-    "GemmaTokenizer": {
-        "unk_token": "<unk>",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "mask_token": "<mask>",
-    },
+    "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
 }
 # Models whose tokenizers have the class that they name: for others, transformers may take another one.
-_MODELS = {
-    "Qwen2Tokenizer": "qwen",
-    "GPT2Tokenizer": "gpt2",
-    "GPTNeoXTokenizer": "gpt_neox",
-    "LlamaTokenizer": "llama",
-    "GemmaTokenizer": "gemma",
-}
+_MODELS = {"Qwen2Tokenizer": "qwen", "GPT2Tokenizer": "gpt2", "GPTNeoXTokenizer": "gpt_neox"}
+_MODELS |= {"LlamaTokenizer": "llama", "GemmaTokenizer": "gemma"}
 
 
 def class_of(config: Mapping[str, Any], model_type: Any) -> str:
@@ -55,8 +44,7 @@ def default_tokens(config: Mapping[str, Any], name: str) -> dict[str, str] | Non
     """
     if not name:
         return None if {"bos_token", "eos_token"} - config.keys() else {}
-    defaults = DEFAULTS[name]
-    return {name: text for name, text in defaults.items() if name not in config}
+    return {name: text for name, text in DEFAULTS[name].items() if name not in config}
 
 
 def set_pipeline(core: Tokenizer, config: Mapping[str, Any], name: str) -> None:
@@ -86,33 +74,21 @@ def add_tokens(core: Tokenizer, config: Mapping[str, Any], special: Mapping[str,
     """Add the tokens that a configuration has beside those of tokenizer.json, in the order of transformers."""
     known = core.get_added_tokens_decoder().values()
     same = {repr(token) for token in known}
-    missing = [token for token in _listed(config) if repr(token) not in same]
+    listed = config.get("added_tokens_decoder")
+    numbered = [each for each in listed.items() if each[0].isdecimal()] if isinstance(listed, dict) else []
+    tokens = [_token(value) for _, value in sorted(numbered, key=lambda each: int(each[0]))]
+    missing = [token for token in tokens if token and repr(token) not in same]
     texts = {token.content for token in (*known, *missing)}
-    named = [config.get(name) or special.get(name) for name in SPECIAL_TOKENS]
-    for value in (*named, *_extra(config)):
+    named: list[Any] = [config.get(name) or special.get(name) for name in SPECIAL_TOKENS]
+    for extra in (config.get("extra_special_tokens"), config.get("additional_special_tokens")):
+        named += extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()
+    for value in named:
         token = _token(value, special=True)
         if token and token.content not in texts:
             texts.add(token.content)
             missing.append(token)
     core.add_tokens(missing)
     core.encode_special_tokens = config.get("split_special_tokens") is True
-
-
-def _listed(config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Yield the tokens of `added_tokens_decoder` in the order of their ids."""
-    listed = config.get("added_tokens_decoder")
-    entries = listed.items() if isinstance(listed, dict) else ()
-    for _, value in sorted(
-        ((int(number), value) for number, value in entries if number.isdecimal()), key=lambda entry: entry[0]
-    ):
-        if token := _token(value):
-            yield token
-
-
-def _extra(config: Mapping[str, Any]) -> Iterator[Any]:
-    for name in ("extra_special_tokens", "additional_special_tokens"):
-        found = config.get(name)
-        yield from found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
 
 
 def _token(value: Any, **flags: bool) -> AddedToken | None:

@@ -40,17 +40,18 @@ def refuse_adapter(name: str, setting: str = "model") -> None:
         found = folder / ADAPTER_CONFIG
         config = found if path_kind(found) else None
     else:
-        config = _in_hub_cache(name)
+        config = in_hub_cache(name, ADAPTER_CONFIG)
     if config:
         raise adapter_error(setting, name, _base_of(config))
 
 
-def _in_hub_cache(name: str) -> Path | None:
+def in_hub_cache(name: str, file: str) -> Path | None:
+    """Return where the cache of the hub has a file of a model; None without it, or if the name is none of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, ADAPTER_CONFIG)
-    except ValueError:  # not a name of the hub
+        found = try_to_load_from_cache(name, file)
+    except ValueError:
         return None
     return Path(found) if isinstance(found, str) else None
 

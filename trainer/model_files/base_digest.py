@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.inputs import path_kind, user_path
+from trainer.model_files.adapter_folder import in_hub_cache
 
 _WHOLE = 64 << 20  # bytes up to which a file is read whole
 _BLOCKS, _BLOCK = 256, 64 << 10  # spread over a larger file: another training changes every block
@@ -19,10 +20,9 @@ def base_digest(model: str) -> str:
     """
     folder = user_path(model, "model")
     if path_kind(folder) != "folder":
-        cached = _in_hub_cache(model)
-        if cached is None:
+        if (cached := in_hub_cache(model, "config.json")) is None:
             return ""
-        folder = cached
+        folder = cached.parent
     try:
         files = _weights(folder)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -56,13 +56,3 @@ def _add(total: Any, path: Path) -> None:
         for number in range(_BLOCKS):
             file.seek((size - _BLOCK) * number // (_BLOCKS - 1))
             total.update(file.read(_BLOCK))
-
-
-def _in_hub_cache(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # not a name of the hub
-        return None
-    return Path(found).parent if isinstance(found, str) else None
