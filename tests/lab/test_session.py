@@ -30,12 +30,12 @@ def test_run_outlives_its_hosts_and_its_controller(trial: Trial, lab: Lab) -> No
     undisturbed run."""
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
-    first = trial.inject("kill", lab.hosts[1], head=False)
-    assert "rank 1 on node2 was killed by SIGKILL" in first.message
-    second = trial.inject("cut", lab.hosts[0], head=True)
-    assert "node1 has not answered" in second.message
+    first = trial.inject("kill", lab.hosts[1])
+    assert "rank 1 on node2 was killed by SIGKILL" in first
+    second = trial.inject("cut", lab.hosts[0])
+    assert "node1 has not answered" in second
     assert trial.run_hosts() == lab.hosts[1:], "node2 is the head; node1 answers again and joins at the next start"
-    trial.inject("kill", lab.hosts[2], head=False)
+    trial.inject("kill", lab.hosts[2])
     assert trial.run_hosts() == lab.hosts, "node1 has joined again as the head"
 
     os.killpg(trial.process.pid, signal.SIGHUP)
@@ -62,7 +62,7 @@ def test_the_end_of_a_run_leaves_no_process_on_a_host_that_returned_before_it(tr
     trial.variables |= {"run": "ends", "max_steps": 100_000}
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
-    trial.inject("cut", host, head=False)
+    trial.inject("cut", host)
     assert trial.run_hosts() == [lab.hosts[0], lab.hosts[2]]
     assert f"{host.name}: " in trial.leftovers()
     lab.inside(lab.hosts[0], f"touch {trial.run_dir}/stop")  # stop.yml would stop all hosts
@@ -75,7 +75,7 @@ def test_a_host_that_returns_takes_part_again_when_that_pays(trial: Trial, lab: 
     trial.variables |= {"run": "returns", "max_steps": 100_000}
     trial.start()
     trial.wait_line(r"step ([3-9]|\d\d)/", 0.0)
-    trial.inject("power", lab.hosts[1], head=False)
+    trial.inject("crash", lab.hosts[1])
     assert trial.run_hosts() == [lab.hosts[0], lab.hosts[2]]
     back, _ = trial.wait_line("node2 can take part again: the run stops at a checkpoint", time.time(), 240)
     again, _ = trial.wait_line("following returns: 3 ranks on node1, node2, node3", back)
@@ -112,6 +112,6 @@ def test_a_pipeline_continues_without_a_host(place: int, trial: Trial, lab: Lab)
     trial.variables |= {"run": "lost", "max_steps": 100_000, "strategy": "pipeline", "batch_size": 1}
     trial.start()
     trial.wait_line(r"step \d+/", 0.0)
-    fault = trial.inject("cut", lab.hosts[place], head=place == 0)
-    assert f"{lab.hosts[place].name} has not answered" in fault.message
+    message = trial.inject("cut", lab.hosts[place])
+    assert f"{lab.hosts[place].name} has not answered" in message
     assert trial.run_hosts() == [host for host in lab.hosts if host != lab.hosts[place]]

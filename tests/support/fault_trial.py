@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,19 +26,6 @@ from trainer.data.order import Order, held_out, training_samples
 from trainer.records.run_state import RunHistory
 
 DATA = "/home/tester/trainyard"
-CRASHES = ("kill", "torchrun", "supervisor")  # a process dies
-
-
-@dataclass
-class Fault:
-    """An injected fault, and the seconds until all ranks were stopped and until a step was trained again."""
-
-    kind: str
-    host: str
-    head: bool
-    stopped: float = -1.0
-    resumed: float = -1.0
-    message: str = ""
 
 
 @dataclass
@@ -113,32 +98,24 @@ class Trial:
             found += [f"{host.name}: {line[:300]}" for line in (programs + ports).splitlines()]
         return "\n".join(found)
 
-    def inject(self, kind: str, host: Host, head: bool) -> Fault:
-        """Inject a fault, wait until the run trains again, and undo the fault."""
-        fault = Fault(kind, host.name, head)
-        undo: Callable[[], None] | None = None
+    def inject(self, kind: str, host: Host) -> str:
+        """Kill a rank of the host (`kill`) or inject a fault of faults.py, wait until the run trains again, and undo the fault. Return the reason of the failure."""
         start = time.time()
-        if kind in CRASHES:
-            node = json.loads(self.read(host, "state/node.json"))
-            rank = json.loads(self.read(host, f"state/rank{node['ranks'][0]}.json"))
-            worker = rank["pid"]
-            pid = {"kill": str(worker), "torchrun": f"$(ps -o ppid= -p {worker})", "supervisor": str(node["pid"])}[kind]
+        if kind == "kill":
+            rank = json.loads(self.read(host, "state/node.json"))["ranks"][0]
+            pid = json.loads(self.read(host, f"state/rank{rank}.json"))["pid"]
             start = time.time()
             self.lab.inside(host, f"kill -9 {pid}")
         else:
-            name = {"cut": "cut", "power": "crash", "fill": "fill"}[kind]
-            faults.inject(self.lab, host, name)
-            undo = lambda: faults.undo(self.lab, host, name)  # noqa: E731
-        at, fault.message = self.wait_line("failed: ", start)
-        fault.stopped = at - start
-        again, _ = self.wait_line(r"step \d+/", self.wait_line("following ", at)[0])
-        fault.resumed = again - start
-        if undo:
-            undo()
+            faults.inject(self.lab, host, kind)
+        at, message = self.wait_line("failed: ", start)
+        self.wait_line(r"step \d+/", self.wait_line("following ", at)[0])
+        if kind != "kill":
+            faults.undo(self.lab, host, kind)
             self.lab.wait(
                 lambda: "ok" in self.lab.inside(host, "echo ok", check=False), f"{host.name} does not answer", 60
             )
-        return fault
+        return message
 
     def end(self, limit: float = 900.0) -> int:
         return self.process.wait(limit)
@@ -197,11 +174,8 @@ class Trial:
 def questions(folder: Path) -> Path:
     """Write a dataset of 600 short samples to `folder`; return its path."""
     rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(600)]
-    buffer = io.StringIO()
-    for row in rows:
-        buffer.write(json.dumps(row) + "\n")
     path = folder / "questions.jsonl"
-    path.write_text(buffer.getvalue())
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
