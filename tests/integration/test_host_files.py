@@ -314,7 +314,8 @@ def test_a_host_cannot_name_files_outside_its_folder(here: Here, monkeypatch: py
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     answer = {"names": {"../../../.ssh/authorized_keys": [1, "0" * 64]}, "texts": {}, "unreachable": ""}
     monkeypatch.setattr(HostConnection, "call", lambda *_, **__: answer)
-    assert hub.fetch_on_host("model", "org/small", cluster.session({})._access(), cluster.lines.append) is None
+    access = cluster.session({})._access(cluster.hosts)
+    assert hub.fetch_on_host("model", "org/small", access, cluster.lines.append) is None
     assert cluster.lines[1:] == [
         f"{host.name} cannot fetch org/small from the hub: sent a name that no file of the hub has"
         for host in cluster.hosts

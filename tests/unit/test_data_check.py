@@ -74,7 +74,9 @@ def test_prompts_that_the_template_of_a_student_rejects(strict: Path) -> None:
 def test_totals_are_planned_and_kept(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = prepared(model_folder, records(30), tmp_path)
     assert made.data.samples == made.data.answers == 30 and made.data.unread == 0
-    assert data_lines(made) == [f"data: {made.data.line()}"]
+    totals, steps, *_ = data_lines(made, made.spec)
+    assert totals == f"data: {made.data.line()}"
+    assert steps == "steps: about 1 of 32 rows (28 samples a step); epochs: 1 of 28 samples"
 
     def fail(*_: Any) -> None:
         raise AssertionError
@@ -90,7 +92,7 @@ def test_more_than_half_of_the_samples_lost_stops_the_run(model_folder: Path, tm
     with pytest.raises(UserError, match=r"5 of 9 samples of the dataset are not trained .* or set keep_going=dropped"):
         prepared(model_folder, rows, tmp_path)
     made = prepared(model_folder, rows, tmp_path, keep_going="dropped")
-    assert [line for line in data_lines(made) if line.startswith("WARNING: 5 of 9 samples")]
+    assert [line for line in data_lines(made, made.spec) if line.startswith("WARNING: 5 of 9 samples")]
     assert prepared(model_folder, rows[:8], tmp_path).data.dropped == {"without an answer with loss": 4}
 
 
@@ -100,5 +102,6 @@ def test_what_only_the_hosts_have_is_left_to_them(model_folder: Path, tmp_path: 
         if file.name != "tokenizer.json":
             (tmp_path / "slow" / file.name).symlink_to(file)
     made = prepared(tmp_path / "slow", records(5), tmp_path)
-    assert made.data is None and data_lines(made) == ["data: the ranks count it before the first step"]
-    assert data_lines(PreparedRun(make_spec({"fake_data": True}, "the test"), [], {})) == []
+    assert made.data is None and data_lines(made, made.spec) == ["data: the ranks count it before the first step"]
+    fake = make_spec({"fake_data": True}, "the test")
+    assert data_lines(PreparedRun(fake, [], {}), fake) == []
