@@ -338,7 +338,7 @@ class Encoder:
         notes = [f"the chat template leaves out the {what} of earlier answers" for what in sorted({*found.left_out})]
         if found.open_end and self._text.eos is None:
             notes.append(_NO_END)
-        end = self._finder.end_of_turn.strip()
+        end = self._finder_of(sample).end_of_turn.strip()
         if not any(token and token in end for token in self._text.added) and end:
             notes.append(
                 f"{NO_STOP}{quoted(end)}, which is no special token of this tokenizer: no program stops there: take the tokenizer of the chat "

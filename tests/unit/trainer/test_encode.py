@@ -418,7 +418,12 @@ def test_the_report_says_what_became_of_the_samples(tokenizer: Any) -> None:
     unseen = chat(" ".join(["runs"] * 100), "a tree")
     asked = Sample(messages=TALK.messages[:1])
     corpus = encode_all([TALK, long, unseen, asked], encoder(tokenizer, seq_length=48))
-    assert corpus.report == DataReport(4, 3, int(corpus.trained.sum()), 2, {BEYOND: 1, NO_ANSWER: 1}, {})
+    kept, whole = int(corpus.lengths.sum()), encoder(tokenizer, seq_length=512)
+    lost = sum(len(whole(each)[0]) for each in (TALK, long, unseen, asked)) - kept
+    became = DataReport(
+        4, 3, int(corpus.trained.sum()), 2, {BEYOND: 1, NO_ANSWER: 1}, kept_tokens=kept, lost_tokens=lost
+    )
+    assert corpus.report == became
     assert len(corpus) == 2 and corpus.lengths.max() == 48 and all(corpus.trained_counts() > 0)
     with pytest.raises(UserError, match="none of 1 samples has a token with loss within seq_length 48: increase"):
         encode_all([unseen], encoder(tokenizer, seq_length=48))
