@@ -174,7 +174,7 @@ _ENTRY_COLUMNS = {
 
 def first_columns(found: Translation) -> set[str]:
     """Return the names of the shape that the first record of the dataset has; empty if this machine cannot read it."""
-    given = {
+    given: dict[str, Any] = {
         name: found.values[name]
         for name in ("dataset", "dataset_split", "dataset_config", "columns")
         if name in found.values

@@ -117,7 +117,7 @@ def commit_request(
 def plan_file(entries: list[PlanEntry]) -> str:
     """Return plan.json, which is the same on all hosts: one line per host, without the fields that are empty."""
     rows = [asdict(entry).items() for entry in entries]
-    empty = (None, "", [])  # and False, which equals zero, a number
+    empty: tuple[object, ...] = (None, "", [])  # and False, which equals zero, a number
     hosts = [{k: v for k, v in row if k not in _PRIVATE and v is not False and v not in empty} for row in rows]
     return "[" + ",\n ".join(map(json.dumps, hosts)) + "]\n"
 
