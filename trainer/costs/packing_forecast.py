@@ -56,7 +56,7 @@ def step_lines(spec: RunSpec, samples: int, rows: int, about: str = "") -> list[
         samples, rows: of an epoch.
         about: before numbers that are estimates.
     """
-    size, epochs = spec.samples_per_step, float(spec.epochs)
+    size, epochs, rows = spec.samples_per_step, float(spec.epochs), max(1, rows)
     steps = spec.max_steps or math.ceil(rows * epochs / size)
     if spec.max_steps:
         epochs = steps * size / rows
