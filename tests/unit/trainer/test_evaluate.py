@@ -157,3 +157,16 @@ def test_generation_itself_ends_at_the_time_limit(here: Here) -> None:
     assert seen and all(0 < limit <= 60 for limit in seen)
     with pytest.raises(TimeoutError):
         greedy_answers.answer(model, words, prompts, time.monotonic() + 0.001)
+
+
+def test_a_run_on_plain_text_is_asked_without_a_chat_template(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"the {word}", "completion": " runs"} for word in ("cat", "dog", "sun", "moon")]
+    data = write_jsonl(tmp_path / "text.jsonl", rows)
+    options = {"dataset": str(data), "eval_split": 0, "total_batch_size": 4, "max_steps": 40, "packing": False}
+    assert here(lora_r=0, lr=3e-3, precision="32-true", **options) == 0, here.err
+    asked = [{"messages": [{"role": "user", "content": row["prompt"]}], "reference": "runs"} for row in rows]
+    request = {"folder": str(here.run_dir()), "base": False, "max_tokens": 8, "batch_size": 4, "questions": asked}
+    found = ask(monkeypatch, capsys, **request)["answers"]
+    assert [answer["text"].strip() for answer in found] == ["runs"] * 4 and max(answer["loss"] for answer in found) < 1
