@@ -45,6 +45,12 @@ def ufw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     def run_command(self: Any, argv: list[str], **options: Any) -> tuple[int, str, str]:
         commands.append(" ".join(argv))
+        if argv[0] == "ufw" and "allow" in argv:
+            words = dict(zip(argv[argv.index("allow") + 1 :: 2], argv[argv.index("allow") + 2 :: 2], strict=False))
+            port = words.get("port", "any")
+            with (tmp_path / "user.rules").open("a") as file:
+                rule = f"allow {words.get('proto', 'any')} {port} {words['to']} any {words['from']} in"
+                file.write(f"### tuple ### {rule} comment={words['comment'].encode().hex()}\n")
         if argv[0] == "systemctl":
             return 3, "", ""
         return 0, (tmp_path / "iptables").read_text() if argv[0] == "iptables" else "", ""
@@ -85,7 +91,7 @@ def test_rules_that_the_kernel_lost_are_loaded_again(
     # ufw cannot add a rule to chains that the kernel does not have.
     result = run_module(ufw_rules, capsys, rules=[{"source": "10.0.0.2", "why": "peer"}])
     changes = [command.split()[1] for command in ufw if command.startswith("ufw ")]
-    assert changes == ["--force", "prepend", "allow"] and result["changed"]
+    assert changes == ["--force", "allow"] and result["changed"]
 
 
 def test_the_former_state_is_restored(ufw: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from trainer.common.formats import printable, quoted
 from trainer.supervise import run_files as files
 
 HOST_PREFIX = "host:"
-_LFS = b"version https://git-lfs."
+_LFS = b"version https://git-lfs.github.com/"
 
 
 def user_path(text: str, what: str) -> Path:

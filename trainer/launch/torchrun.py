@@ -2,12 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from trainer.common.imports import without_collector
 
-# This process computes nothing: without the rules for tensors without data, torch is imported in three quarters of the time.
-sys.modules["torch._meta_registrations"] = ModuleType("torch._meta_registrations")
 with without_collector():
     import torch.distributed
     from torch.distributed import run

@@ -32,7 +32,7 @@ IDS = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(3))
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer of a merged model has tests of its own."""
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **_more: None)
     monkeypatch.setattr("trainer.models.tokenizer_output.save_tokenizer", lambda *_: None)
     monkeypatch.setattr("trainer.models.tokenizer_output.add_end_token", lambda *_: False)
 

@@ -49,10 +49,11 @@ def test_trained_text_has_brackets(samples: list[Sample], encoder: Encoder, caps
     assert "; truncated: " in second and "; dropped: with all answers beyond seq_length" in second
     assert "\u27e6" not in second
     assert "; truncated: " in third and "; dropped" not in third and third.count("\u27e6") == third.count("\u27e7") == 1
-    hidden, totals, warning = rest.splitlines()
+    hidden, totals, warning, lost = rest.splitlines()
     assert hidden.startswith(f"{samples[3].where}: ") and hidden.endswith("; dropped: without an answer with loss")
     assert totals.startswith("4 samples: 2 answers and ") and "2 truncated, 2 dropped (1 " in totals
     assert warning.startswith("WARNING: 2 of 4 samples of the dataset are not trained")
+    assert lost.startswith("WARNING: 117 of 158 tokens (74%) are lost")
 
 
 def test_a_terminal_executes_nothing(samples: list[Sample], encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
