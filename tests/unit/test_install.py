@@ -142,7 +142,9 @@ def texts() -> dict[str, str]:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=TOP, capture_output=True, text=True
     ).stdout.splitlines()
     names = listed or [
-        str(path.relative_to(TOP)) for path in TOP.rglob("*") if not {".venv", "__pycache__", ".hypothesis"} & {*path.parts}
+        str(path.relative_to(TOP))
+        for path in TOP.rglob("*")
+        if not {".venv", "__pycache__", ".hypothesis"} & {*path.parts}
     ]
     files = [name for name in names if not NOT_OURS.search(name) and (TOP / name).is_file()]
     return {name: (TOP / name).read_text(encoding="utf-8", errors="ignore") for name in files}
