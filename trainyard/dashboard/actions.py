@@ -44,7 +44,7 @@ class Progress:
 
     def report(self, line: str) -> None:
         """Show a line."""
-        self._tell(lambda: self._add(line))
+        self._tell(lambda: setattr(self._action, "lines", [*self._action.lines, line][-LINES:]))
 
     def follow(self) -> None:
         """From now on, the action only follows the run: other actions on it may begin."""
@@ -57,9 +57,6 @@ class Progress:
             return self._connect(host)
 
         return asyncio.run_coroutine_threadsafe(make(), self._loop).result(CONNECT_LIMIT)
-
-    def _add(self, line: str) -> None:
-        self._action.lines = [*self._action.lines, line][-LINES:]
 
     def _tell(self, change: Callable[[], None]) -> None:
         def apply() -> None:
@@ -136,11 +133,7 @@ class Actions:
         return RunSession(draft.hosts, progress.connect, draft.options, **what)
 
     def deploy(self, run: str, name: str, base: str) -> bool:
-        """Put a finished run into the Ollama server of every host as the model `name`. As `stop`.
-
-        Args:
-            base: the model of the hosts that is the base of an adapter; empty to search for one.
-        """
+        """Put a finished run into every host's Ollama as the model `name`; `base`: of an adapter, empty to search. As `stop`."""
 
         def work(progress: Progress) -> dict[str, Any]:
             options = make_deploy_options({"run": run, "deploy_name": name, "deploy_base": base or None})
@@ -151,10 +144,7 @@ class Actions:
         return self._begin(run, f"Deploy as {printable(name, 80) or 'a model without a name'}", work)
 
     def change_queue(self, run: str, verb: Verb, priority: str) -> bool:
-        """Cancel, hold or release a run of the queue, add it again, or give it another priority. As `stop`.
-
-        Raises UserError for a wrong priority.
-        """
+        """Change a run of the queue, see `change_runs`. As `stop`. Raises UserError for a wrong priority."""
         options = change_options(verb, {"run": run, "priority": priority})
 
         def work(progress: Progress) -> dict[str, Any]:
@@ -202,7 +192,10 @@ class Actions:
             result = await asyncio.wrap_future(done)
             lines, action.state = [str(line) for line in result.get("lines", [])], "done"
         except Exception as error:
-            action.error, action.state = _one_line(error), "failed"
+            # An unexpected error does not name what to do: its type helps.
+            expected = isinstance(error, RunError | RemoteError | UserError | InventoryError)
+            message = str(error) if expected else f"{type(error).__name__}: {error}"
+            action.error, action.state = printable(message, MAX_MESSAGE), "failed"
             lines = [str(line) for line in getattr(error, "details", {}).get("lines", [])]
         action.lines = [*action.lines, *lines][-LINES:]
         self._pages.queue.update_soon()
@@ -220,9 +213,3 @@ def _run(session: RunSession, progress: Progress) -> dict[str, Any]:
 def _show(done: dict[str, Any], progress: Progress) -> None:
     for line in done.get("lines", []):
         progress.report(str(line))
-
-
-def _one_line(error: Exception) -> str:
-    """Return the message of an error that names what to do; for an unexpected error, also its type."""
-    expected = isinstance(error, RunError | RemoteError | UserError | InventoryError)
-    return printable(str(error) if expected else f"{type(error).__name__}: {error}", MAX_MESSAGE)

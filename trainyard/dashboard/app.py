@@ -36,7 +36,7 @@ from trainyard.dashboard.log_streams import Key, RunLog
 from trainyard.dashboard.model_questions import RefusedError
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
-from trainyard.dashboard.security import NOT_OUR_FORM, AuthMiddleware, SessionAuth
+from trainyard.dashboard.security import AuthMiddleware, SessionAuth
 from trainyard.dashboard.start_form import FIRST, HOST, LAUNCH, NewRuns
 from trainyard.dashboard.state import ClusterView, RunState
 from trainyard.dashboard.streams import HostStream
@@ -157,6 +157,9 @@ class Dashboard:
         found = {name: await self._describe(self.cluster.runs[name]) for name in (run.name, *others)}
         specs = {name: await asyncio.to_thread(_named_spec, one) for name, one in found.items()}
         names = sorted(self.cluster.runs.values(), key=lambda one: -one.started)
+        # A log of another program than a rank has no label.
+        labels = {(host, f"rank{rank}.log"): f"rank {rank}" for rank, (host, _) in run.ranks.items()}
+        logs = [(host, file) for host, files in found[run.name]["logs"].items() for file in files]
         more: dict[str, Any] = {
             "run": run,
             "others": others,
@@ -164,7 +167,7 @@ class Dashboard:
             "specs": specs,
             "rows": spec_rows(specs, differences=bool(others)),
             "tensorboard": self._tensorboard(run, specs[run.name]),
-            "log_files": _log_files(run, found[run.name]["logs"]),
+            "log_files": [(*log, labels.get(log, "")) for log in logs],
         }
         return HTMLResponse(self.pages.page("run", run.name, **more))
 
@@ -235,8 +238,6 @@ class Dashboard:
     async def plan(self, request: Request) -> Response:
         """Check the form of a new run, and plan the run; or show the form with what is wrong."""
         new, form = self._new_runs(), await self.access.read_form(request)
-        if form is None:
-            return PlainTextResponse(NOT_OUR_FORM, 403)
         try:
             draft = new.draft(form, await asyncio.to_thread(new.fields))
             plan = new.keep(draft)
@@ -251,8 +252,7 @@ class Dashboard:
         draft = self._new_runs().drafts.get(plan)
         if draft is None:
             raise HTTPException(404)
-        if await self.access.read_form(request) is None:
-            return PlainTextResponse(NOT_OUR_FORM, 403)
+        await self.access.read_form(request)
         self.actions.start_new(draft)
         return RedirectResponse(f"/start?plan={plan}", 303)
 
@@ -268,10 +268,7 @@ class Dashboard:
     async def _act(self, request: Request, act: Callable[[RunState, dict[str, str]], object]) -> Response:
         """Run the action of a form on a run's page, and show the page, which has the progress."""
         run = self._run(request)
-        form = await self.access.read_form(request)
-        if form is None:
-            return PlainTextResponse(NOT_OUR_FORM, 403)
-        act(run, form)
+        act(run, await self.access.read_form(request))
         return RedirectResponse(f"/runs/{run.name}", 303)
 
     async def change_queue(self, request: Request) -> Response:
@@ -281,8 +278,6 @@ class Dashboard:
         if verb not in CHANGES or not view or run not in view.names:
             raise HTTPException(404)
         form = await self.access.read_form(request)
-        if form is None:
-            return PlainTextResponse(NOT_OUR_FORM, 403)
         try:
             self.actions.change_queue(run, check_verb(verb), form.get("priority", ""))
         except UserError as error:
@@ -292,8 +287,6 @@ class Dashboard:
     async def ask(self, request: Request) -> Response:
         """Ask the model `model` the `question`, and send its answer while it is generated, see `ModelQuestions.ask`."""
         form = await self.access.read_form(request)
-        if form is None:
-            return PlainTextResponse(NOT_OUR_FORM, 403)
         asked = form.get("model", ""), form.get("question", "")
         try:
             lines = await self.pages.questions.ask(*asked, lambda: self.access.in_session(request.scope))
@@ -343,11 +336,9 @@ class Dashboard:
                 stack.enter_context(self.pages.evaluations.page())
             sent: dict[str, str] = {}
             series, lines, asks_queue = None, None, False  # places in the metrics and in the log
-            while (
-                not end.is_set()
-                and self.access.in_session(request.scope)
-                and (page != "run" or arguments[0] in self.cluster.runs)
-            ):
+            while not end.is_set() and self.access.in_session(request.scope):
+                if page == "run" and arguments[0] not in self.cluster.runs:
+                    return
                 version = self.cluster.version
                 if page == "run" and not asks_queue and self.cluster.runs[arguments[0]].status in UNFINISHED:
                     asks_queue = True  # which may have the run, and can add it again
@@ -379,19 +370,12 @@ class Dashboard:
         self.listeners -= 1
 
 
-def _log_files(run: RunState, logs: dict[str, dict[str, int]]) -> list[tuple[str, str, str]]:
-    """Return host, name and label of each log; the label is that of its rank, empty for the log of another program."""
-    labels = {(host, f"rank{rank}.log"): f"rank {rank}" for rank, (host, _) in run.ranks.items()}
-    return [(host, file, labels.get((host, file), "")) for host, files in logs.items() for file in files]
-
-
 def _named_spec(found: dict[str, Any]) -> dict[str, str]:
     """Return the fields of a run's spec, with the names that the user gave to model and dataset."""
     values = spec_values(found["spec"])
     origin = {name: str(value) for name, value in found["origin"].items() if isinstance(value, str)}
-    return values | {
-        name: origin[name] for name in ("model", "dataset", "teacher") if name in origin and name in values
-    }
+    named = [name for name in ("model", "dataset", "teacher") if name in origin and name in values]
+    return values | {name: origin[name] for name in named}
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -7,7 +7,8 @@ import contextlib
 import json
 import threading
 import time
-from collections import deque
+import urllib.parse
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 
 from trainer.common.formats import counted
@@ -43,7 +44,7 @@ class ModelQuestions:
     def __init__(self, cluster: ClusterView) -> None:
         """Take the hosts with their models."""
         self._cluster = cluster
-        self._open: dict[str, int] = {}  # {host: requests to its server}
+        self._open = Counter[str]()  # requests to the server of each host
         self._times: deque[float] = deque(maxlen=PER_MINUTE)
 
     def models(self) -> dict[str, list[str]]:
@@ -79,7 +80,7 @@ class ModelQuestions:
 
         def rank(name: str) -> tuple[bool, int]:
             loaded = map(server_form, self._cluster.hosts[name].sample["ollama"]["loaded"])
-            return server_form(model) not in loaded, self._open.get(name, 0)
+            return server_form(model) not in loaded, self._open[name]
 
         host = self._cluster.hosts[min(hosts, key=rank)].host
         lines = self._answer(host, model, question, permitted)
@@ -100,10 +101,10 @@ class ModelQuestions:
                 except (OllamaError, ValueError) as error:
                     tell(error=str(error))
                 finally:
-                    loop.call_soon_threadsafe(self._close, host.name)
+                    loop.call_soon_threadsafe(self._open.subtract, [host.name])
                     loop.call_soon_threadsafe(lines.put_nowait, None)
 
-        self._open[host.name] = self._open.get(host.name, 0) + 1
+        self._open[host.name] += 1
         # The thread ends with the request, and that with `cancel`, at its limit, or with the process.
         threading.Thread(target=work, name="question", daemon=True).start()
         try:
@@ -117,9 +118,6 @@ class ModelQuestions:
                         line = await asyncio.wait_for(lines.get(), LOOK)
         finally:
             cancel.cancel()
-
-    def _close(self, host: str) -> None:
-        self._open[host] -= 1
 
 
 def _chat(host: Host, model: str, question: str, cancel: Cancel, hear: Callable[[str], None]) -> str:

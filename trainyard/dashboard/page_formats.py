@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from datetime import datetime
 
 from trainer.common.formats import clock, thousands
@@ -68,14 +69,5 @@ def clean(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-FILTERS = {
-    "size": size,
-    "number": number,
-    "count": count,
-    "rate": rate,
-    "percent": percent,
-    "duration": duration,
-    "moment": moment,
-    "near": clock_time,
-    "clean": clean,
-}
+_NAMED = (size, number, count, rate, percent, duration, moment, clean)
+FILTERS: dict[str, Callable[..., str]] = {"near": clock_time, **{each.__name__: each for each in _NAMED}}

@@ -46,9 +46,8 @@ class _Collector:
         for key, (metric, text) in HOST_VALUES.items():
             here = [([name], host.sample[key]) for name, host in hosts if host.connected and key in host.sample]
             yield _family(metric, text, ["host"], here)
-        gpus = [
-            ([name, gpu["uuid"]], gpu) for name, host in hosts if host.connected for gpu in host.sample.get("gpus", [])
-        ]
+        samples = [(name, host.sample.get("gpus", [])) for name, host in hosts if host.connected]
+        gpus = [([name, gpu["uuid"]], gpu) for name, found in samples for gpu in found]
         for key, (metric, text) in GPU_VALUES.items():
             values = [(labels, gpu[key]) for labels, gpu in gpus if gpu[key] is not None]
             yield _family(metric, text, ["host", "gpu"], values)

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from trainer.common.errors import UserError
 from trainyard.dashboard.page_watch import PageWatch
 from trainyard.dashboard.state import ClusterView
+from trainyard.queue.lease_step import AGAIN
 from trainyard.queue.queue_client import QueueState, parse_state
 from trainyard.queue.queue_tables import ENDED, describe, list_history, list_queue, run_state
-from trainyard.queue.slurm_lease import AGAIN, ASKED_FOR
+from trainyard.queue.slurm_lease import ASKED_FOR
 from trainyard.remote.queue_job import NOT_INSTALLED
 from trainyard.wire.connection import RemoteError
 
@@ -82,9 +83,7 @@ class QueueWatch(PageWatch):
             self.missing = str(error)
             return
         if self.host not in streams:
-            self.missing = (
-                f"the queue host {self.host} is not among the hosts of the dashboard: start it without --limit"
-            )
+            self.missing = f"the queue host {self.host} is not on the dashboard: start it without --limit"
             self.host = ""
 
     async def run(self) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -57,12 +58,10 @@ def read_token(path: Path) -> str:
     except OSError as error:
         raise UserError(f"the token of the dashboard: cannot read {path}: {error.strerror or error}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise UserError(
-            f"the token of the dashboard: other users may have read {path}: delete it, and a new one is made"
-        )
+        raise UserError(f"the token of the dashboard: other users may have read {path}: delete it for a new one")
     if len(token) < SHORTEST or not token.isascii():
         raise UserError(
-            f"the token of the dashboard: {path} has none of {SHORTEST} characters: delete it, and one is made"
+            f"the token of the dashboard: {path} has none of {SHORTEST} characters: delete it for a new one"
         )
     return token
 
@@ -136,18 +135,17 @@ class SessionAuth:
         """Return whether a request has the cookie of a session."""
         return _digest(Request(scope).cookies.get(self.cookie, "")) in self._sessions
 
-    async def read_form(self, request: Request) -> dict[str, str] | None:
-        """Return the fields of a form of our own pages; None for a form that came from elsewhere, or is too large."""
+    async def read_form(self, request: Request) -> dict[str, str]:
+        """Return the fields of a form of our own pages. Raises HTTPException for one from elsewhere, or that is too large."""
         # What the browser says of the page that sends the form.
         own = f"http{'s' if self.site.tls else ''}://{request.headers.get('host', '')}".lower()
         same_origin = request.headers.get("origin", own).lower() == own
-        if not same_origin or request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
-            return None
-        body = await read_body(request)
-        if body is None:
-            return None
-        fields = {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}
-        return fields if same(fields.get("csrf", ""), self.csrf) else None
+        if same_origin and request.headers.get("sec-fetch-site", "same-origin") == "same-origin":
+            body = await read_body(request) or b""
+            fields = {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}
+            if same(fields.get("csrf", ""), self.csrf):
+                return fields
+        raise HTTPException(403, NOT_OUR_FORM)
 
 
 def same(given: str, secret: str) -> bool:

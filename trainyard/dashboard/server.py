@@ -82,8 +82,7 @@ def serve(
     where = f"{site.url} (the token is in {token_file})" if _in_journal() else access.url
     report(f"dashboard: {where}")
     report(
-        "Whoever has the token can start, stop and deploy runs, ask models, and change the queue. Ctrl-C ends the dashboard; "
-        "runs continue."
+        "Whoever has the token can start, stop and deploy runs, ask models, and change the queue. Ctrl-C ends it; runs go on."
     )
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
         uvicorn.Server(config).run(sockets=[listener])
@@ -107,9 +106,8 @@ def _listen(options: DashboardOptions) -> LimitedListener:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        remedy = (
-            f"end what uses the port, or use another one: {front_end.option('dashboard_port', min(port + 1, 65535))}"
-        )
+        other = front_end.option("dashboard_port", min(port + 1, 65535))
+        remedy = f"end what uses the port, or use another one: {other}"
         if error.errno == errno.EADDRNOTAVAIL:
             remedy = "set dashboard_listen to an address of this machine, as `ip address` lists them"
         raise UserError(f"the dashboard cannot listen on {options.address}: {error.strerror}: {remedy}") from None

@@ -31,11 +31,8 @@ from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import Host
 
 RUN, FILES = "run", ("model", "dataset")  # the text that the form takes, and what it chooses from a list
-FIRST = (
-    RUN,
-    *FILES,
-    *["strategy", "epochs", "max_steps", "seq_length", "total_batch_size", "lr", "lora_r", "eval_split", "seed"],
-)
+_NUMBERS = ["epochs", "max_steps", "seq_length", "total_batch_size", "lr", "lora_r", "eval_split", "seed"]
+FIRST = (RUN, *FILES, "strategy", *_NUMBERS)
 LAUNCH = ("min_nodes", "max_restarts")  # launch options of the form
 HOST = "host "  # and the name of a host: a field that is set if the host takes part
 LISTED = 100  # models and datasets of each kind
@@ -90,24 +87,27 @@ class NewRuns:
 
     def fields(self) -> list[FormField]:
         """Return the fields of the form, the most frequent ones first. Reads the lists of models and datasets."""
-        files = {"model": _models(self._home), "dataset": _datasets(self._home)}
+        models = sorted(path.parent for path in (self._home / "models").glob("*/config.json"))
+        datasets = sorted(
+            path for path in (self._home / "datasets").glob("*") if format_of(path) in (*JSON, *TABLES, *COLUMNAR)
+        )
+        files = {
+            "model": [TINY, SMOLLM2, *map(str, models[:LISTED])],
+            "dataset": [OBSERVATORY, *map(str, datasets[:LISTED])],
+        }
         started = _of_starts(self._home)
         found = []
         for name in (*FIRST, *(name for name in FIELDS if name not in FIRST), *LAUNCH):
             info = FIELDS.get(name) or OPTIONS[name]
             choices = (*dict.fromkeys([*files[name], *started[name]]),) if name in files else words_of_field(info)
             if choices is not None or name == RUN:
-                how = (
-                    expected_value(info),
-                    choices or (),
-                    _shown(getattr(self._options, name) if name in LAUNCH else _default(name, info)),
-                )
-                help = (
-                    f"embedded, from the folder {name}s of the project, or of an earlier run of this project"
-                    if name in files
-                    else str(info.description)
-                )
-                found.append(FormField(name, help, *how))
+                default = getattr(self._options, name) if name in LAUNCH else default_of(info)
+                if any(name in preset for preset in PRESETS.values()):
+                    default = "depends on the model"
+                help = str(info.description)
+                if name in files:
+                    help = f"embedded, from the folder {name}s of the project, or of an earlier run of this project"
+                found.append(FormField(name, help, expected_value(info), choices or (), _shown(default)))
         return found
 
     def draft(self, form: Mapping[str, str], fields: Sequence[FormField]) -> Draft:
@@ -123,9 +123,8 @@ class NewRuns:
             raise UserError(f"{quoted(unknown[0])} is no field of {SOURCE}: start this run with trainyard train")
         for name in FILES:
             if name in given and given[name] not in known[name].choices:
-                raise UserError(
-                    f"{name}: {quoted(given[name])} is not in the list of the page: reload it, or use trainyard train"
-                )
+                where = "is not in the list of the page: reload it, or use trainyard train"
+                raise UserError(f"{name}: {quoted(given[name])} {where}")
         if not chosen:
             raise UserError("no host is chosen: choose at least one")
         launch = {name: given.pop(name) for name in LAUNCH if name in given}
@@ -166,24 +165,8 @@ def _parts(kind: Any) -> list[Any]:
     return [part for each in parts for part in _parts(each)]
 
 
-def _default(name: str, info: FieldInfo) -> Any:
-    return "depends on the model" if any(name in preset for preset in PRESETS.values()) else default_of(info)
-
-
 def _shown(value: Any) -> str:
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _models(home: Path) -> list[str]:
-    """Return the embedded models, and the folders with a model in the folder `models` of the project."""
-    found = sorted(path.parent for path in (home / "models").glob("*/config.json"))
-    return [TINY, SMOLLM2, *map(str, found[:LISTED])]
-
-
-def _datasets(home: Path) -> list[str]:
-    """Return the embedded datasets, and the files in the folder `datasets` of the project."""
-    found = sorted(path for path in (home / "datasets").glob("*") if format_of(path) in (*JSON, *TABLES, *COLUMNAR))
-    return [OBSERVATORY, *map(str, found[:LISTED])]
 
 
 def _of_starts(home: Path) -> dict[str, list[str]]:

@@ -217,18 +217,13 @@ class ClusterView:
         if len(self.events) > EVENTS:
             self._drop_event()
 
-    def _source(self, event: Event) -> str:
-        """Return the host that an event came from, as far as is known."""
-        run = self.runs.get(event.run)
-        return event.host or (next(iter(run.parts), "") if run else "")
-
     def _drop_event(self) -> None:
         """Drop the oldest event of the host that has most of them: it must not push out those of other hosts."""
-        sources = {key: self._source(event) for key, event in self.events.items()}
+        first = {name: next(iter(run.parts), "") for name, run in self.runs.items()}
+        sources = {key: event.host or first.get(event.run, "") for key, event in self.events.items()}
         [(most, _)] = Counter(sources.values()).most_common(1)
-        del self.events[
-            min((key for key, one in sources.items() if one == most), key=lambda key: self.events[key].time)
-        ]
+        of_most = (key for key, one in sources.items() if one == most)
+        del self.events[min(of_most, key=lambda key: self.events[key].time)]
 
     def _take_run(self, host: str, line: dict[str, Any]) -> None:
         name = line["name"]
@@ -277,10 +272,8 @@ class ClusterView:
         elif before == run.reported:
             return
         elif run.status in ("finished", "stopped"):
-            at = run.ended or _now(new, run)
-            self.add_event(
-                run.status, f"run {run.name} {run.status}", at=at, key=("end", run.name, str(attempt)), **about
-            )
+            at, text = run.ended or _now(new, run), f"run {run.name} {run.status}"
+            self.add_event(run.status, text, at=at, key=("end", run.name, str(attempt)), **about)
         elif attempt != before[0]:
             kind = "restarted" if attempt > 1 else "started"
             where = counted(len(newest[0].node.get("hosts", [])) if newest else 1, "host")

@@ -86,21 +86,13 @@ class HostStream:
     async def _lines(self) -> Any:
         """Connect, and yield the kind and content of each line. Raises RemoteError and ReplyError."""
         command = remote_command("sample", self.host.python)
-        process = await asyncio.create_subprocess_exec(
-            *self.transport.stream_argv(command),
-            env=self.transport.environment,
-            limit=REPLY_LIMIT,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        argv, environment = self.transport.stream_argv(command), self.transport.environment
+        process = await asyncio.create_subprocess_exec(*argv, env=environment, limit=REPLY_LIMIT, **pipes)
         assert process.stdin and process.stdout and process.stderr
         errors = bytearray()
-        request = {
-            "data_dir": self.host.data_dir,
-            "address": self.host.address or "127.0.0.1",
-            "ollama_urls": host_urls(self.host),
-        }
+        address, urls = self.host.address or "127.0.0.1", host_urls(self.host)
+        request = {"data_dir": self.host.data_dir, "address": address, "ollama_urls": urls}
         helpers = [asyncio.create_task(_read_errors(process.stderr, errors))]
         try:
             process.stdin.write(remote_input(request, "sample"))

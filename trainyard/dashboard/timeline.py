@@ -171,7 +171,7 @@ def _bars(spans: Sequence[Span], now: float, scale: Scale) -> list[Bar]:
     """Return the bars of a row: each in the first lane that is free at its start."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.begin, span.run)):
-        free = (number for number, lane in enumerate(lanes) if _until(lane[-1]) <= span.begin)
+        free = (number for number, lane in enumerate(lanes) if max(lane[-1].end, lane[-1].until) <= span.begin)
         number = next(free, len(lanes))
         if number == len(lanes):
             if number == LANES:
@@ -187,7 +187,3 @@ def _bars(spans: Sequence[Span], now: float, scale: Scale) -> list[Bar]:
             room = (scale.place(after.begin, now) if after else 100.0) - left
             bars.append(Bar(span, number, left, max(0.3, right - left), rest, room))
     return bars
-
-
-def _until(span: Span) -> float:
-    return max(span.end, span.until)

@@ -80,14 +80,9 @@ class Pages:
         self.questions = ModelQuestions(cluster)
         self.actions: dict[str, Action] = {}
         loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
-        self._templates = jinja2.Environment(
-            loader=loader,
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            auto_reload=False,  # which reads the time of the file for every region
-        )
+        how: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+        how["auto_reload"] = False  # which reads the time of the file for every region
+        self._templates = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **how)
         self._templates.filters |= FILTERS
         self._templates.globals |= {"csrf": csrf, "max_question": QUESTION}
         self._pieces: dict[str, tuple[Any, str]] = {}  # {id of a region: (version of its contents, HTML)}
@@ -96,10 +91,8 @@ class Pages:
     def page(self, name: str, *arguments: str, **more: Any) -> str:
         """Render a page with its regions."""
         groups = self.regions(name, *arguments)
-        template = self._templates.get_template(f"{name}.html")
-        return template.render(
-            page=name, arguments=arguments, groups=groups, cluster=self.cluster, can_start=bool(self.new_runs), **more
-        )
+        more |= {"groups": groups, "cluster": self.cluster, "can_start": bool(self.new_runs)}
+        return self._templates.get_template(f"{name}.html").render(page=name, arguments=arguments, **more)
 
     def regions(self, name: str, *arguments: str) -> dict[str, Regions]:
         """Return {id of a group of regions: {id of a region: HTML}} of a page; equal requests share the work."""
@@ -208,16 +201,14 @@ class Pages:
     def _run(self, name: str) -> dict[str, Regions]:
         run = self.cluster.runs[name]
         view = self.queue.view
+        can = {
+            "can_start": not run.alive and self._can_start(name),
+            "queued": bool(view and not run.alive and view.can_start(name)),
+            "has_job": bool(view and name in view.state.jobs),
+        }
         return {
             "head": self._region("run_head", run=run),
-            "action": self._region(
-                "run_action",
-                run=run,
-                action=self.actions.get(name),
-                can_start=not run.alive and self._can_start(name),
-                queued=bool(view and not run.alive and view.can_start(name)),
-                has_job=bool(view and name in view.state.jobs),
-            ),
+            "action": self._region("run_action", run=run, action=self.actions.get(name), **can),
             "ranks": self._region("run_ranks", run=run, slowest=_slowest(run)),
             "checkpoints": self._region("run_checkpoints", run=run, checkpoints=_checkpoints(run)),
         }
@@ -225,19 +216,12 @@ class Pages:
 
 def _checkpoints(run: RunState) -> list[tuple[int, list[str], float, float]]:
     """Return step, hosts, size on one host and time of the checkpoints, the newest first."""
-    found: dict[int, list[tuple[str, float, float]]] = {}
+    found: dict[int, tuple[dict[str, None], float, float]] = {}
     for host, kept in sorted(run.checkpoints.items()):
         for one in kept:
-            found.setdefault(one["step"], []).append((host, one["bytes"], one["time"]))
-    return [
-        (
-            step,
-            list(dict.fromkeys(host for host, _, _ in on)),
-            max(size for _, size, _ in on),
-            max(at for _, _, at in on),
-        )
-        for step, on in sorted(found.items(), reverse=True)
-    ]
+            hosts, size, at = found.get(one["step"], ({}, 0.0, 0.0))
+            found[one["step"]] = hosts | {host: None}, max(size, one["bytes"]), max(at, one["time"])
+    return [(step, list(hosts), size, at) for step, (hosts, size, at) in sorted(found.items(), reverse=True)]
 
 
 def _slowest(run: RunState) -> int | None:
