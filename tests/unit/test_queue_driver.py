@@ -12,8 +12,9 @@ import pytest
 
 from trainer.spec import make_spec
 from trainyard.queue import driver as module
+from trainyard.queue.lease_step import AGAIN, FAILED, FINISHED
 from trainyard.queue.run_folder import QueuedStart
-from trainyard.queue.slurm_lease import AGAIN, FAILED, FINISHED, TIME_LIMIT, Job
+from trainyard.queue.slurm_lease import TIME_LIMIT, Job
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import Host, Login

@@ -5,7 +5,6 @@ A full copy on one host suffices: the ranks send it to other hosts. The shards o
 
 from __future__ import annotations
 
-import functools
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ from trainer.supervise.link_free import LinkFreePath
 from trainer.supervise.run_files import read_json, write_json
 from trainyard.remote.checkpoints import FILE, MANIFEST, STEP, complete
 from trainyard.run.plan.gather_facts import Connect
-from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.wire.connection import Host, HostConnection, RemoteError, call_hosts
 from trainyard.wire.copy_files import Exchange, fetch_file, lent_files
 
 ANSWER_LIMIT = 10.0  # s for a host to list its checkpoints
@@ -48,11 +47,8 @@ class FullCheckpoint(NamedTuple):
 
 def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, dict[str, HostCheckpoint]]:
     """Return the checkpoints of every host that answers, by host and name, in the order of the hosts."""
-    requests = {
-        host.name: functools.partial(connect(host.name).call, "checkpoints", {"run_dir": f"{host.data_dir}/runs/{run}"})
-        for host in hosts
-    }
-    answers, found = FanOut(requests).wait(ANSWER_LIMIT).answers, {}
+    requests = {host.name: {"run_dir": f"{host.data_dir}/runs/{run}"} for host in hosts}
+    answers, found = call_hosts(connect, "checkpoints", requests).wait(ANSWER_LIMIT).answers, {}
     for name in (name for name in requests if name in answers):
         answer = answers[name]
         shards = {step: (frozenset(part["elsewhere"]), part["digest"]) for step, part in answer["shards"].items()}
@@ -119,9 +115,8 @@ class CheckpointCopy:
             self.give(hosts[0], step)
             return step
         if not whole.step:
-            self.set_aside(
-                [host for host in hosts if here[host.name]], sorted({host.name for host in every} - {*found})
-            )
+            silent = sorted({host.name for host in every} - {*found})
+            self.set_aside([host for host in hosts if here[host.name]], silent)
         return ""
 
     def fetch(self, whole: FullCheckpoint, ended: threading.Event | None = None) -> None:
@@ -183,11 +178,7 @@ class CheckpointCopy:
         exchange.call(remove=[target], take={f"{target}/{file.name}": file.name for file in files}, end=True)
 
     def set_aside(self, hosts: list[Host], silent: list[str]) -> None:
-        """Restart a run from step 0 if the hosts have only shards of its checkpoints: these are moved to `incomplete`.
-
-        Args:
-            silent: the hosts that do not answer.
-        """
+        """Restart a run from step 0 of whose checkpoints the hosts have only shards; `silent`: hosts that do not answer."""
         for host in hosts:
             exchange, folder = Exchange(self.connect(host.name), f"{host.data_dir}/runs"), f"{self.run}/checkpoints"
             incomplete = f"{folder}/incomplete"
@@ -200,10 +191,7 @@ class CheckpointCopy:
 
 
 class CopyThread(threading.Thread):
-    """Copies every new checkpoint of a run to the queue host that would be lost with one of its hosts.
-
-    Such a checkpoint is on a single host, or divided among hosts.
-    """
+    """Copies every new checkpoint of a run that is on a single host, or divided among hosts, to the queue host."""
 
     def __init__(self, copy: CheckpointCopy, hosts: list[Host]) -> None:
         """Prepare; `start` begins."""

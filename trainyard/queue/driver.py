@@ -20,20 +20,9 @@ from trainer.common.errors import UserError
 from trainer.planner.decisions import as_before
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_json, write_json
 from trainyard.queue.carry import CheckpointCopy, CopyThread
+from trainyard.queue.lease_step import AGAIN, FAILED, FINISHED
 from trainyard.queue.run_folder import QueuedStart, read_session
-from trainyard.queue.slurm_lease import (
-    AGAIN,
-    ASKED_FOR,
-    ENDED,
-    FAILED,
-    FINAL,
-    FINISHED,
-    TIME_LIMIT,
-    Job,
-    Leases,
-    leased_hosts,
-    read_job,
-)
+from trainyard.queue.slurm_lease import ASKED_FOR, ENDED, FINAL, TIME_LIMIT, Job, Leases, leased_hosts, read_job
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
 from trainyard.run.follow.announce import Announcer, Event
@@ -51,9 +40,8 @@ LEASE_LIMIT = 60.0  # s for the steps of a job to take their leases
 LOST_LIMIT = 90.0  # s for Slurm to see that a host is lost
 LOSSES = 10  # attempts in a row that lose a host and reach no further step, after which the run has failed
 END_LIMIT = 60.0  # s for a job to end after its leases
-FORGET_LIMIT = (
-    600.0  # s after its submission in which a crash of slurmctld can lose a job; it saves its state every 6 s
-)
+# s after its submission in which a crash of slurmctld can lose a job; it saves its state every 6 s
+FORGET_LIMIT = 600.0
 STOPPED = "it was stopped"  # why a run has ended
 PHASES = {FINISHED: "finished", FAILED: "failed", AGAIN: "waiting"}
 REASONS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": "its deadline", "CANCELLED": "it was cancelled"}
@@ -165,7 +153,10 @@ class Driver:
                 self.reached = max(self.reached, furthest_step(getattr(error, "details", {})))
                 if lost := leases.lost():
                     return left_for(lost)
-                return AGAIN if host_was_lost(error) else FAILED, str(error)
+                # A host that did not answer may answer now.
+                cause = getattr(error, "details", {}).get("cause") or {}
+                silent = isinstance(error, HostUnreachableError) or cause.get("kind") == "lost"
+                return AGAIN if silent else FAILED, str(error)
 
     def follow(self, leases: Leases, hosts: list[Host]) -> str:
         """Do the steps of the session; return the status of the run: finished, or stopped."""
@@ -174,15 +165,20 @@ class Driver:
         if again:  # resume=never refuses only checkpoints from before the run was added
             prepared = replace(prepared, spec=prepared.spec.model_copy(update={"resume": "auto"}))
         if again or self.continues:
-            self.carry(hosts)
+            try:
+                if step := self.copy.carry(hosts, self.session.hosts):
+                    self.report(f"copied the checkpoint {step} to {hosts[0].name}")
+            except RemoteError as error:
+                raise RunError(f"cannot carry the checkpoint: {error}") from None
             if earlier := self.copy.spec():  # these hosts may lack the run's folder, and would decide differently
                 prepared = replace(prepared, spec=as_before(prepared.spec, earlier)[0])
         here = {host.name: host for host in hosts}
+        head = self.session.options.head if self.session.options.head in here else ""
         session = RunSession(
             hosts,
             lambda host: self.connect_host(here[host.name]),
             # The driver announces the events: what ends an attempt may not end the run.
-            self.session.options.model_copy(update={"limit": "cluster", "head": self.head(hosts), "notify": ()}),
+            self.session.options.model_copy(update={"limit": "cluster", "head": head, "notify": ()}),
             home=self.folder,
             report=self.report,
             state=SessionState(prepared=prepared),
@@ -196,19 +192,6 @@ class Driver:
             copying.stop()
         # A driver that finds the run finished has nothing to follow.
         return "finished" if session.state.phase == "finished" else session.state.status
-
-    def carry(self, hosts: list[Host]) -> None:
-        """Give the newest checkpoint of the run to its hosts. Raises RunError."""
-        try:
-            if step := self.copy.carry(hosts, self.session.hosts):
-                self.report(f"copied the checkpoint {step} to {hosts[0].name}")
-        except RemoteError as error:
-            raise RunError(f"cannot carry the checkpoint: {error}") from None
-
-    def head(self, hosts: list[Host]) -> str:
-        """Return the launch option `head` if the run has that host, else an empty string."""
-        head = self.session.options.head
-        return head if head in {host.name for host in hosts} else ""
 
     def connect(self, name: str) -> HostConnection:
         """Make the connection to a host of the run."""
@@ -400,12 +383,6 @@ def loses_hosts(attempts: list[dict[str, Any]]) -> str:
     if len(lost) < LOSSES or len({attempt.get("reached", 0) for attempt in lost}) > 1:
         return ""
     return f"{LOSSES} attempts in a row lost a host and made no progress, the last one: {lost[-1]['reason']}"
-
-
-def host_was_lost(error: Exception) -> bool:
-    """Return whether a run failed because a host did not answer, although it may answer now."""
-    cause = getattr(error, "details", {}).get("cause") or {}
-    return isinstance(error, HostUnreachableError) or cause.get("kind") == "lost"
 
 
 def left_for(lost: dict[str, str]) -> tuple[int, str]:

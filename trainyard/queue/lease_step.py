@@ -67,9 +67,7 @@ def hold(path: Path, lease: dict[str, Any], run_dir: LinkFreePath) -> int:
         if signal.sigtimedwait(AWAITED, POLL) and not ending:
             ending = True
             if is_alive(run_dir):
-                with contextlib.suppress(
-                    OSError
-                ):  # code of a rank has taken the name: the ranks end at the limit of the job
+                with contextlib.suppress(OSError):  # code of a rank has the name: the ranks end at the job's limit
                     (run_dir / "stop").make_file()
             describe(path, lease | {"ending": True})
 

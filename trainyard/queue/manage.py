@@ -57,18 +57,14 @@ def change_options(verb: Verb, values: Mapping[str, Any]) -> ChangeOptions:
     """Return the options of a verb that lists or changes runs. Raises UserError."""
     options = ChangeOptions.from_variables(values, "queue")
     if verb in CHANGES and not options.run:
-        raise UserError(
-            f"queue: name the runs, as in {front_end.queue_verb(verb, 'NAME')}; {front_end.queue_verb('list')} lists them"
-        )
+        how, listed = front_end.queue_verb(verb, "NAME"), front_end.queue_verb("list")
+        raise UserError(f"queue: name the runs, as in {how}; {listed} lists them")
     if wrong := [name for name in options.run if not is_run_name(name)]:
         raise UserError(f"run: {quoted(wrong[0])} is not the name of a run: {front_end.queue_verb('list')} lists them")
     if bool(options.priority) != (verb == "priority"):
-        word = (
-            "set the new one with priority=low|normal|high|critical"
-            if verb == "priority"
-            else f"{front_end.queue_verb('priority')} changes it"
-        )
-        raise UserError(f"priority: {word}")
+        if verb == "priority":
+            raise UserError("priority: set the new one with priority=low|normal|high|critical")
+        raise UserError(f"priority: {front_end.queue_verb('priority')} changes it")
     return options
 
 
@@ -83,7 +79,9 @@ def change_runs(client: QueueClient, verb: Verb, options: ChangeOptions, *, chec
         return _add_again(client, queue, list(dict.fromkeys(options.run)), check)
     jobs = {name: _job(name, verb, queue) for name in dict.fromkeys(options.run)}
     states = {name: run_state(name, queue) for name in jobs}
-    wanted = [name for name, job in jobs.items() if not _is_done(verb, job, states[name], options.priority)]
+    done_as = {"cancel": "ending", "hold": "held", "release": "waiting"}.get(verb)
+    of_priority = [name for name, job in jobs.items() if verb == "priority" and job.priority == options.priority]
+    wanted = [name for name in jobs if states[name] != done_as and name not in of_priority]
     if not check and wanted:
         refused = client.change(verb, [jobs[name].number for name in wanted], options.priority)
         troubles = {name: refused[job.number] for name, job in jobs.items() if job.number in refused}
@@ -118,11 +116,7 @@ def _add_again(client: QueueClient, queue: QueueState, names: Sequence[str], che
 
 
 def _runs_before(name: str, state: str, queue: QueueState, anew: Collection[str]) -> list[str]:
-    """Return the runs for which a run that is added again must wait. Raises UserError if it cannot be added, or never starts.
-
-    Args:
-        anew: runs that the same call adds again.
-    """
+    """Return the runs for which a run that is added again, as those of `anew`, must wait. Raises UserError if it cannot start."""
     request = queue.requests[name]
     if name in queue.jobs or state not in ENDED:
         raise UserError(f"run {name} is {state}: only a run that has ended can be added again")
@@ -138,9 +132,8 @@ def _runs_before(name: str, state: str, queue: QueueState, anew: Collection[str]
 def _known(name: str, queue: QueueState) -> str:
     """Return the state of a run of the queue. Raises UserError for another one."""
     if name not in queue.requests:
-        raise UserError(
-            f"run: the queue has no run {name}{nearest(name, sorted(queue.requests))}: {front_end.queue_verb('list')} lists them"
-        )
+        near, listed = nearest(name, sorted(queue.requests)), front_end.queue_verb("list")
+        raise UserError(f"run: the queue has no run {name}{near}: {listed} lists them")
     return run_state(name, queue)
 
 
@@ -151,19 +144,9 @@ def _job(name: str, verb: Verb, queue: QueueState) -> Job:
         able = "waits or runs" if verb == "cancel" else "waits"
         raise UserError(f"run {name} is {state}: only a run that {able} can be {_DONE[verb]}")
     if verb != "cancel" and state in ("running", "ending"):
-        raise UserError(
-            f"run {name} is {state}: only a run that waits can be {_DONE[verb]}; {front_end.queue_verb('cancel')} stops it"
-        )
+        cancel = front_end.queue_verb("cancel")
+        raise UserError(f"run {name} is {state}: only a run that waits can be {_DONE[verb]}; {cancel} stops it")
     return queue.jobs[name]
-
-
-def _is_done(verb: Verb, job: Job, state: str, priority: str) -> bool:
-    return {
-        "cancel": state == "ending",
-        "hold": state == "held",
-        "release": state == "waiting",
-        "priority": job.priority == priority,
-    }[verb]
 
 
 def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -182,17 +165,10 @@ def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dic
 def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report: Report, check: bool) -> dict[str, Any]:
     """Run the operation that the values of ``-e`` specify: `do`, and the names of runs or the options of new ones.
 
-    Args:
-        top: the project's folder.
-        report: receives lines while files are prepared and copied.
-        check: change nothing; report the changes that would follow.
-
-    Returns:
-        `changed`; `runs`; `lines`, readable text.
+    Returns `changed`; `runs`; `lines`. `check`: change nothing.
 
     Raises:
-        UserError: a mistake in the values. No host has received a request yet, unless only the queue host can check the
-        value.
+        UserError: a mistake in the values. No host has received a request yet, unless only the queue host can check it.
         RunError: the queue host or Slurm refuses the request, or fails.
         InventoryError: a host is not described completely.
     """

@@ -37,11 +37,7 @@ _EXCLUDED = {
 
 @dataclass(frozen=True)
 class NewRun:
-    """A run to add. `spec.run` may be empty until it is prepared.
-
-    Attributes:
-        grid: name of the grid to which it belongs; empty for none.
-    """
+    """A run to add. `spec.run` may be empty until it is prepared. `grid`: to which it belongs; empty for none."""
 
     options: QueueOptions
     spec: RunSpec
@@ -109,10 +105,8 @@ def _new_run(
     source = f"run {entry.values['run']} of {file}" if file else "-e"
     options = QueueOptions.from_variables(entry.values, source if file else "queue")
     of_run = {name: value for name, value in entry.values.items() if name not in OPTIONS}
-    aliases = launch_options.ALIASES
-    launch = launch_of(
-        {aliases.get(name, name): value for name, value in of_run.items() if name in launch_options.names()}
-    )
+    of_launch = {name: value for name, value in of_run.items() if name in launch_options.names()}
+    launch = launch_of({launch_options.ALIASES.get(name, name): value for name, value in of_launch.items()})
     spec = read_run_spec(launch.spec, of_run, top, report, source=source, more=OPTIONS)
     require_addresses(spec)
     for name, why in _EXCLUDED.items():

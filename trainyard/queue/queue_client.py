@@ -106,11 +106,7 @@ class QueueClient:
         self.folder = f"{self.host.data_dir}/queue"
 
     def state(self, specs: Sequence[str] = ()) -> QueueState:
-        """Return jobs, hosts and runs of the queue. Raises RunError if Slurm does not answer.
-
-        Args:
-            specs: names of the runs whose spec is returned.
-        """
+        """Return jobs, hosts and runs of the queue, with the specs of these runs. Raises RunError if Slurm does not answer."""
         return parse_state(self._call("queue_info", {"folder": self.folder, "specs": list(specs)}))
 
     def add(
@@ -132,11 +128,7 @@ class QueueClient:
         return self._job_of("queue_add", request.run, wanted)
 
     def again(self, run: str, after: Sequence[int]) -> int:
-        """Submit a new job for a run that has ended; return its id. Raises RunError as `add`.
-
-        Args:
-            after: ids of the jobs that must finish first.
-        """
+        """Submit a job for a run that has ended, after those with these ids; return its id. Raises RunError as `add`."""
         return self._job_of("queue_again", run, {"after": list(after)})
 
     def _job_of(self, verb: str, run: str, request: dict[str, Any]) -> int:
@@ -179,11 +171,7 @@ def parse_state(answer: Mapping[str, Any]) -> QueueState:
 
 
 def parse_job(line: str, hosts: Mapping[str, tuple[str, ...]]) -> Job | None:
-    """Return the job of a line of squeue in JOB_FORMAT of trainyard.remote.queue; None if it is not one.
-
-    Args:
-        hosts: the hosts that each list of Slurm stands for.
-    """
+    """Return the job of a line of squeue in JOB_FORMAT; None if it is not one. `hosts`: those of each list of Slurm."""
     words = line.split("|", 8)
     if len(words) < 9 or not _NUMBER.fullmatch(words[0]):
         return None
@@ -241,9 +229,7 @@ def queue_host(groups: Mapping[str, Sequence[str]]) -> str:
     """Return the host of the queue. Whether Slurm runs there, only the host can tell. Raises UserError without a cluster."""
     if name := service_host(groups):
         return name
-    raise UserError(
-        "queue: the inventory has no group cluster: add the hosts to one, as in inventory/hosts.example.yml"
-    )
+    raise UserError("queue: the inventory has no group cluster: add the hosts to one, as inventory/hosts.example.yml")
 
 
 def clock_time(seconds: float, now: float) -> str:

@@ -21,7 +21,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.supervise.run_files import read_json, write_json
 from trainyard.queue.lease_step import FAILED
@@ -53,9 +53,7 @@ class JobState(NamedTuple):
     def is_held(self, live: bool) -> bool:
         """Return whether the job is held, but not by a user.
 
-        Args:
-            live: whether its run has not ended. If the run has ended, Slurm has forgotten the end of the job, which has to end
-                again: runs `after` it wait for that.
+        If its run has ended (not `live`), Slurm has forgotten the end of the job: it has to end again for runs `after` it.
         """
         if self.state != "PENDING" or not _HELD.search(self.reason):
             return False
@@ -96,7 +94,9 @@ class Service:
             if found.run != run:  # Slurm has forgotten the job, and given its number to another one
                 found = GONE
             if found.is_held(live):
-                release(job)
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    words = ["scontrol", "release", str(job)]
+                    subprocess.run(words, capture_output=True, timeout=ANSWER_LIMIT, check=False)
             elif found.state not in WAITING if live else found.state == "RUNNING":
                 self.start(run)
 
@@ -128,14 +128,10 @@ class Service:
         try:
             program = self.program(run)
             with (folder / "driver.log").open("ab") as log:
-                self.drivers[run] = subprocess.Popen(
-                    [self.python, "-P", "-s", "-m", "trainyard.queue.driver", str(folder)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd=folder,
-                    env={**os.environ, "PYTHONPATH": str(program), "PYTHONUNBUFFERED": "1"},
-                )
+                words = [self.python, "-P", "-s", "-m", "trainyard.queue.driver", str(folder)]
+                streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                env = {**os.environ, "PYTHONPATH": str(program), "PYTHONUNBUFFERED": "1"}
+                self.drivers[run] = subprocess.Popen(words, cwd=folder, env=env, **streams)
         except TreeError as error:
             why = f"{error}: add the run again on the controller"
             self.report(run, why)
@@ -189,12 +185,6 @@ def job_states() -> dict[int, JobState] | None:
         return None
     rows = [line.split("|", 4) for line in done.stdout.splitlines()]
     return {int(row[0]): JobState(*row[1:]) for row in rows if len(row) == 5} if done.returncode == 0 else None
-
-
-def release(job: int) -> None:
-    """Let Slurm start a job that it holds."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(["scontrol", "release", str(job)], capture_output=True, timeout=ANSWER_LIMIT, check=False)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
     last, over = attempts[-1] if attempts else None, recorded.get("exit")
     # The last attempt of a run that was cancelled, or given up, ended for another reason than the run.
     reason = over["reason"] if over and state in ENDED else last.get("reason", "") if last else ""
+    if job and job.state == "PENDING":
+        reason = why_waiting(request, job, queue)
+    elif state == "cancelled":
+        reason = ""
     return {
         "run": run,
         "job": job.number if job else recorded.get("job"),
@@ -56,20 +60,12 @@ def describe(run: str, queue: QueueState) -> dict[str, Any]:
         "start": attempts[0]["begin"] if attempts else job.start if job and job.state in RUNNING else 0.0,
         "end": job.end if job else (over and over.get("time")) or (last and last.get("end")) or 0.0,
         "attempts": attempts,
-        "reason": why_waiting(request, job, queue)
-        if job and job.state == "PENDING"
-        else ""
-        if state == "cancelled"
-        else printable(reason, 200),
+        "reason": printable(reason, 200),
     }
 
 
 def list_queue(queue: QueueState, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the runs that wait or run: `runs` as data, `lines` as a table. The order is that in which they start.
-
-    Args:
-        names: names of the runs that are shown; empty for all.
-    """
+    """Return the runs (only `names`, if any) that wait or run, as they start: `runs` as data, `lines` as a table."""
 
     def place(run: dict[str, Any]) -> tuple[int, int, int]:
         known = run["priority"] in PRIORITIES

@@ -40,20 +40,15 @@ def why_waiting(request: Request, job: Job, queue: QueueState) -> str:
 
 def _needs(request: Request) -> list[tuple[str, int]]:
     """Return the resources that the run needs on each host: the attribute of Node, and the minimum."""
-    wanted = {
-        "gpus": host_gpus(request),
-        "gpu_memory": request.gpu_memory,
-        "cores": host_cores(request),
-        "memory": 1024 * request.memory,
-    }
+    wanted = {"gpus": host_gpus(request), "gpu_memory": request.gpu_memory}
+    wanted |= {"cores": host_cores(request), "memory": 1024 * request.memory}
     return [(name, least) for name, least in wanted.items() if least]
 
 
 def can_run(request: Request, node: Node) -> bool:
     """Return whether the host, if nothing else ran on it, could be one of the run's hosts."""
-    return all(getattr(node, name) >= least for name, least in _needs(request)) and (
-        not request.hosts or node.name in request.hosts
-    )
+    enough = all(getattr(node, name) >= least for name, least in _needs(request))
+    return enough and (not request.hosts or node.name in request.hosts)
 
 
 def refusal(request: Request, nodes: Mapping[str, Node]) -> str:
@@ -62,10 +57,8 @@ def refusal(request: Request, nodes: Mapping[str, Node]) -> str:
     if able >= request.nodes:
         return ""
     units = {"gpus": "GPU", "gpu_memory": "GB of GPU memory", "cores": "core", "memory": "MiB of memory"}
-    wanted = [
-        counted(least, units[name]) if name in ("gpus", "cores") else f"{least} {units[name]}"
-        for name, least in _needs(request)
-    ]
+    needs = _needs(request)
+    wanted = [counted(n, units[name]) if name in ("gpus", "cores") else f"{n} {units[name]}" for name, n in needs]
     where = f" among {', '.join(request.hosts[:3])}" if request.hosts else ""
     return (
         f"it needs {counted(request.nodes, 'host')} with {', '.join(wanted)}, and the queue has {able}{where}: "

@@ -25,8 +25,7 @@ _Gpus = Annotated[int | None, BeforeValidator(lambda value: None if value == "" 
 
 
 class QueueOptions(PlaybookOptions):
-    """The request of a run to the queue. The run spec describes the training, and the launch options the
-    supervision."""
+    """The request of a run to the queue: neither its training (run spec) nor its supervision (launch options)."""
 
     priority: Priority = declare(
         "normal", "runs of a higher priority start first, and may preempt those of `queue_preempt`"
@@ -92,11 +91,7 @@ def is_run_name(text: str) -> bool:
 
 
 def slurm_options(request: Request, excluded: Sequence[str] = ()) -> list[str]:
-    """Return the arguments of sbatch for the run's request; `after` needs the ids of jobs and is not among them.
-
-    Args:
-        excluded: hosts of the queue that the run must not use.
-    """
+    """Return sbatch's arguments for a request without `after`, which needs ids; `excluded`: hosts that it must not use."""
     words = [f"--job-name={request.run}", f"--partition={request.priority}", f"--nodes={request.nodes}"]
     # One task on a host, so that the cores of a task are those of the host.
     words += [f"--ntasks={request.nodes}", "--ntasks-per-node=1"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import getpass
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from trainyard.run.prepare.host_files import HostAccess
 from trainyard.run.prepare.spec_files import prepare
 from trainyard.run.stage.transfer import copy_to_hosts
 from trainyard.run.types import PlanEntry, PreparedRun, Report
-from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.wire.connection import Host, HostConnection, RemoteError, call_hosts
 
 FILES = "files"  # folder of the run's files in its folder on the queue host
 LIMIT_FACTOR = 2  # times the estimate
@@ -85,12 +84,9 @@ def add_runs(runs: Sequence[NewRun], site: Site) -> dict[str, Any]:
         if is_known_run:
             name, job = prepared.run, queue.jobs.get(prepared.run)
             state = run_state(name, queue)
-            line = (
-                f"run {name} is {state} already, as job {job.number}"
-                if job
-                else f"run {name} is finished: nothing to do"
-            )
-            answers.append({"run": name, "job": job.number if job else None, "state": state, "line": line})
+            what = f"{state} already, as job {job.number}" if job else "finished: nothing to do"
+            number = job.number if job else None
+            answers.append({"run": name, "job": number, "state": state, "line": f"run {name} is {what}"})
             continue
         run = dataclasses.replace(run, spec=run.spec.model_copy(update={"run": prepared.run}))
         continues = bool(there[prepared.run]) or prepared.run in queue.requests
@@ -126,14 +122,11 @@ def _open_runs(run: NewRun, batch: Sequence[str], queue: QueueState) -> list[str
         elif state == "unknown":
             grids = (request.grid for request in queue.requests.values())
             known = sorted({*queue.requests, *batch, *filter(None, grids)})
-            raise UserError(
-                f"after: the queue has no run and no grid {name}{nearest(name, known)}: {front_end.command('queue history')} "
-                "lists the runs"
-            )
+            near, listed = nearest(name, known), front_end.command("queue history")
+            raise UserError(f"after: the queue has no run and no grid {name}{near}: {listed} lists the runs")
         elif state != "finished":
-            raise UserError(
-                f"after: run {name} {state_words(state)}, so {_label(run)} would never start: add {name} again first"
-            )
+            why = f"run {name} {state_words(state)}, so {_label(run)} would never start"
+            raise UserError(f"after: {why}: add {name} again first")
     return left
 
 
@@ -169,11 +162,7 @@ def _is_known(
 
 
 def _differences(prepared: PreparedRun, before: Mapping[str, Any] | None, *, has_job: bool) -> list[str]:
-    """Return what differs from a run of the queue, which is not trusted, in fields that a run must not change.
-
-    Args:
-        has_job: whether its job waits or runs, and so takes no change of any field.
-    """
+    """Return what differs from a run of the queue, which is not trusted, in fields that must not change: with a job, any."""
     if before is None:
         return []
     try:
@@ -212,11 +201,9 @@ def _differences_there(prepared: PreparedRun, text: str, host: Host) -> list[str
 
 def _specs_on_hosts(site: Site, names: Sequence[str]) -> dict[str, dict[str, str]]:
     """Return the text of spec.yml in the runs' folders, by run and host. A host that does not answer has none."""
-    calls = {}
-    for host in site.hosts:
-        request = {"folder": f"{host.data_dir}/runs", "text": [f"{name}/spec.yml" for name in names]}
-        calls[host.name] = functools.partial(site.connect(host.name).call, "read_files", request)
-    answers = FanOut(calls).wait(FACTS_LIMIT).answers
+    files = [f"{name}/spec.yml" for name in names]
+    requests = {host.name: {"folder": f"{host.data_dir}/runs", "text": files} for host in site.hosts}
+    answers = call_hosts(site.connect, "read_files", requests).wait(FACTS_LIMIT).answers
     texts = {name: {host: answer["text"].get(f"{name}/spec.yml") for host, answer in answers.items()} for name in names}
     return {name: {host: text for host, text in of.items() if text is not None} for name, of in texts.items()}
 
@@ -231,12 +218,7 @@ def _add(
     *,
     continues: bool,
 ) -> dict[str, Any]:
-    """Stage the files of a run on the queue host and submit its job, whose id is added to `jobs`.
-
-    Args:
-        after: the runs that it waits for.
-        continues: whether hosts, or the queue host, have a folder of the run.
-    """
+    """Stage the files of a run on the queue host and submit its job after others; its id is added to `jobs`."""
     minutes, why = time_limit(run, prepared, queue)
     more = {"time_limit": minutes, "submitted": queue.now, "user": _user()}
     allowed = [host.name for host in site.hosts] if site.limited else []
@@ -254,21 +236,17 @@ def _add(
             raise RemoteError(f"Slurm does not list the job of {', '.join(unknown)}: run the same command again")
         arguments.append(f"--dependency=afterok:{':'.join(str(jobs[name]) for name in after)}")
     options = run.launch.model_copy(update={"spec": "", "limit": "cluster"})
-    contents = {
-        "session.json": QueuedStart(list(site.hosts), options, staged, continues).as_json(),
-        "program.zip": program_archive(),
-    }
+    session = QueuedStart(list(site.hosts), options, staged, continues).as_json()
+    contents = {"session.json": session, "program.zip": program_archive()}
     job = jobs[request.run] = site.queue.add(request, contents, links, arguments)
     return answer | {"job": job, "line": f"added {what} (job {job})"}
 
 
 def stage(prepared: PreparedRun, site: Site, transfer: str) -> tuple[PreparedRun, dict[str, str]]:
-    """Copy the files of a run to the store of the queue host, which the runs share. Raises RunError.
+    """Copy what not every host has already (`host:/path`) to the store of the queue host, which the runs share.
 
-    What every host has already (`host:/path`) is not copied.
-
-    Returns:
-        The run with paths below its folder as `src`; and the path in the store of each file, by the name there.
+    Returns the run with paths below its folder as `src`; and the path in the store of each file, by the name there.
+    Raises RunError.
     """
     holders = {file.fetched_by for file in prepared.files} - {""}
     members = [site.queue.host, *(host for host in site.hosts if host.name in holders and host != site.queue.host)]

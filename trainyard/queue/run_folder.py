@@ -60,19 +60,10 @@ class QueuedStart:
 
 
 def read_host(entry: dict[str, Any]) -> Host:
-    """Return a host from its fields, as the queue reaches it: by its cluster address, with the key of the queue.
-
-    Raises ValueError for wrong fields.
-    """
+    """Return a host as the queue reaches it: by its cluster address, with the queue's key. Raises ValueError."""
     host = read(Host, entry)
-    login = Login(
-        address=host.address,
-        user=host.login.user,
-        port=host.login.port,
-        key_file=str(Path.home() / KEY),
-        extra_arguments=SSH_ARGUMENTS,
-    )
-    return replace(host, login=login)
+    key, user, port = str(Path.home() / KEY), host.login.user, host.login.port
+    return replace(host, login=Login(host.address, user, port, key, SSH_ARGUMENTS))
 
 
 def read_session(folder: Path) -> QueuedStart:

@@ -60,9 +60,8 @@ class QueueNode:
         """The value of `Gres=`, or an empty string. `vram` is not consumed: it only selects hosts."""
         if not self.gpus:
             return ""
-        return ",".join(
-            [*(f"gpu:{kind}:{count}" for kind, count in self.gpus.items()), f"vram:no_consume:{self.gpu_memory}"]
-        )
+        gpus = ",".join(f"gpu:{kind}:{count}" for kind, count in self.gpus.items())
+        return f"{gpus},vram:no_consume:{self.gpu_memory}"
 
 
 def queue_nodes(
@@ -127,10 +126,8 @@ def version_problems(versions: Mapping[str, str], controller: str) -> list[str]:
             what = f"has Slurm {quoted(versions[host])}" if versions[host] else "finds no package slurmd"
             problems.append(f"{host} {what}: use Debian 12 or later, or Ubuntu 22.04 or later")
         elif newest is not None and release > newest:
-            problems.append(
-                f"{host} has Slurm {RELEASES[release]}, newer than {RELEASES[newest]} of the queue host {controller}: "
-                f"put {host} into the group queue"
-            )
+            what = f"newer than {RELEASES[newest]} of the queue host {controller}"
+            problems.append(f"{host} has Slurm {RELEASES[release]}, {what}: put {host} into the group queue")
         elif newest is not None and newest - release > NEWER_BY:
             problems.append(
                 f"{host} has Slurm {RELEASES[release]}, more than two releases older than {RELEASES[newest]} of the queue "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import time
@@ -11,25 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.supervise.run_files import SupervisorError
-from trainyard.queue.lease_step import AGAIN, FAILED, FINISHED
 from trainyard.remote.queue_job import WARNING, command
 from trainyard.run.plan.gather_facts import Connect
-from trainyard.wire.connection import FanOut, Host
-
-__all__ = ["AGAIN", "FAILED", "FINISHED", "Job", "Leases", "leased_hosts", "read_job"]
+from trainyard.wire.connection import Host, call_hosts
 
 ANSWER_LIMIT = 10.0  # s for a host to answer
-ENDED = (
-    "COMPLETED",
-    "CANCELLED",
-    "FAILED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "OUT_OF_MEMORY",
-)
+ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
+ENDED += ("OUT_OF_MEMORY",)
 FINAL = ("COMPLETED", "CANCELLED", "TIMEOUT", "DEADLINE")  # ends after which the run is not started again
 TIME_LIMIT = "its time limit"  # why a run must leave its hosts
 SIGNAL_EARLY = 65  # s: Slurm may send the signal before a time limit up to 60 s earlier than requested
@@ -82,11 +69,7 @@ def read_job(number: int, run: str) -> Job | None:
 
 
 def parse_job(text: str, expand: Any) -> Job:
-    """Return the job of `scontrol show job --detail --oneliner`.
-
-    Args:
-        expand: returns the names of a list such as `node[1-3]`.
-    """
+    """Return the job of `scontrol show job --detail --oneliner`; `expand` names the hosts of a list as `node[1-3]`."""
     fields = dict(reversed(_FIELD.findall(text)))  # of several with one name, the first
     nodes = fields.get("NodeList", "")
     parts: dict[str, tuple[int, ...]] = {}
@@ -167,9 +150,8 @@ class Leases:
         requests = {}
         for host in self.hosts:
             path, run_dir = f"{host.data_dir}/leases/{self.job.number}", f"{host.data_dir}/runs/{self.run}"
-            call = self.connect(host.name).call
-            requests[host.name] = functools.partial(call, "lease", {"path": path, "run_dir": run_dir, **more})
-        return FanOut(requests).wait(ANSWER_LIMIT).answers
+            requests[host.name] = {"path": path, "run_dir": run_dir, **more}
+        return call_hosts(self.connect, "lease", requests).wait(ANSWER_LIMIT).answers
 
     def lost(self) -> dict[str, str]:
         """Return why the run must leave a host, by host; empty while the run has all of them."""

@@ -52,12 +52,7 @@ def read_sweep(path: Path, given: Mapping[str, Any]) -> list[SweepRun]:
 
 
 def expand(document: Mapping[str, Any], given: Mapping[str, Any], source: str, stem: str) -> list[SweepRun]:
-    """Return the values of every run of a sweep. Arguments and errors are those of `read_sweep`.
-
-    Args:
-        source: name of the sweep in messages.
-        stem: start of the names of runs that the sweep does not name.
-    """
+    """Return the runs of a sweep, see `read_sweep`. `source`: its name; `stem`: start of names that it does not give."""
     found: list[tuple[SweepRun, str, bool]] = []
     fields = {field_of(name) for name in given}
     for entry, number in _entries(document, source):
@@ -68,10 +63,13 @@ def expand(document: Mapping[str, Any], given: Mapping[str, Any], source: str, s
         label = str(given.get("run") or entry.get("run") or stem)
         base = label if "run" in entry or number is None else f"{label}-{number}"
         fixed = {**_without(entry, given), **given}
-        for combination in _combinations(grid):
+        for chosen in itertools.product(*grid.values()):  # the last name changes fastest
+            combination = dict(zip(grid, chosen, strict=True))
             values = {**fixed, **combination}
             run = SweepRun(values, _clean(base) if combination and is_run_name(_clean(base)) else "")
-            found.append((run, base + _suffix(combination), bool(combination) or "run" not in values))
+            # A name lists the values, such as `-lr1e-4-seed2`.
+            words = [_OUTSIDE.sub("-", f"{name}{_word(value)}").strip("-.") for name, value in combination.items()]
+            found.append((run, "-".join([base, *words]), bool(combination) or "run" not in values))
             if len(found) > MAX_RUNS:
                 raise UserError(f"{source}: it stands for more than {MAX_RUNS} runs: split it")
     return _named(found, source)
@@ -117,18 +115,6 @@ def _grid(grid: Any, source: str) -> dict[str, list[Any]]:
         if len({json.dumps(value, sort_keys=True, default=str) for value in values}) < len(values):
             raise UserError(f"{source}: {GRID}: {shown} has the same value twice")
     return {str(name): values for name, values in grid.items()}
-
-
-def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield every combination of the grid; the last name changes fastest."""
-    for values in itertools.product(*grid.values()):
-        yield dict(zip(grid, values, strict=True))
-
-
-def _suffix(combination: Mapping[str, Any]) -> str:
-    """Return the part of a name that lists the values, such as `-lr1e-4-seed2`."""
-    words = [f"{name}{_word(value)}" for name, value in combination.items()]
-    return "".join(f"-{_OUTSIDE.sub('-', word).strip('-.')}" for word in words)
 
 
 def _word(value: Any) -> str:
