@@ -7,7 +7,6 @@ import contextlib
 import json
 import threading
 import time
-import urllib.parse
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 

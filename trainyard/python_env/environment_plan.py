@@ -30,20 +30,17 @@ def plan_environments(
 ) -> dict[str, Any]:
     """Plan the environments of the play, and build on the controller what the hosts receive.
 
+    Returns `hosts`, the plan of each, which for one that fetches has its `packages` and the `index` of torch; `todo`,
+    whether any changes; `trainer`, the version of the trainer's wheel; `kit`, the paths of `pip`, `trainer` and
+    `rattler` on the controller; `conda`, the packages that rattler installs. Raises EnvironmentBuildError: a host
+    cannot have the environment.
+
     Args:
         top: the project's folder.
         hosts: hosts that include all of `infos`.
         infos: for each host what `python_env_info` returned, in the inventory's order.
         options: fields of `trainyard.commands.role_steps.EnvironmentOptions`.
         build: whether to build pip's archive and the trainer's wheel if any host changes.
-
-    Returns:
-        `hosts`, the plan of each, which for one that fetches has its `packages` and the `index` of torch; `todo`, whether any
-        changes; `trainer`, the version of the trainer's wheel; `kit`, the paths of `pip`, `trainer` and `rattler` on the
-        controller; `conda`, the packages that rattler installs.
-
-    Raises:
-        EnvironmentBuildError: a host cannot have the environment.
     """
     packages, shared = options["packages"], shared_folder()
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
@@ -133,17 +130,13 @@ def source(name: str, builder: Host, port: int) -> str:
 def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]:
     """Return for every host its environment, the work to do, and the host that fetches the wheels.
 
+    Returns For each host `key` of the environment, `todo` (none, trainer, all), `builder` (the first host with the same
+    key, which fetches for all of them), `fetches` (whether this host must fetch), `serves` (whether others need its
+    wheels), `tag` and `flavour`. Raises EnvironmentBuildError: a host cannot have the environment.
+
     Args:
         infos: for each host what `python_env_info` returned, in the inventory's order.
         request: the contents of every environment.
-
-    Returns:
-        For each host `key` of the environment, `todo` (none, trainer, all), `builder` (the first host with the same key,
-        which fetches for all of them), `fetches` (whether this host must fetch), `serves` (whether others need its wheels),
-        `tag` and `flavour`.
-
-    Raises:
-        EnvironmentBuildError: a host cannot have the environment.
     """
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     flavour = resolve.choose_flavour(request.flavour, managed)

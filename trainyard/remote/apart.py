@@ -63,7 +63,10 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         environment = clean_environment()
     else:
         system = "--user" not in systemd
-        reads = [*request["reads"], *map(str, linked_models(data_dir))]
+        # The links that the controller has made in the store: a base model may lie in the folder of another run.
+        models = LinkFreePath(data_dir, "store", "models")
+        linked = [models / name for name in models.entries() if stat.S_ISLNK((models / name).stat().st_mode)]
+        reads = [*request["reads"], *(str(path.path) for path in linked)]
         settings = unit_properties(run_dir.path, data_dir, system=system, reads=reads)
         settings += address_properties(["127.0.0.1"]) if system else []
         settings += [f"RuntimeMaxSec={limit}", MEMORY, f"WorkingDirectory={run_dir}"]
@@ -71,25 +74,14 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         variables |= cache_variables(Path("/tmp")) if system else {}
         options = ["--quiet", "--no-ask-password", "--pipe", "--wait", "--collect", "--service-type=exec"]
         options += [f"--unit=trainyard-apart-{secrets.token_hex(6)}", *(f"--property={entry}" for entry in settings)]
-        command = [
-            *systemd,
-            *options,
-            *(f"--setenv={name}={value}" for name, value in variables.items()),
-            "--",
-            *command,
-        ]
+        options += [f"--setenv={name}={value}" for name, value in variables.items()]
+        command = [*systemd, *options, "--", *command]
         environment = systemctl_environment()
     source = os.memfd_create("request")
     os.write(source, json.dumps(request["input"]).encode())
     os.lseek(source, 0, os.SEEK_SET)
     os.dup2(source, 0)
     os.execvpe(command[0], command, environment | variables)
-
-
-def linked_models(data_dir: Path) -> list[Path]:
-    """Return the links that the controller has made in the store: a base model may lie in the folder of another run."""
-    models = LinkFreePath(data_dir, "store", "models")
-    return [(models / name).path for name in models.entries() if stat.S_ISLNK((models / name).stat().st_mode)]
 
 
 def remove_stale(trainer: Path) -> None:

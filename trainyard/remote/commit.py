@@ -66,17 +66,11 @@ def start_of(node: dict[str, Any] | None) -> list[Any] | None:
 
 def write_files(run_dir: LinkFreePath, request: dict[str, Any]) -> list[str]:
     """Write the files that differ; return their paths. Raises OSError."""
-    contents = {
-        name: (mode, zlib.decompress(base64.b64decode(content)))
-        for name, (mode, content) in request["contents"].items()
-    }
+    given = request["contents"].items()
+    contents = {name: (mode, zlib.decompress(base64.b64decode(content))) for name, (mode, content) in given}
     trainer = path_below(run_dir.root.parent / "store", request["trainer"])
-    contents["trainer.zip"] = (0o644, trainer.read(TRAINER_LIMIT))
-    return [
-        str(run_dir / name)
-        for name, (mode, content) in contents.items()
-        if write_if_changed(run_dir / name, content, mode)
-    ]
+    files = (contents | {"trainer.zip": (0o644, trainer.read(TRAINER_LIMIT))}).items()
+    return [str(run_dir / name) for name, (mode, text) in files if write_if_changed(run_dir / name, text, mode)]
 
 
 def write_if_changed(target: LinkFreePath, content: bytes, mode: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -38,27 +39,21 @@ class Digests:
                 digest = file_digest(file)
         except OSError:
             return ""
-        self._remember(path, identity, digest)
+        self._known[str(path)], self._changed = [*identity, digest], True
         return digest
 
     def record(self, path: Path | LinkFreePath, digest: str) -> None:
         """Remember the digest of a file that this process has just written and hashed."""
-        self._remember(path, _identity(path.stat()), digest)
+        self._known[str(path)], self._changed = [*_identity(path.stat()), digest], True
 
     def keep(self) -> None:
         """Write the cache if it has changed. A full disk is not an error: the digests are recomputed."""
         if not self._changed:
             return
         self._known = {path: known for path, known in self._known.items() if Path(path).exists()}
-        try:
+        with contextlib.suppress(OSError):
             self._cache.root.mkdir(parents=True, exist_ok=True)
             self._cache.write(json.dumps(self._known).encode())
-        except OSError:
-            return
-
-    def _remember(self, path: Path | LinkFreePath, identity: list[int], digest: str) -> None:
-        self._known[str(path)] = [*identity, digest]
-        self._changed = True
 
 
 def open_file(path: Path | LinkFreePath) -> BinaryIO:

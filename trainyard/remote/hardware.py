@@ -27,11 +27,9 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     rows = nvidia_smi.query("name", "memory.total", "uuid")
     links = gpu_links() if rows else {}
     models = ollama_models(request["ollama_urls"])
+    gpus = [{"name": name, "memory_mib": nvidia_smi.mib(mib), "links": links.get(uuid, "")} for name, mib, uuid in rows]
     return {
-        "gpus": [
-            {"name": name, "memory_mib": nvidia_smi.mib(memory), "links": links.get(uuid, "")}
-            for name, memory, uuid in rows
-        ],
+        "gpus": gpus,
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 1,
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
@@ -44,9 +42,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
 def gpu_links() -> dict[str, str]:
     """Return {UUID: the generation of PCI Express, the width of the slot or of both where they differ, and the NVLinks}."""
     found, nvlinks = {}, nvidia_smi.nvlinks()
-    for generation, width, most, uuid in nvidia_smi.query(
-        "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "uuid"
-    ):
+    fields = ("pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max", "uuid")
+    for generation, width, most, uuid in nvidia_smi.query(*fields):
         parts = []
         if generation.isdigit() and width.isdigit() and most.isdigit():
             parts.append(f"PCIe {generation} x{width}" + (f" of x{most}" if width != most else ""))

@@ -19,6 +19,7 @@ from trainer.supervise import nvidia_smi
 from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote import hardware, wsl
 from trainyard.remote.digests import sha256_file
+from trainyard.remote.host_facts import read
 from trainyard.remote.network import interface_details
 from trainyard.remote.trees import files_below, matching
 
@@ -44,14 +45,10 @@ ALLOCATE = (
 def gather(request: dict[str, Any]) -> dict[str, Any]:
     """Measure this host.
 
-    Args:
-        request: what `hardware.gather` needs; `run`, the name of a run or an empty string; `peers`, the names of the other hosts;
-            `memory_mib`, what a process must be able to allocate; `sudo`, whether trainyard configures the host as root;
-            `ssh_port`, that of its SSH server.
-
-    Returns:
-        See the functions of this module. `clock` has this host's time at the start and at the end, in seconds since the
-        epoch; `memory_allocated` says whether the memory could be allocated.
+    `request`: what `hardware.gather` needs; `run`, the name of a run or an empty string; `peers`, the names of the
+    other hosts; `memory_mib`, what a process must be able to allocate; `sudo`, whether trainyard configures the host as
+    root; `ssh_port`, that of its SSH server. Returns See the functions of this module. `clock` has this host's time at
+    the start and at the end, in seconds since the epoch; `memory_allocated` says whether the memory could be allocated.
     """
     start = time.time()
     data_dir = Path(request["data_dir"])
@@ -59,7 +56,6 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     room = memory(limits)
     answer = {
         "hostname": socket.gethostname(),
-        "kernel": os.uname().release,
         "devices": interface_details(),
         "names": resolve([*request["peers"], socket.gethostname()]),
         "memory": room,
@@ -77,14 +73,6 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,
     }
     return answer | {"clock": [start, time.time()]}
-
-
-def read(path: str | Path, default: str = "") -> str:
-    """Return a file's text without surrounding white space, or `default` if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return default
 
 
 def resolve(names: list[str]) -> dict[str, Any]:
@@ -231,16 +219,11 @@ def gpu_state() -> dict[str, Any]:
     cards = 0
     for folder in Path("/sys/bus/pci/devices").glob("*"):
         cards += read(folder / "vendor") == "0x10de" and read(folder / "class").startswith("0x03")
-    rows = nvidia_smi.query("name", "memory.total", "memory.used")
+    gpus = [
+        {"name": name, "total_mib": nvidia_smi.mib(total)} for name, total in nvidia_smi.query("name", "memory.total")
+    ]
     users = nvidia_smi.query("pid", "used_memory", "process_name", subject="compute-apps")
-    return {
-        "cards": cards,
-        "gpus": [
-            {"name": name, "total_mib": nvidia_smi.mib(total), "used_mib": nvidia_smi.mib(used)}
-            for name, total, used in rows
-        ],
-        "users": [f"{pid}, {name}, {used}" for pid, used, name in users],
-    }
+    return {"cards": cards, "gpus": gpus, "users": [f"{pid}, {name}, {used}" for pid, used, name in users]}
 
 
 def files(data_dir: Path, run: str) -> dict[str, Any]:

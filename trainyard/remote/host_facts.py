@@ -18,16 +18,11 @@ from trainer.supervise.interface import interface_of, source_address
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import held_gpus
 from trainer.supervise.run_files import is_alive, other_runs, read_json, read_node, run_devices
-from trainyard.remote.network import (
-    addresses,
-    addresses_v6,
-    interface_mbit,
-    port_is_free,
-)
+from trainyard.remote.network import addresses, addresses_v6, interface_mbit, port_is_free
 from trainyard.remote.package_versions import package_versions
 from trainyard.remote.trees import files_below, path_below
 
-SPEC_LIMIT = 1 << 20  # bytes
+SPEC_LIMIT = TEXT_LIMIT = 1 << 20  # bytes
 
 
 def gather(request: dict[str, Any]) -> dict[str, Any]:
@@ -53,8 +48,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     beside = {name: run_devices(run_dir.parent / name) for name in alive}
     held = {uuid: name for name, uuids in beside.items() for uuid in uuids}
     return {
-        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
-        "machine_id": first_line(Path("/etc/machine-id")),
+        "boot_id": read("/proc/sys/kernel/random/boot_id"),
+        "machine_id": read("/etc/machine-id"),
         "addresses": addresses(),
         "addresses_v6": addresses_v6(),
         "firewall": firewall(),
@@ -138,9 +133,8 @@ def allocator() -> str:
 
 def firewall() -> str:
     """Return the name of the firewall that is active on this host, as far as a user can see; or an empty string."""
-    with contextlib.suppress(OSError):
-        if "ENABLED=yes" in Path("/etc/ufw/ufw.conf").read_text(encoding="utf-8").split():
-            return "ufw"
+    if "ENABLED=yes" in read("/etc/ufw/ufw.conf").split():
+        return "ufw"
     services = ("firewalld", "nftables")
     with contextlib.suppress(OSError):
         done = subprocess.run(["systemctl", "is-active", *services], capture_output=True, text=True, check=False)
@@ -156,12 +150,13 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def first_line(path: Path) -> str:
-    """Return a file's first line, or an empty string if the file is missing."""
+def read(path: str | Path, default: str = "") -> str:
+    """Return a file's text, at most TEXT_LIMIT bytes, without surrounding white space; `default` if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8").split("\n", 1)[0]
+        with Path(path).open("rb") as file:
+            return file.read(TEXT_LIMIT).decode(errors="replace").strip()
     except OSError:
-        return ""
+        return default
 
 
 def last_rows(metrics: LinkFreePath) -> list[int]:

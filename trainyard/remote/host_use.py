@@ -20,10 +20,9 @@ from trainyard.remote.trees import matching
 MODELS = 100  # names in a sample
 SECTOR = 512  # bytes, in /proc/diskstats on any disk
 RECORD_LIMIT = 64 << 10  # bytes
-GPU_FIELDS = (
-    *("uuid", "utilization.gpu", "memory.used", "memory.total"),
-    *("temperature.gpu", "power.draw", "power.limit", "name"),
-)
+GPU_NUMBERS = {"utilisation_percent": "utilization.gpu", "memory_used_mib": "memory.used"}
+GPU_NUMBERS |= {"memory_total_mib": "memory.total", "temperature_c": "temperature.gpu"}
+GPU_NUMBERS |= {"power_w": "power.draw", "power_limit_w": "power.limit"}
 
 
 class HostUse:
@@ -101,26 +100,12 @@ def _network_bytes(interface: str) -> dict[str, float]:
 
 
 def gpu_use() -> list[dict[str, Any]]:
-    """Return the use of every NVIDIA GPU; a number that the driver does not report is None.
-
-    Returns:
-        For each GPU `uuid`, `name`, `utilisation_percent`, `memory_used_mib`, `memory_total_mib`, `temperature_c`, `power_w`
-        and `power_limit_w`.
-    """
+    """Return `uuid`, `name` and GPU_NUMBERS of every NVIDIA GPU; a number that the driver does not report is None."""
     if not nvidia_smi.program():
         return []
     return [
-        {
-            "uuid": uuid,
-            "name": name,
-            "utilisation_percent": _number(use),
-            "memory_used_mib": _number(used),
-            "memory_total_mib": _number(total),
-            "temperature_c": _number(temperature),
-            "power_w": _number(power),
-            "power_limit_w": _number(limit),
-        }
-        for uuid, use, used, total, temperature, power, limit, name in nvidia_smi.query(*GPU_FIELDS)
+        {"uuid": uuid, "name": name} | dict(zip(GPU_NUMBERS, map(_number, numbers), strict=True))
+        for uuid, name, *numbers in nvidia_smi.query("uuid", "name", *GPU_NUMBERS.values())
     ]
 
 

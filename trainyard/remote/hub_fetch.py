@@ -19,14 +19,11 @@ RESERVE = 1 << 30  # bytes that a download leaves free
 def hub_fetch(request: dict[str, Any]) -> dict[str, Any]:
     """Fetch a repository, and place its files in the store under their names and one digest.
 
-    Args:
-        request: `kind`, model or dataset; `name`, owner/name; `patterns` of the files to fetch, all if empty; `weights`,
-            patterns to fetch also if no *.safetensors is there; `data_dir`; `target`, the folder below it, to which the
-            digest is appended; `env`, variables such as HF_ENDPOINT; `texts`, see local_files.
-
-    Returns:
-        `names` and `texts`, as `local_files` describes a folder; `unreachable`, why these are the files of an earlier
-        call, or empty. Or only `error`, such as that the hub is unreachable.
+    `request`: `kind`, model or dataset; `name`, owner/name; `patterns` of the files to fetch, all if empty; `weights`,
+    patterns to fetch also if no *.safetensors is there; `data_dir`; `target`, the folder below it, to which the digest
+    is appended; `env`, variables such as HF_ENDPOINT; `texts`, see local_files. Returns `names` and `texts`, as
+    `local_files` describes a folder; `unreachable`, why these are the files of an earlier call, or empty. Or only
+    `error`, such as that the hub is unreachable.
     """
     os.environ.pop("HF_HUB_OFFLINE", None)
     os.environ.update({"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"} | request["env"])

@@ -12,13 +12,10 @@ from trainer.supervise.run_files import is_alive, is_locked, read_json, write_js
 def lease(request: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a lease on this host, and end it if the driver requests that.
 
-    Args:
-        request: `path` of the lease; `run_dir`; `end`, the exit code with which the step ends, and `restart`, the number of the
-            allocation of the job that it ends.
-
-    Returns:
-        `held`, whether the step of the job is alive; `restart`, the number of its allocation; `gpus` that Slurm has granted;
-        `ending`, whether Slurm has asked it to end; `time` of that, or else of its begin (s since the epoch); `alive`, whether ranks of the run are alive.
+    `request`: `path` of the lease; `run_dir`; `end`, the exit code with which the step ends, and `restart`, the number
+    of the allocation of the job that it ends. Returns `held`, whether the step of the job is alive; `restart`, the
+    number of its allocation; `gpus` that Slurm has granted; `ending`, whether Slurm has asked it to end; `time` of
+    that, or else of its begin (s since the epoch); `alive`, whether ranks of the run are alive.
     """
     path = Path(request["path"])
     if "end" in request:

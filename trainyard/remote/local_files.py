@@ -22,13 +22,10 @@ THREADS = 4  # that compute digests: hashlib releases the interpreter's lock
 def local_files(request: dict[str, Any]) -> dict[str, Any]:
     """Describe files and folders of this host.
 
-    Args:
-        request: `paths`, absolute; `texts`, names of small files in a folder to return; `cache`, the file of known
-            digests; `check`, do not write it.
-
-    Returns:
-        `files`: for each path its `kind` (file, folder, or empty if there is none), `names`, {relative name: [bytes,
-        SHA-256]} with an empty name for a file, `texts`, {name: content}, and `error`, why it cannot be read.
+    `request`: `paths`, absolute; `texts`, names of small files in a folder to return; `cache`, the file of known
+    digests; `check`, do not write it. Returns `files`: for each path its `kind` (file, folder, or empty if there is
+    none), `names`, {relative name: [bytes, SHA-256]} with an empty name for a file, `texts`, {name: content}, and
+    `error`, why it cannot be read.
     """
     digests = Digests(Path(request["cache"]))
     files = {path: describe(Path(path), digests, request.get("texts", [])) for path in request["paths"]}
@@ -93,12 +90,11 @@ def _names(folder: Path | LinkFreePath) -> Iterator[str]:
 
 
 def _followed(folder: Path) -> Iterator[str]:
-    for top, _, files in os.walk(folder, onerror=_raise, followlinks=True):
+    def fail(error: OSError) -> None:
+        raise error
+
+    for top, _, files in os.walk(folder, onerror=fail, followlinks=True):
         yield from (str(Path(top, name).relative_to(folder)) for name in files)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _readable(path: Path | LinkFreePath, digests: Digests) -> str:

@@ -29,18 +29,15 @@ CONNECT_LIMIT = 3.0  # s for a peer that accepted a connection to send its token
 def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Measure the connections of this host to its peers.
 
-    Args:
-        request: `name` and `address` of this host; `device`, its network interface; `names` of all hosts; `head`, one
-            of them; `peers`, {name: address} of the hosts that this one measures, and that measure it; `ports` to listen on;
-            `token`, known to all hosts; `limit`, the seconds for everything: hosts start within a second or two of each
-            other; `data_dir`, the data directory, or an empty string to write nothing; `services`, {name: port} of hosts
-            with an Ollama.
-
-    Returns:
-        `mtu` of the interface in bytes; `taken`, the ports on which this host could not listen; `reached`, {peer:
-        {port: "" or an error}}; `lines`, {peer: {`latency_ms`, `mbit` (to the head), `ping_small` and `ping_large`,
-        `stalled`: an error}}; `services`, {peer: "" or why its Ollama's port is not reached}; `shares_with`, {peer: "data_dir",
-        or "runs" if this folder alone is shared}; `write_error`, why this host cannot write to one, or an empty string.
+    `request`: `name` and `address` of this host; `device`, its network interface; `names` of all hosts; `head`, one of
+    them; `peers`, {name: address} of the hosts that this one measures, and that measure it; `ports` to listen on;
+    `token`, known to all hosts; `limit`, the seconds for everything: hosts start within a second or two of each other;
+    `data_dir`, the data directory, or an empty string to write nothing; `services`, {name: port} of hosts with an
+    Ollama. Returns `mtu` of the interface in bytes; `taken`, the ports on which this host could not listen; `reached`,
+    {peer: {port: "" or an error}}; `lines`, {peer: {`latency_ms`, `mbit` (to the head), `ping_small` and `ping_large`,
+    `stalled`: an error}}; `services`, {peer: "" or why its Ollama's port is not reached}; `shares_with`, {peer:
+    "data_dir", or "runs" if this folder alone is shared}; `write_error`, why this host cannot write to one, or an empty
+    string.
     """
     return Mesh(request).run()
 
@@ -125,22 +122,17 @@ class Mesh:
             except OSError:
                 self.taken.append(port)
                 continue
-            threading.Thread(target=self.accept, args=(server,), daemon=True).start()
+            threading.Thread(target=self.accept, args=(server, self.serve), daemon=True).start()
         if service := self.service_ports.get(self.name):  # in place of an Ollama that does not listen on this address
             with contextlib.suppress(OSError):
                 server = socket.create_server((self.address, service), family=family)
-                threading.Thread(target=self.accept_only, args=(server,), daemon=True).start()
+                threading.Thread(target=self.accept, args=(server, socket.socket.close), daemon=True).start()
 
-    def accept_only(self, server: socket.socket) -> None:
-        """Accept connections and close them."""
-        while True:
-            server.accept()[0].close()
-
-    def accept(self, server: socket.socket) -> None:
-        """Serve every connection in a separate thread."""
+    def accept(self, server: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+        """Handle every connection in a separate thread."""
         while True:
             peer, _ = server.accept()
-            threading.Thread(target=self.serve, args=(peer,), daemon=True).start()
+            threading.Thread(target=handle, args=(peer,), daemon=True).start()
 
     def serve(self, peer: socket.socket) -> None:
         """Answer the commands of a peer that knows the token: `ping`, `send BYTES` and `bye NUMBER`."""

@@ -70,14 +70,11 @@ def _connect(urls: list[str]) -> OllamaClient:
 def _state(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     """Return the state of the server.
 
-    Args:
-        request: `base`, the name of a model, or empty; `like`, None or what `_search` takes; `tokens`, the size of the
-            vocabulary of the run.
-
-    Returns:
-        `server`, see `_machine_server`; `version`; `adapters`, whether it takes them; `digest` of the model or an empty string; `record` or None; `bases`,
-        descriptions of the model `base`, or of those that `like` fits; `models`, the number of models that are no part of
-        this deployment, and `read`, how many of them were read to find `bases`.
+    `request`: `base`, the name of a model, or empty; `like`, None or what `_search` takes; `tokens`, the size of the
+    vocabulary of the run. Returns `server`, see `_machine_server`; `version`; `adapters`, whether it takes them;
+    `digest` of the model or an empty string; `record` or None; `bases`, descriptions of the model `base`, or of those
+    that `like` fits; `models`, the number of models that are no part of this deployment, and `read`, how many of them
+    were read to find `bases`.
     """
     version = client.version()
     tags = client.tags()
@@ -235,10 +232,9 @@ def _create(client: OllamaClient, request: dict[str, Any]) -> dict[str, Any]:
     `request`: `file`, path of the GGUF file, used if the server lacks it; `sha256` of it; `base`, the base of an
     adapter, or empty for a whole model; `quantize`, the type to which the server converts the weights, or empty;
     `template`, `parameters` and `system` of the model; `prompts`, `options`; `answer_limit`, seconds for the first
-    answer, or 0; `expected`, one answer for each prompt, of which `least` must be equal; `key`, which identifies what is deployed; `refused`, the keys of what was tried before.
-
-    Returns:
-        `answers`, one text for each prompt; `accepted`; `error` and no answers if the server refuses the model.
+    answer, or 0; `expected`, one answer for each prompt, of which `least` must be equal; `key`, which identifies what is
+    deployed; `refused`, the keys of what was tried before.
+    Returns `answers`, one text for each prompt; `accepted`; `error` and no answers if the server refuses the model.
     """
     temporary, arrived = _tagged(request, _CHECK_TAG), Path(request["file"])
     path = incoming_folder(str(arrived.parent)) / arrived.name

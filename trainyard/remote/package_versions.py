@@ -38,20 +38,13 @@ print(json.dumps(versions))
 def package_versions(python: str, more: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the versions of Python, of the packages that a run imports, and of the packages `more`.
 
-    `python`: path of the interpreter to ask. `more`: names of further packages.
-
-    Returns:
-        {package: version}, without packages that are not installed; `cuda` is the version for which torch is built, and
-        `nccl` the library beside it, and `FOREIGN` another project's `trainyard`. Empty if the interpreter does not run.
+    `python`: path of the interpreter to ask. `more`: names of further packages. Returns {package: version}, without
+    packages that are not installed; `cuda` is the version for which torch is built, and `nccl` the library beside it,
+    and `FOREIGN` another project's `trainyard`. Empty if the interpreter does not run.
     """
+    command = [python, "-I", "-c", _PROGRAM % (PACKAGES + OPTIONAL + more, FOREIGN)]
     try:
-        done = subprocess.run(
-            [python, "-I", "-c", _PROGRAM % (PACKAGES + OPTIONAL + more, FOREIGN)],
-            capture_output=True,
-            text=True,
-            timeout=TIME_LIMIT,
-            check=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=True)
         versions: dict[str, str] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}

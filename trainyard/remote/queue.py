@@ -39,14 +39,11 @@ _COMMANDS = {"cancel": ["scancel"], "hold": ["scontrol", "hold"], "release": ["s
 def info(request: dict[str, Any]) -> dict[str, Any]:
     """Return the jobs and hosts of Slurm, and the runs of the queue.
 
-    Args:
-        request: `folder` of the queue; `specs`, names of runs whose spec is returned, too; `recent`, number of runs without a
-            job that are returned, the newest; without it, all runs are.
-
-    Returns:
-        `jobs` and `nodes`: lines in JOB_FORMAT and NODE_FORMAT, times in seconds since the epoch; `hosts`: the hosts of each
-        list of hosts among the jobs; `runs`: the texts of `request.json` and `state.json` by run; `specs`: the fields of the
-        prepared run without paths; `now`.
+    `request`: `folder` of the queue; `specs`, names of runs whose spec is returned, too; `recent`, number of runs
+    without a job that are returned, the newest; without it, all runs are. Returns `jobs` and `nodes`: lines in
+    JOB_FORMAT and NODE_FORMAT, times in seconds since the epoch; `hosts`: the hosts of each list of hosts among the
+    jobs; `runs`: the texts of `request.json` and `state.json` by run; `specs`: the fields of the prepared run without
+    paths; `now`.
     """
     os.environ["SLURM_TIME_FORMAT"] = "%s"  # of this process, which answers one request
     _check_owner(Path(os.environ.get("SLURM_CONF", CONFIGURATION)))
@@ -54,16 +51,13 @@ def info(request: dict[str, Any]) -> dict[str, Any]:
     nodes = _lines(["sinfo", "--noheader", "--Node", "--partition=normal", f"--format={NODE_FORMAT}"])
     words = [line.split("|", 8) for line in jobs if line.count("|") >= 8]
     hosts = {text: list(_host_names(text)) for text in sorted({row[7] for row in words} - {""})}
-    recent = request.get("recent")
-    folder = Path(request["folder"])
+    folder, texts = Path(request["folder"]), ("request", "state")
+    runs = _recent(_runs(folder), {row[8] for row in words}, request.get("recent"))
     return {
         "jobs": jobs,
         "nodes": nodes,
         "hosts": hosts,
-        "runs": {
-            run.name: {name: _text(run / f"{name}.json") for name in ("request", "state")}
-            for run in _recent(_runs(folder), {row[8] for row in words}, recent)
-        },
+        "runs": {run.name: {name: _text(run / f"{name}.json") for name in texts} for run in runs},
         "specs": {name: spec for name in request.get("specs", []) if (spec := _prepared(folder / name))},
         "now": time.time(),
     }
@@ -157,10 +151,9 @@ def change(request: dict[str, Any]) -> dict[str, Any]:
 def _check_owner(path: Path) -> None:
     """Check that the role `queue` configured the Slurm of this host, by the first line. Raises SupervisorError."""
     with contextlib.suppress(OSError), path.open("rb") as file:
-        if not file.read(len(OURS)) == OURS:
-            raise SupervisorError(
-                f"its Slurm is not the queue of trainyard ({path}): python -m trainer config slurm writes a script for it"
-            )
+        if file.read(len(OURS)) != OURS:
+            remedy = "python -m trainer config slurm writes a script for it"
+            raise SupervisorError(f"its Slurm is not the queue of trainyard ({path}): {remedy}")
 
 
 def _lines(words: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.supervise.run_files import SupervisorError, read_json, write_json
 from trainyard.remote.queue_phases import NEW, RELEASED
@@ -38,20 +39,14 @@ esac
 
 
 def submit(folder: Path, arguments: Sequence[str]) -> int:
-    """Submit the job of a run, and write its `state.json`; return the id of the job.
+    """Submit the job of the run in a folder with these arguments of sbatch, and write its `state.json`; return the job's id.
 
-    Args:
-        folder: the run's folder, with `session.json`.
-        arguments: arguments of sbatch with the run's request.
-
-    Raises:
-        SupervisorError: Slurm refuses the job.
+    Raises SupervisorError: Slurm refuses the job.
     """
     session = read_json(folder / "session.json") or {}
     data_dirs = {host["name"]: host["data_dir"] for host in session.get("hosts", [])}
-    script = _SCRIPT.format(
-        programs=PROGRAMS, run=shlex.quote(folder.name), data_dirs=shlex.quote(json.dumps(data_dirs))
-    )
+    run, folders = shlex.quote(folder.name), shlex.quote(json.dumps(data_dirs))
+    script = _SCRIPT.format(programs=PROGRAMS, run=run, data_dirs=folders)
     # Held until `state.json` names it, so that no job runs without a driver. slurmctld saves its state every 6 s: after a crash it
     # may have forgotten the release, and service.py releases a job that still has the first comment.
     words = ["sbatch", "--parsable", "--hold", f"--comment={NEW}", *arguments, "--requeue", f"--signal=TERM@{WARNING}"]
@@ -75,14 +70,12 @@ def submit(folder: Path, arguments: Sequence[str]) -> int:
 
 def command(words: Sequence[str], stdin: str = "") -> str:
     """Return the output of a program of Slurm. Raises SupervisorError with its last line."""
+    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": COMMAND_LIMIT}
     try:
-        done = subprocess.run(
-            words, input=stdin, capture_output=True, text=True, errors="replace", timeout=COMMAND_LIMIT, check=False
-        )
+        done = subprocess.run(words, input=stdin, check=False, **how)
     except FileNotFoundError:
-        raise SupervisorError(
-            f"{NOT_INSTALLED}: set queue_state: present for the group cluster in the inventory, and run site.yml"
-        ) from None
+        remedy = "set queue_state: present for the group cluster in the inventory, and run site.yml"
+        raise SupervisorError(f"{NOT_INSTALLED}: {remedy}") from None
     except subprocess.TimeoutExpired:
         raise SupervisorError(f"{words[0]} did not answer within {COMMAND_LIMIT:.0f} s") from None
     if done.returncode:

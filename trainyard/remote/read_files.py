@@ -16,13 +16,9 @@ TEXT_LIMIT = 4 << 20  # bytes of a text; a larger one is left out
 def read_files(request: dict[str, Any]) -> dict[str, Any]:
     """Return the requested contents, sizes and digests of files below a folder. No link below it is followed.
 
-    Args:
-        request: `run_dir`, or any other `folder`, of which code in ranks cannot exchange the path; `text`, names of files to
-            read; `sizes` and `sha256`, patterns.
-
-    Returns:
-        `text`: {name: content, or None for a file that is missing or too large}; `sizes`: {path in the folder: bytes}; `sha256`: {path in
-        the folder: digest in hex}.
+    `request`: `run_dir`, or any other `folder`, of which code in ranks cannot exchange the path; `text`, names of files
+    to read; `sizes` and `sha256`, patterns. Returns `text`: {name: content, or None for a file that is missing or too
+    large}; `sizes`: {path in the folder: bytes}; `sha256`: {path in the folder: digest in hex}.
     """
     folder = run_folder(request["run_dir"]) if "run_dir" in request else LinkFreePath(Path(request["folder"]))
     return {

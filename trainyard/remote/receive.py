@@ -23,15 +23,12 @@ STALE = 86_400.0  # s after which a file that arrived belongs to a transfer that
 def receive(request: dict[str, Any]) -> dict[str, Any]:
     """Move the files that have arrived to their targets in the store. No link below the store is followed.
 
-    Args:
-        request: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `modes`, {path: mode of its
-            source}: others may read a file only if they may read its source; `links`, {path: [file or folder that the host has, its
-            digest]}; `cache`, the file of known digests, in the folder of the store; `incoming`, a folder for files to come; `check`,
-            change nothing.
-
-    Returns:
-        `lacking`, the paths that are missing or differ; `changed`, the paths that were (or with `check` would be)
-        written, unless files are lacking. `{"error": ...}` for a damaged file, or one that cannot be written.
+    `request`: `files`, {path: SHA-256 digest}; `arrived`, {path: temporary path}; `modes`, {path: mode of its source}:
+    others may read a file only if they may read its source; `links`, {path: [file or folder that the host has, its
+    digest]}; `cache`, the file of known digests, in the folder of the store; `incoming`, a folder for files to come;
+    `check`, change nothing. Returns `lacking`, the paths that are missing or differ; `changed`, the paths that were (or
+    with `check` would be) written, unless files are lacking. `{"error": ...}` for a damaged file, or one that cannot be
+    written.
     """
     try:
         return place(request)
@@ -50,11 +47,8 @@ def place(request: dict[str, Any]) -> dict[str, Any]:
         restrict(stored(temporary), modes.get(path, 0o777))
         install(stored(temporary), stored(path), request["files"][path], digests)
         changed.append(path)
-    links = [
-        path
-        for path, (source, digest) in request.get("links", {}).items()
-        if needs_link(stored(path), Path(source), digest, digests)
-    ]
+    wanted = request.get("links", {}).items()
+    links = [path for path, (name, digest) in wanted if needs_link(stored(path), Path(name), digest, digests)]
     if not request["check"]:
         for path in links:
             link(stored(path), Path(request["links"][path][0]))
@@ -90,14 +84,8 @@ def prepare_incoming(incoming: LinkFreePath) -> None:
 
 
 def install(temporary: LinkFreePath, target: LinkFreePath, digest: str, digests: Digests, found: str = "") -> None:
-    """Move a received file to its target. If its digest is wrong, remove it and raise ValueError.
-
-    Args:
-        found: the digest of the received file, if it is known.
-    """
-    if not found:
-        found = sha256_file(temporary)
-    if found != digest:
+    """Move a received file with the digest `found`, if known, to its target; one with a wrong digest is a ValueError."""
+    if (found or sha256_file(temporary)) != digest:
         temporary.remove(missing_ok=True)
         raise ValueError(f"{target} arrived damaged; run the same command again")
     if read_link(entry := stored_entry(target)) and entry != target:

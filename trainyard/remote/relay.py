@@ -59,20 +59,15 @@ class _File:
 def relay(request: dict[str, Any]) -> dict[str, Any]:
     """Take part in a relay until all files have arrived here and at the next host.
 
-    Args:
-        request: `files`, each with `target`, `temporary`, `size`, `sha256`, `mode`, `source` (here, controller, host) and
-            `wanted` by the next host; `address` of this host; `port` to listen on; `previous` and `next`, addresses, or
-            empty; `next_port`; `certificate` and `key` of the transfer; `cache`, the file of known digests; `connect`, the
-            seconds for the next host to listen; `idle`, those without a byte after which the transfer fails.
-
-    Returns:
-        `installed`, the paths of the files that have arrived; `receive_error` and `send_error`, empty if there is none.
+    `request`: `files`, each with `target`, `temporary`, `size`, `sha256`, `mode`, `source` (here, controller, host) and
+    `wanted` by the next host; `address` of this host; `port` to listen on; `previous` and `next`, addresses, or empty;
+    `next_port`; `certificate` and `key` of the transfer; `cache`, the file of known digests; `connect`, the seconds for
+    the next host to listen; `idle`, those without a byte after which the transfer fails. Returns `installed`, the paths
+    of the files that have arrived; `receive_error` and `send_error`, empty if there is none.
     """
     store = Path(request["cache"]).parent
-    files = [
-        _File(**entry | {name: path_below(store, entry[name]) for name in ("target", "temporary")})
-        for entry in request["files"]
-    ]
+    places = ("target", "temporary")
+    files = [_File(**entry | {name: path_below(store, entry[name]) for name in places}) for entry in request["files"]]
     return _Relay(request, files).run()
 
 
@@ -215,9 +210,8 @@ class _Relay:
         deadline = time.monotonic() + self.connect
         while True:
             try:
-                plain = socket.create_connection(
-                    (self.request["next"], self.request["next_port"]), HANDSHAKE_LIMIT, (self.request["address"], 0)
-                )
+                after = (self.request["next"], self.request["next_port"])
+                plain = socket.create_connection(after, HANDSHAKE_LIMIT, (self.request["address"], 0))
                 connection = _context(self.request, server=False).wrap_socket(plain)
                 connection.settimeout(self.idle)
                 return connection

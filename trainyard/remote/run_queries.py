@@ -31,12 +31,9 @@ def _run_dir(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> LinkFreePath
 def records(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return complete lines of a file of records.
 
-    Args:
-        request: `run`; `file`, one of RECORDS; `offset` in bytes, and the `inode` of the file that it belongs to.
-
-    Returns:
-        `lines`; `offset` at which the next query continues; `inode`; `more`, whether there are more lines; `reset`,
-        whether the file was replaced, so that the lines are those from its beginning.
+    `request`: `run`; `file`, one of RECORDS; `offset` in bytes, and the `inode` of the file that it belongs to. Returns
+    `lines`; `offset` at which the next query continues; `inode`; `more`, whether there are more lines; `reset`, whether
+    the file was replaced, so that the lines are those from its beginning.
     """
     if request["file"] not in RECORDS:
         raise ValueError(f"{request['file']!r} has no records")
@@ -61,11 +58,7 @@ def records(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any
 
 
 def log(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return lines of a log; see `read_log`.
-
-    Args:
-        request: `run`; `file`, a name in logs/; `since`, a byte, or -N for the last N lines.
-    """
+    """Return lines of the log `file` of a `run`, see `read_log`; `since`: a byte, or -N for the last N lines."""
     path = _run_dir(runs_dir, request) / "logs" / str(request["file"])
     path.open_read().close()  # raises the reason
     return read_log(path, int(request["since"]))
@@ -74,11 +67,8 @@ def log(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
 def search(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the last lines of a log that contain a text, whatever its case.
 
-    Args:
-        request: `run`; `file`, a name in logs/; `text`.
-
-    Returns:
-        `lines`; `found`, the number of lines that contain the text; `skipped`, the bytes before those that were searched.
+    `request`: `run`; `file`, a name in logs/; `text`. Returns `lines`; `found`, the number of lines that contain the
+    text; `skipped`, the bytes before those that were searched.
     """
     path, text = _run_dir(runs_dir, request) / "logs" / str(request["file"]), str(request["text"]).lower()
     with path.open_read() as file:
@@ -104,9 +94,5 @@ def describe(runs_dir: LinkFreePath, request: Mapping[str, Any]) -> dict[str, An
     return {"spec": spec, "origin": read_json(folder / "origin.json") or {}, "logs": logs}
 
 
-QUERIES: dict[str, Callable[[LinkFreePath, Mapping[str, Any]], dict[str, Any]]] = {
-    "records": records,
-    "log": log,
-    "search": search,
-    "describe": describe,
-}
+Query = Callable[[LinkFreePath, Mapping[str, Any]], dict[str, Any]]
+QUERIES: dict[str, Query] = {"records": records, "log": log, "search": search, "describe": describe}

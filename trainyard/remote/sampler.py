@@ -38,8 +38,7 @@ _OUTPUT = threading.Lock()  # of standard output
 def sample(request: dict[str, Any]) -> dict[str, Any]:
     """Send samples until standard input ends, or is silent for SILENCE seconds.
 
-    Args:
-        request: `data_dir`; `address`, the cluster address of this host; `ollama_urls`, where it may reach its Ollama.
+    `request`: `data_dir`; `address`, the cluster address of this host; `ollama_urls`, where it may reach its Ollama.
     """
     try:
         Sampler(request).run()
@@ -138,20 +137,18 @@ class Sampler:
 
     def _send_runs(self, every: bool) -> bool:
         """Send the runs whose state changed; with `every`, of all runs, otherwise of those that are alive."""
-        names = self._alive if not every else self._names()
+        names = self._alive
         if every:
+            names = set()
+            with contextlib.suppress(OSError):
+                runs = filter(RUN_NAME.fullmatch, self.runs_dir.entries())
+                names = {name for name in runs if (self.runs_dir / name).is_folder()}
             for name in self._known.keys() - names:
                 del self._known[name]
                 self._alive.discard(name)
                 self._send({"kind": "gone", "name": name})
         changed = [name for name in sorted(names) if self._send_run(name, every)]
         return bool(changed)
-
-    def _names(self) -> set[str]:
-        with contextlib.suppress(OSError):
-            names = filter(RUN_NAME.fullmatch, self.runs_dir.entries())
-            return {name for name in names if (self.runs_dir / name).is_folder()}
-        return set()
 
     def _send_run(self, name: str, every: bool) -> bool:
         folder = self.runs_dir / name

@@ -43,12 +43,6 @@ def tree_digests(tree: Path) -> dict[str, str]:
     return found
 
 
-def archive_digests(archive: zipfile.ZipFile) -> dict[str, str]:
-    """Return {name: SHA-256} of the files in a zip file."""
-    entries = [entry for entry in archive.infolist() if not entry.is_dir()]
-    return {entry.filename: hashlib.sha256(archive.read(entry)).hexdigest() for entry in entries}
-
-
 def check_digests(tree: Path, expected: Mapping[str, str]) -> None:
     """Raise TreeError if a tree has not exactly the expected files. Raises OSError if it is unreadable."""
     found = tree_digests(tree)
@@ -64,7 +58,8 @@ def unpack(content: bytes, tree: Path) -> bool:
     Raises OSError, zipfile.BadZipFile, and TreeError for names that leave the tree.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        expected = archive_digests(archive)
+        entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+        expected = {entry.filename: hashlib.sha256(archive.read(entry)).hexdigest() for entry in entries}
         try:
             check_digests(tree, expected)
             return False

@@ -88,6 +88,9 @@ def check_training(
 ) -> StepResult:
     """Train on every host alone, on all machines at once, and compare the hosts.
 
+    Returns `run`; `lines`, the table and what is wrong; `hosts`, the measurements by host; `failed`, the hosts that did
+    not train. Raises UserError: a mistake in the spec; no host was contacted.
+
     Args:
         hosts: hosts of one machine train after each other.
         connect: makes the connection to a host; called in this thread.
@@ -95,13 +98,6 @@ def check_training(
         home: folder on the controller for created models.
         report: receives a line for each host that starts or fails.
         check: start nothing.
-
-    Returns:
-        `run`; `lines`, the table and what is wrong; `hosts`, the measurements by host; `failed`, the hosts that did not
-        train.
-
-    Raises:
-        UserError: a mistake in the spec; no host was contacted.
     """
     alone = options.model_copy(update=_NO_LAUNCH)
     checks = [

@@ -30,10 +30,8 @@ def copy_logs(
     """Copy the logs of a run to `folder`/HOST; only the last `limit` bytes of a larger file.
 
     `check`: copy nothing. Raises RunError: no host has the run, or a host does not answer or sends something else; the
-    logs of the others are copied.
-
-    Returns:
-        `run`; `folder`; `files`, the paths below it; `lines`, the folder and the files that are not complete.
+    logs of the others are copied. Returns `run`; `folder`; `files`, the paths below it; `lines`, the folder and the
+    files that are not complete.
     """
     requests = {
         host.name: functools.partial(

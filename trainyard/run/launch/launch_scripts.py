@@ -22,10 +22,8 @@ done < {run_dir}/env
 def write_scripts(entries: list[PlanEntry], folder: Path, check: bool = False) -> StepResult:
     """Write the scripts of a plan into a folder on the controller.
 
-    `check`: write nothing; return what would be written. Raises RunError: the folder cannot be written.
-
-    Returns:
-        `files`, by host in rank order, then the one for Slurm; `changed`, whether one differed; `lines`, readable text.
+    `check`: write nothing; return what would be written. Raises RunError: the folder cannot be written. Returns
+    `files`, by host in rank order, then the one for Slurm; `changed`, whether one differed; `lines`, readable text.
     """
     run = Path(entries[0].run_dir).name
     texts = {folder / f"{entry.host}.sh": script(entry, run) for entry in entries}

@@ -35,10 +35,8 @@ def start_ranks(
 
     Every host gets ready first, which takes some hosts longer. Then a command of a few milliseconds starts all ranks.
     `properties`: properties of the systemd units. Raises LaunchError: a host refused or did not answer; no rank is left
-    running.
-
-    Returns:
-        `hosts`, the answer of each host, and `skew_seconds` between the first and the last start by the hosts' clocks.
+    running. Returns `hosts`, the answer of each host, and `skew_seconds` between the first and the last start by the
+    hosts' clocks.
     """
     stale = [HostRun(entry.host, entry.run_dir) for entry in entries if entry.stale]
     for host, error in stop_parts(stale, connect, {"now": True}).items():

@@ -123,7 +123,6 @@ class Torchrun(OpenReply):
 class GpuMemory(OpenReply):
     name: Line
     total_mib: Count
-    used_mib: Count
 
 
 class GpuState(OpenReply):
