@@ -34,13 +34,6 @@ from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryErr
 from trainyard.wire.openssh import open_connection
 from trainyard.wire.worker_output import end_between_writes
 
-__all__ = [
-    "ClusterAction",
-    "HostVariables",
-    "Inventory",
-    "failure",
-]
-
 # Keys of a documented option that an argument spec also has.
 SPEC_KEYS = ("type", "elements", "default", "choices", "required", "aliases")
 ANSWER_LIMIT = 0.5  # s for pending answers: after the loss of a host, they delay the report of it
@@ -119,9 +112,8 @@ class ClusterAction(ActionBase):
 
         Raises AnsibleError if an argument is missing, unknown or of the wrong type.
         """
-        path = self._shared_loader_obj.module_loader.find_plugin(
-            self._task.action, collection_list=self._task.collections
-        )
+        modules = self._shared_loader_obj.module_loader
+        path = modules.find_plugin(self._task.action, collection_list=self._task.collections)
         options = read_docstring(path)["doc"]["options"]
         spec = {name: {key: option[key] for key in SPEC_KEYS if key in option} for name, option in options.items()}
         arguments: dict[str, Any] = plain_data(self.validate_argument_spec(spec)[1])
@@ -239,10 +231,8 @@ class Inventory:
         known = ", ".join(self.groups["all"]) or "(none)"
         if "cluster" in self.groups:
             return f"no host matches {self._limit or 'cluster'}: the hosts of the inventory are {known}"
-        return (
-            f"the inventory has no group cluster: add its hosts ({known}) to one, as in inventory/hosts.example.yml, or name "
-            "another inventory with -i"
-        )
+        remedy = f"add its hosts ({known}) to one, as in inventory/hosts.example.yml, or name another inventory with -i"
+        return f"the inventory has no group cluster: {remedy}"
 
     def cluster(self, launch: Mapping[str, Any]) -> Cluster:
         """Return the cluster, with these launch options on top of the inventory's. Raises InventoryError without hosts."""

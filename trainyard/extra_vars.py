@@ -68,11 +68,9 @@ def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of
     if strange := unknown(names, FIELDS if of_run else (), known):
         from trainyard.import_file.hints import meaning  # only a mistake needs the tables
 
-        near = (
-            (lambda name: meaning(name) or suggest(name, sorted(known)))
-            if of_run
-            else lambda name: nearest(name, known)
-        )
+        def near(name: str) -> str:
+            return (meaning(name) or suggest(name, sorted(known))) if of_run else nearest(name, known)
+
         lines = [f"-e {printable(name, 80)}: unknown name{near(name)}" for name in strange[:MAX_LISTED]]
         raise UserError("; ".join(lines + and_more(strange)))
 
@@ -104,10 +102,8 @@ def read_run_spec(
     given, further = resolve_aliases(named, base, source=source)
     check_names(given, top, more)
     if file:
-        hint = (
-            "" if base.keys() <= FIELDS.keys() else "; `trainyard import` turns a file of another tool into a run spec"
-        )
-        make_spec(base, f"{file}{hint}")
+        hint = "; `trainyard import` turns a file of another tool into a run spec"
+        make_spec(base, file if base.keys() <= FIELDS.keys() else f"{file}{hint}")
     spec = make_spec(base | {name: given[name] for name in given if name in FIELDS}, source)
     check_given(spec, base, file)
     check_given(spec, given, source)

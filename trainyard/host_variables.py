@@ -22,6 +22,7 @@ _GPU = re.compile(r"[0-9]{1,3}|(GPU|MIG)-[A-Za-z0-9-]{1,64}")
 def make_host(name: str, variables: Any, login: Login | None = None) -> Host:
     """Return the inventory's description of a host; without a login it is the controller itself. Raises InventoryError if `cluster_processes` is not a number."""
     python = str(variables.get("ansible_python_interpreter") or "")
+    managed = str(variables.get("ollama_state")) == "present"  # by the role ollama
     try:
         processes = int(variables.get("cluster_processes") or 0)
     except ValueError:
@@ -36,7 +37,7 @@ def make_host(name: str, variables: Any, login: Login | None = None) -> Host:
         processes=processes,
         gpus=_gpus(name, variables.get("cluster_gpus")),
         env=_environment(name, variables.get("cluster_env")),
-        ollama_port=_ollama_port(variables),
+        ollama_port=_server_port(variables) if managed or _DISCOVERED.fullmatch(_discovered_url(variables)) else 0,
         ollama_urls=_ollama_urls(name, variables),
         managed=bool(variables.get("cluster_managed", True)),
         system_python=python if python.startswith("/") else DEFAULT_PYTHON,
@@ -53,15 +54,9 @@ def _gpus(name: str, value: Any) -> tuple[str, ...] | None:
         words = [words]
     if not isinstance(words, list | tuple) or not all(_GPU.fullmatch(str(word)) for word in words):
         raise InventoryError(
-            f"{name}: cluster_gpus is {quoted(value)}; set it to a list of GPU numbers or UUIDs, as [0, 2]"
+            f"{name}: cluster_gpus is {quoted(value)}; set it to a list of numbers or UUIDs, as [0, 2]"
         )
     return tuple(str(word) for word in words)
-
-
-def _ollama_port(variables: Any) -> int:
-    """Return the port of a host's Ollama if the role ollama manages it or the discovery found it, else 0."""
-    found = str(variables.get("ollama_state")) == "present" or _DISCOVERED.fullmatch(_discovered_url(variables))
-    return _server_port(variables) if found else 0
 
 
 def _server_port(variables: Any) -> int:

@@ -23,16 +23,13 @@ class Cluster:
     """The cluster of an inventory, of a play or of the command line.
 
     Attributes:
-        hosts: those of the group `cluster`, or those of them that `--limit` selects.
-        groups: names of the hosts of every group.
-        variables: the variables of every host by name, templates resolved.
         connect: makes the connection to a host of the inventory, given the host or its name; called in the main thread.
         launch_of: returns the launch options with these values on top of the inventory's.
     """
 
-    hosts: list[Host]
-    groups: Mapping[str, Sequence[str]]
-    variables: Mapping[str, Mapping[str, Any]]
+    hosts: list[Host]  # those of the group `cluster`, or those of them that `--limit` selects
+    groups: Mapping[str, Sequence[str]]  # names of the hosts of every group
+    variables: Mapping[str, Mapping[str, Any]]  # the variables of every host by name, templates resolved
     connect: Callable[[Host | str], HostConnection]
     launch_of: Callable[[Mapping[str, Any]], LaunchOptions]
 

@@ -56,10 +56,10 @@ def make_project(folder: Path, check: bool) -> dict[str, Any]:
             raise UserError(f"cannot write the project to {folder}: {error.strerror}: {error.filename}") from None
     written, version = sorted([*new, *to_link]), package_version()
     tops = Counter(name.partition("/")[0] for name in written)
-    lines = [f"{'would write' if check else 'wrote'} {name}{_files(count)}" for name, count in tops.items()]
-    lines += [
-        f"kept {name}, which differs from that of trainyard {version}: remove it to get the new one" for name in kept
-    ]
+    verb = "would write" if check else "wrote"
+    lines = [f"{verb} {name}{f' ({count} files)' if count > 1 else ''}" for name, count in tops.items()]
+    differs = f"which differs from that of trainyard {version}: remove it to get the new one"
+    lines += [f"kept {name}, {differs}" for name in kept]
     lines += [] if written or kept else [f"{folder} is a project of trainyard {version} already"]
     lines += [f"next: cd {shlex.quote(str(folder))} && {_FIRST}"] if new and not check else []
     return {"changed": bool(written), "folder": str(folder), "written": written, "kept": kept, "lines": lines}
@@ -84,10 +84,6 @@ def project_files(package: Path) -> dict[str, str]:
 def _names(package: Path, patterns: tuple[str, ...]) -> list[str]:
     found = (str(path.relative_to(package)) for pattern in patterns for path in sorted(package.glob(pattern)))
     return [name for name in found if not _OF_CHECKOUT.fullmatch(name)]
-
-
-def _files(count: int) -> str:
-    return f" ({count} files)" if count > 1 else ""
 
 
 def _is_there(path: Path) -> bool:

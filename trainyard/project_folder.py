@@ -85,7 +85,7 @@ def project_folder(config: str = "", any_folder: bool = False) -> Path:
         if (folder / LINK).is_symlink():
             if folder not in given and folder.stat().st_mode & stat.S_IWOTH:
                 raise UserError(
-                    f"{folder}: all users can write to it, so Ansible ignores its ansible.cfg: chmod o-w {folder}"
+                    f"{folder}: all users can write to it, so Ansible ignores ansible.cfg: chmod o-w {folder}"
                 )
             _check_link(folder)
             return folder
@@ -112,7 +112,7 @@ def is_checkout(folder: Path) -> bool:
 def _check_link(folder: Path) -> None:
     """Check that the playbooks of a project are those of this package. Raises UserError."""
     if (folder / LINK).resolve() != shared_folder():
-        target = (folder / LINK).readlink()
-        raise UserError(
-            f"{folder} uses the playbooks in {target}, but this is the program of {shared_folder()}: run trainyard init {folder}"
+        what = (
+            f"{folder} uses the playbooks in {(folder / LINK).readlink()}, but this is the program of {shared_folder()}"
         )
+        raise UserError(f"{what}: run trainyard init {folder}")

@@ -56,18 +56,6 @@ GUIDE_NAMES = {
 FAILOVER = {"min_nodes": 1, "max_restarts": 3}  # what failover_enabled sets
 
 
-class _Lines(Output):
-    """Gives lines to a function. What playbooks print goes to stderr."""
-
-    def __init__(self, report: Report) -> None:
-        super().__init__(as_json=True)
-        self._line = report
-
-    def report(self, line: str) -> None:
-        """Give a line to the function."""
-        self._line(line)
-
-
 class Cluster:
     """The hosts of an inventory.
 
@@ -170,21 +158,15 @@ class Cluster:
         hosts = [host.name for host in self._inventory.hosts]
         found = self.command("identity") if hosts else {}
         drop: dict[str, Any] = found.get("drop", {})
-        trusted = [
-            Machine(
-                name, entries, tuple(dict.fromkeys(address for entry in entries for address in self._addresses(entry)))
-            )
-            for name in hosts
-            if name not in drop
-            for entries in [(name, *(entry for entry, (kept, _) in drop.items() if kept == name))]
-        ]
-        others = [
-            Machine(name, (name,), tuple(self._addresses(name)), trusted=False)
-            for name in self._discovered()
-            if name not in hosts
-        ]
+        machines = []
+        for name in (name for name in hosts if name not in drop):
+            entries = (name, *(entry for entry, (kept, _) in drop.items() if kept == name))
+            addresses = dict.fromkeys(address for entry in entries for address in self._addresses(entry))
+            machines.append(Machine(name, entries, tuple(addresses)))
+        for name in (name for name in self._discovered() if name not in hosts):
+            machines.append(Machine(name, (name,), tuple(self._addresses(name)), trusted=False))
         verdict = found.get("verdict", "no machine could be reached")
-        return Machines((*trusted, *others), bool(found.get("useful")), verdict, tuple(found.get("warnings", ())))
+        return Machines(tuple(machines), bool(found.get("useful")), verdict, tuple(found.get("warnings", ())))
 
     def _discovered(self) -> list[str]:
         return list(self._inventory.groups.get("discovered", []))
@@ -276,13 +258,14 @@ class Cluster:
         """Run any command of the program and return its result, which `--json` prints, such as `command("evaluate", ...)`."""
         with front_end.serving_program():
             arguments, inventory = self._arguments(name, options)
-            return run_command(COMMANDS[name], arguments, self._top, _Lines(self._report), inventory) or {}
+            # What playbooks print goes to stderr.
+            return run_command(COMMANDS[name], arguments, self._top, Output(True, self._report), inventory) or {}
 
     def call(self, name: str, options: Mapping[str, Any], report: Report | None = None) -> Call:
         """Return the call of a command, for what follows it step by step."""
         with front_end.serving_program():
             arguments, inventory = self._arguments(name, options)
-            return make_call(COMMANDS[name], arguments, self._top, _Lines(report or self._report), inventory)
+            return make_call(COMMANDS[name], arguments, self._top, Output(True, report or self._report), inventory)
 
     def _arguments(self, name: str, options: Mapping[str, Any]) -> tuple[Arguments, Inventory]:
         given, groups = guide_values(options), COMMANDS[name].all_groups

@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.error(UserError(memory_failure(error)))
         return 1
     except KeyboardInterrupt:
-        output.error(
-            "interrupted; a run that has started continues: trainyard attach follows it, trainyard stop ends it"
-        )
+        output.error("interrupted; a run that has started continues: trainyard attach follows, trainyard stop ends it")
         return INTERRUPTED
     except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,11 +26,10 @@ class Arguments:
 
     Attributes:
         values: the values of the flags, by group and then by the name as given, with underscores.
-        rest: the words after `--`.
     """
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rest: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)  # the words after `--`
 
     def of(self, group: Group) -> dict[str, Any]:
         """Return the values of a group, by name."""
@@ -57,12 +56,8 @@ class Arguments:
 def parse(command: str, groups: Sequence[Group], positional: str, words: Sequence[str]) -> Arguments:
     """Parse the words after the command's name. The classes of the options check the values.
 
-    Args:
-        groups: the command's flags; the first group that knows a name has it.
-        positional: name of the option that words without a flag set; empty for none.
-
-    Raises:
-        UserError: an unknown flag, an unexpected word, or a flag without a value.
+    The first group that knows a name has it. `positional`: the option that words without a flag set; empty for none.
+    Raises UserError: an unknown flag, an unexpected word, or a flag without a value.
     """
     return _Parser(command, groups, positional, list(words)).parse()
 
@@ -174,18 +169,14 @@ class _Parser:
         if name.startswith("cluster_"):
             return variable
         names = [other for group in self.groups for other in group.fields]
-        of_spec = any(isinstance(group, SpecGroup) for group in self.groups)
-        if of_spec:
+        if any(isinstance(group, SpecGroup) for group in self.groups):
             from trainyard.import_file.hints import meaning  # only a mistake needs the tables
 
             found = meaning(name) or suggest(name, names)
         else:
             found = nearest(name, names)
-        return _with_flags(found) or (variable if _VARIABLE.fullmatch(name) else "")
-
-
-def _with_flags(text: str) -> str:
-    return _SUGGESTION.sub(lambda match: f"did you mean --{match[1].replace('_', '-')}", text)
+        found = _SUGGESTION.sub(lambda match: f"did you mean --{match[1].replace('_', '-')}", found)
+        return found or (variable if _VARIABLE.fullmatch(name) else "")
 
 
 def _names_and_values(name: str, text: str) -> dict[str, Any]:

@@ -24,11 +24,8 @@ Train language models on a few Linux machines. docs/command-line.md describes th
 _OTHERS = {
     "queue": Command("queue", "add runs to the queue, list or change them", None, ()),
     "completion": Command(
-        "completion",
-        "print the script that completes commands and flags in a shell",
-        None,
-        (COMPLETION,),
-        "shell",
+        *("completion", "print the script that completes commands and flags in a shell"),
+        *(None, (COMPLETION,), "shell"),
         on_hosts=False,
     ),
 }
@@ -57,11 +54,10 @@ def help_text(name: str) -> str:
     """Return the help of a command, of `queue` with its verbs, or of the program for an empty name."""
     if name in COMMANDS or name == "completion":
         return _command_help(COMMANDS.get(name) or _OTHERS[name])
-    verbs = {each.removeprefix("queue "): command for each, command in COMMANDS.items() if each.startswith("queue ")}
-    listed = (
-        verbs if name == "queue" else {each: command for each, command in COMMANDS.items() if " " not in each} | _OTHERS
-    )
-    head = f"usage: {PROGRAM} queue VERB [--help] ...\n" if name == "queue" else _OVERVIEW
+    head, listed = _OVERVIEW, {each: command for each, command in COMMANDS.items() if " " not in each} | _OTHERS
+    if name == "queue":
+        head = f"usage: {PROGRAM} queue VERB [--help] ...\n"
+        listed = {each.removeprefix("queue "): one for each, one in COMMANDS.items() if each.startswith("queue ")}
     width = max(map(len, listed)) + 2
     return "\n".join([head, *(f"  {each:<{width}}{command.summary}" for each, command in listed.items())])
 
@@ -70,17 +66,10 @@ def completion(shell: str) -> str:
     """Return the script that completes commands, flags and choices. zsh runs the one of bash."""
     cases = []
     for command in (*COMMANDS.values(), _OTHERS["completion"]):
-        options = [
-            (f"--{field.replace('_', '-')}", option)
-            for group in _groups(command)
-            for field, option in group.fields.items()
-        ]
-        cases += [
-            f'"{command.name} {flag}") found="{" ".join(_choices(option))}" ;;'
-            for flag, option in options
-            if _choices(option)
-        ]
-        cases.append(f'"{command.name} "*) found="{" ".join(flag for flag, _ in options)}" ;;')
+        fields = [entry for group in _groups(command) for entry in group.fields.items()]
+        options = {f"--{name.replace('_', '-')}": _choices(option) for name, option in fields}
+        cases += [f'"{command.name} {flag}") found="{" ".join(words)}" ;;' for flag, words in options.items() if words]
+        cases.append(f'"{command.name} "*) found="{" ".join(options)}" ;;')
     verbs = [name.removeprefix("queue ") for name in COMMANDS if name.startswith("queue ")]
     cases.append(f'"queue "*) found="{" ".join(verbs)}" ;;')
     cases.append(f'*) found="{" ".join([*(name for name in COMMANDS if " " not in name), *_OTHERS])}" ;;')
@@ -91,18 +80,14 @@ def completion(shell: str) -> str:
 def _command_help(command: Command) -> str:
     words = f" [{command.positional.upper()}]" if command.positional else ""
     same = f" The same as {command.playbook}." if command.playbook else ""
-    parser = argparse.ArgumentParser(
-        PROGRAM,
-        f"{PROGRAM} {command.name}{words} [--FLAG VALUE ...]",
-        f"{command.summary}.{same}".replace("%", "%%"),
-        add_help=False,
-    )
+    usage, text = f"{PROGRAM} {command.name}{words} [--FLAG VALUE ...]", f"{command.summary}.{same}"
+    parser = argparse.ArgumentParser(PROGRAM, usage, text.replace("%", "%%"), add_help=False)
     for group in _groups(command):
         section = parser.add_argument_group(group.title)
         for name, option in group.fields.items():
-            kind: dict[str, Any] = (
-                {"metavar": metavar(option)} if option.annotation is not bool else {"action": "store_true"}
-            )
+            kind: dict[str, Any] = {"action": "store_true"}
+            if option.annotation is not bool:
+                kind = {"metavar": metavar(option)}
             section.add_argument(*flags(name, option), help=help_of(group, name, option).replace("%", "%%"), **kind)
     return parser.format_help().rstrip("\n")
 

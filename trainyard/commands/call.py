@@ -34,29 +34,19 @@ class Call:
     """One call of a command.
 
     Attributes:
-        command: its name.
-        groups: its options.
-        given: the command's own options, by name: flags, options of the task, or variables.
-        extra_vars: the values of `-e`.
-        values: `extra_vars`, and flags, which take precedence.
-        cluster: the inventory.
-        top: the project's folder.
-        report: receives lines while the command runs.
-        check: change nothing.
-        as_json: whether the front end prints the result as JSON.
         play: runs the command's playbook with these values of `-e`; None in a task.
     """
 
-    command: str
-    groups: Sequence[Group]
-    given: Mapping[str, Any]
-    extra_vars: Mapping[str, Any]
-    values: Mapping[str, Any]
-    cluster: Cluster
-    top: Path
-    report: Callable[[str], None]
-    check: bool = False
-    as_json: bool = False
+    command: str  # its name
+    groups: Sequence[Group]  # its options
+    given: Mapping[str, Any]  # the command's own options, by name: flags, options of the task, or variables
+    extra_vars: Mapping[str, Any]  # the values of `-e`
+    values: Mapping[str, Any]  # `extra_vars`, and flags, which take precedence
+    cluster: Cluster  # the inventory
+    top: Path  # the project's folder
+    report: Callable[[str], None]  # receives lines while the command runs
+    check: bool = False  # change nothing
+    as_json: bool = False  # whether the front end prints the result as JSON
     play: Callable[[Mapping[str, Any]], None] | None = None
 
     @property

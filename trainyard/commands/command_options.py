@@ -10,29 +10,16 @@ from trainer.config.fields import MAX_COUNT, MAX_SECONDS, Words, declare
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.run.follow.manage_runs import GRACE, WATCH
 
-COMMON_OPTIONS: dict[str, FieldInfo] = {
-    name: FieldInfo.from_annotated_attribute(kind, declared)
-    for name, kind, declared in (
-        (
-            "inventory",
-            Words,
-            declare(
-                (), "the inventory; may be repeated; default: that of ansible.cfg", expected="FILE, FOLDER or HOST,"
-            ),
-        ),
-        (
-            "extra_vars",
-            Words,
-            declare(
-                (),
-                "as `-e` of ansible-playbook: any name that the playbook takes; may be repeated",
-                expected="NAME=VALUE, JSON or @FILE",
-            ),
-        ),
-        ("check", bool, declare(False, "change nothing; report what would change")),
-        ("json", bool, declare(False, "print the result as one JSON object on stdout, and other lines on stderr")),
-    )
+_INVENTORY = "the inventory; may be repeated; default: that of ansible.cfg"
+_EXTRA_VARS = "as `-e` of ansible-playbook: any name that the playbook takes; may be repeated"
+_JSON = "print the result as one JSON object on stdout, and other lines on stderr"
+_COMMON = {
+    "inventory": (Words, declare((), _INVENTORY, expected="FILE, FOLDER or HOST,")),
+    "extra_vars": (Words, declare((), _EXTRA_VARS, expected="NAME=VALUE, JSON or @FILE")),
+    "check": (bool, declare(False, "change nothing; report what would change")),
+    "json": (bool, declare(False, _JSON)),
 }
+COMMON_OPTIONS = {name: FieldInfo.from_annotated_attribute(*entry) for name, entry in _COMMON.items()}
 """Options of every command. A pydantic model cannot have a field `json`."""
 
 SHORT = {"i": "inventory", "e": "extra_vars", "l": "limit", "C": "check"}

@@ -106,9 +106,8 @@ def stop(call: Call) -> dict[str, Any]:
     """Stop one run, or all."""
     options = call.options(StopOptions)
     if bool(options.run) == options.all:
-        raise UserError(
-            f"stop: name one run, as in {front_end.command('stop', 'RUN')}, or set {front_end.option('all')} for every run"
-        )
+        one, every = front_end.command("stop", "RUN"), front_end.option("all")
+        raise UserError(f"stop: name one run, as in {one}, or set {every} for every run")
     return _manage(call, "stopped", options.run, grace=options.grace, now=options.force, every=options.all)
 
 

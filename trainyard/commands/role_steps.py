@@ -42,6 +42,4 @@ def plan_python(call: Call) -> dict[str, Any]:
     )
 
 
-ROLE_STEPS: dict[str, Callable[[Call], dict[str, Any]]] = {
-    "plan-python": plan_python,
-}
+ROLE_STEPS: dict[str, Callable[[Call], dict[str, Any]]] = {"plan-python": plan_python}

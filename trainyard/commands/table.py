@@ -37,25 +37,18 @@ class Command:
     """One command.
 
     Attributes:
-        name: of two words for a verb of the queue.
-        summary: one line.
         run: does it; returns the result, whose `lines` are printed, or None if it has printed its result. None for a
             command of which only roles do all.
-        groups: the options, without those of every command.
-        positional: the option that words without a flag set.
-        same_as: what does the same, if that is not the playbook of the command's name.
-        by_playbook: whether the program runs the playbook, because roles do a part.
-        on_hosts: whether it concerns the hosts of an inventory. No playbook does what other commands do.
     """
 
-    name: str
-    summary: str
+    name: str  # of two words for a verb of the queue
+    summary: str  # one line
     run: Callable[[Call], dict[str, Any] | None] | None
-    groups: tuple[Group, ...]
-    positional: str = ""
-    same_as: str = ""
-    by_playbook: bool = False
-    on_hosts: bool = True
+    groups: tuple[Group, ...]  # the options, without those of every command
+    positional: str = ""  # the option that words without a flag set
+    same_as: str = ""  # what does the same, if that is not the playbook of the command's name
+    by_playbook: bool = False  # whether the program runs the playbook, because roles do a part
+    on_hosts: bool = True  # whether it concerns the hosts of an inventory. No playbook does what other commands do.
 
     @property
     def all_groups(self) -> tuple[Group, ...]:
@@ -127,9 +120,7 @@ _TABLE = (
     Command("identity", "find entries of the inventory that are one machine", functions.identity, (LIMIT,)),
     Command("logs", "copy the logs of a run from all its hosts", functions.logs, (_own(LogsOptions), LIMIT), "run"),
     Command("stop", "stop a run after a checkpoint", functions.stop, (_own(StopOptions), LIMITS), "run"),
-    Command(
-        "distill", "let Ollama servers answer prompts, and train students on the answers", functions.distill, _DISTILL
-    ),
+    Command("distill", "let Ollama answer prompts, and train students on the answers", functions.distill, _DISTILL),
     Command("merge", "merge finished runs, or let them vote", functions.merge, (_own(MERGE_OPTIONS), LIMITS), "runs"),
     Command(
         "evaluate",

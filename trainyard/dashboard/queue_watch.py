@@ -39,15 +39,12 @@ class QueueView:
     Attributes:
         live: runs that wait or run, in the order in which they start; see `history.describe`. `start` of a waiting run is
             when Slurm expects it to start.
-        ended: runs that have just ended, the newest first.
-        state: the answer itself.
-        at: time of the answer, in seconds since the epoch.
     """
 
     live: list[dict[str, Any]]
-    ended: list[dict[str, Any]]
-    state: QueueState
-    at: float
+    ended: list[dict[str, Any]]  # runs that have just ended, the newest first
+    state: QueueState  # the answer itself
+    at: float  # time of the answer, in seconds since the epoch
 
     @property
     def names(self) -> set[str]:

@@ -43,18 +43,13 @@ SOURCE = "the form"
 
 @dataclass(frozen=True)
 class FormField:
-    """A field of the form.
-
-    Attributes:
-        choices: the values to choose from; empty for a number or a name.
-        default: what an empty field means, as text.
-    """
+    """A field of the form."""
 
     name: str
     help: str
     expected: str
-    choices: tuple[str, ...]
-    default: str
+    choices: tuple[str, ...]  # the values to choose from; empty for a number or a name
+    default: str  # what an empty field means, as text
 
 
 @dataclass
@@ -62,19 +57,16 @@ class Draft:
     """A start that was filled in, and its plan.
 
     Attributes:
-        values: the values of the form.
-        action: the plan's progress.
         prepared: the run that the user may start; None before the plan is ready, and if there is nothing to start.
-        start: the progress of the start; None before it.
     """
 
-    values: Mapping[str, str]
+    values: Mapping[str, str]  # the values of the form
     spec: RunSpec
     options: LaunchOptions
     hosts: Sequence[Host]
-    action: Action
+    action: Action  # the plan's progress
     prepared: PreparedRun | None = None
-    start: Action | None = None
+    start: Action | None = None  # the progress of the start; None before it
 
 
 class NewRuns:

@@ -29,44 +29,30 @@ class LiveHost:
     """A host and its newest sample.
 
     Attributes:
-        connected: whether it answers.
-        since: when `connected` changed last, in seconds since the epoch.
-        why: why it does not answer.
-        sample: see `reply_types.HostSample`; empty before the first one.
         clock_offset: seconds by which its clock is ahead of that of the dashboard; includes the time of the transfer.
-        version: changes with every line about the host itself.
     """
 
     host: Host
-    connected: bool = False
-    since: float = field(default_factory=time.time)
-    why: str = "connecting"
-    sample: dict[str, Any] = field(default_factory=dict)
+    connected: bool = False  # whether it answers
+    since: float = field(default_factory=time.time)  # when `connected` changed last, in seconds since the epoch
+    why: str = "connecting"  # why it does not answer
+    sample: dict[str, Any] = field(default_factory=dict)  # see `reply_types.HostSample`; empty before the first one
     clock_offset: float = 0.0
-    version: int = 0
+    version: int = 0  # changes with every line about the host itself
 
 
 @dataclass
 class RunState:
-    """A run as its hosts describe it.
-
-    Attributes:
-        parts: {host: its part}, of any start.
-        checkpoints: {host: its checkpoints}.
-        results: {host: the result, or None}.
-        status: status of the whole run; see `overall_status`.
-        cause: why it failed, or an empty string.
-        version: changes with every line about the run.
-    """
+    """A run as its hosts describe it."""
 
     name: str
-    parts: dict[str, HostRun] = field(default_factory=dict)
-    checkpoints: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    results: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    status: str = ""
-    cause: str = ""
+    parts: dict[str, HostRun] = field(default_factory=dict)  # {host: its part}, of any start
+    checkpoints: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # {host: its checkpoints}
+    results: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # {host: the result, or None}
+    status: str = ""  # status of the whole run; see `overall_status`
+    cause: str = ""  # why it failed, or an empty string
     reported: tuple[int, str] = (0, "")  # attempt and status of the newest event
-    version: int = 0
+    version: int = 0  # changes with every line about the run
 
     @property
     def newest(self) -> list[HostRun]:

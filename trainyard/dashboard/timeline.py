@@ -21,12 +21,11 @@ class Scale:
 
     Attributes:
         before, after: seconds before and after now; after now are expected ends.
-        tick: seconds between two marks.
     """
 
     before: int
     after: int
-    tick: int
+    tick: int  # seconds between two marks
 
     def place(self, at: float, now: float) -> float:
         """Return the place of a time from the left, in percent."""
@@ -53,20 +52,16 @@ class Span:
     """A run that has or had a host or a GPU.
 
     Attributes:
-        host: its name.
-        gpu: its number or UUID; empty for cores, or without a record of the GPUs.
         begin, end: seconds since the epoch; `end` is the present for a run that has it now.
-        until: when a run that has it now is expected to end; 0 if unknown, and for others.
-        state: running, or the end of this start.
     """
 
     run: str
-    host: str
-    gpu: str
+    host: str  # its name
+    gpu: str  # its number or UUID; empty for cores, or without a record of the GPUs
     begin: float
     end: float
-    until: float = 0.0
-    state: str = ""
+    until: float = 0.0  # when a run that has it now is expected to end; 0 if unknown, and for others
+    state: str = ""  # running, or the end of this start
 
     @property
     def running(self) -> bool:
@@ -109,18 +104,14 @@ class Timeline:
     """The allocation of the last hours or days.
 
     Attributes:
-        now: seconds since the epoch, rounded to STEP.
-        rows: the drawing.
         ticks: (seconds since the epoch, place in percent) of the marks.
-        spans: the same as a list, the newest first.
-        present: place of the present in percent.
     """
 
-    now: float
-    rows: list[Row] = field(default_factory=list)
+    now: float  # seconds since the epoch, rounded to STEP
+    rows: list[Row] = field(default_factory=list)  # the drawing
     ticks: list[tuple[float, float]] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    present: float = 0.0
+    spans: list[Span] = field(default_factory=list)  # the same as a list, the newest first
+    present: float = 0.0  # place of the present in percent
 
     @property
     def places(self) -> list[tuple[int, Row]]:

@@ -41,22 +41,14 @@ Regions = dict[str, str]
 
 @dataclass
 class Action:
-    """An action that was started on a run's page, or on that of the queue: its progress.
-
-    Attributes:
-        lines: the newest lines of its progress and its result.
-        error: why it failed.
-        state: running; following, if others may begin while it watches the run; done; or failed.
-        began: in seconds since the epoch.
-        earlier: the actions on the run before this one, the newest first.
-    """
+    """An action that was started on a run's page, or on that of the queue: its progress."""
 
     title: str
-    lines: list[str] = field(default_factory=list)
-    error: str = ""
-    state: str = "running"
-    began: float = field(default_factory=time.time)
-    earlier: list[Action] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # the newest lines of its progress and its result
+    error: str = ""  # why it failed
+    state: str = "running"  # running; following, if others may begin while it watches the run; done; or failed
+    began: float = field(default_factory=time.time)  # in seconds since the epoch
+    earlier: list[Action] = field(default_factory=list)  # the actions on the run before this one, the newest first
 
 
 class Pages:

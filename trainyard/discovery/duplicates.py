@@ -12,21 +12,13 @@ SLOW_LINK = 1000  # Mbit/s, below which a full gradient at every step takes too 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The result of `find_duplicates`.
+    """The result of `find_duplicates`."""
 
-    Attributes:
-        machines: number of different machines.
-        drop: entry -> (the entry to keep, reason).
-        warnings: clones and shared GPUs.
-        verdict: whether distributed training is useful, in one line.
-        useful: whether it is, with some strategy.
-    """
-
-    machines: int
-    drop: dict[str, tuple[str, str]]
-    warnings: tuple[str, ...]
-    verdict: str
-    useful: bool
+    machines: int  # number of different machines
+    drop: dict[str, tuple[str, str]]  # entry -> (the entry to keep, reason)
+    warnings: tuple[str, ...]  # clones and shared GPUs
+    verdict: str  # whether distributed training is useful, in one line
+    useful: bool  # whether it is, with some strategy
 
 
 def find_duplicates(

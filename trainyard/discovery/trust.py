@@ -14,16 +14,13 @@ class Trust:
     """Whether one machine is trusted.
 
     Attributes:
-        ready: whether it may be in the cluster.
-        reason: one line.
         fingerprint: fingerprint of the key that it presents, to compare on the machine itself; empty without a key.
-        accept: the command that accepts this key; empty if there is nothing to accept.
     """
 
-    ready: bool
-    reason: str
+    ready: bool  # whether it may be in the cluster
+    reason: str  # one line
     fingerprint: str = ""
-    accept: str = ""
+    accept: str = ""  # the command that accepts this key; empty if there is nothing to accept
 
 
 def check_trust(machine: Machine, known: Sequence[KnownHost], names: Mapping[str, Sequence[str]], file: str) -> Trust:

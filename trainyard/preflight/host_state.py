@@ -13,22 +13,16 @@ class HostState:
     """A host and its answers. The answer to a request that was not sent is empty.
 
     Attributes:
-        host: its description in the inventory.
-        facts: the answer of the verb `host_facts`.
-        health: the answer of the verb `health`.
-        mesh: the answer of the verb `mesh`; None if the host did not take part.
         asked: the controller's clock before and after the `health` request, in seconds since the epoch.
-        error: why the host did not answer, in one line; empty if it did.
-        chosen: the GPUs for the run; None before `assign_gpus`.
     """
 
-    host: Host
-    facts: dict[str, Any] = field(default_factory=dict)
-    health: dict[str, Any] = field(default_factory=dict)
-    mesh: dict[str, Any] | None = None
+    host: Host  # its description in the inventory
+    facts: dict[str, Any] = field(default_factory=dict)  # the answer of the verb `host_facts`
+    health: dict[str, Any] = field(default_factory=dict)  # the answer of the verb `health`
+    mesh: dict[str, Any] | None = None  # the answer of the verb `mesh`; None if the host did not take part
     asked: tuple[float, float] = (0.0, 0.0)
-    error: str = ""
-    chosen: list[dict[str, Any]] | None = None
+    error: str = ""  # why the host did not answer, in one line; empty if it did
+    chosen: list[dict[str, Any]] | None = None  # the GPUs for the run; None before `assign_gpus`
 
     @property
     def name(self) -> str:

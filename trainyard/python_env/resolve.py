@@ -38,23 +38,14 @@ class EnvironmentBuildError(Exception):
 
 @dataclass(frozen=True)
 class EnvironmentRequest:
-    """The contents of every environment of the play, the same on all hosts.
+    """The contents of every environment of the play, the same on all hosts."""
 
-    Attributes:
-        requirements: lines in pip's format.
-        constraints: lines of a constraints file, or of a lock with all packages and their digests.
-        trainer: version of the trainer's wheel.
-        flavour: build of torch, or "auto".
-        conda: text of an explicit conda lock; empty without one.
-        packages: set of packages, of `FLAVOURS`.
-    """
-
-    requirements: tuple[str, ...]
-    constraints: tuple[str, ...]
-    trainer: str
-    flavour: str = "auto"
-    conda: str = ""
-    packages: str = "standard"
+    requirements: tuple[str, ...]  # lines in pip's format
+    constraints: tuple[str, ...]  # lines of a constraints file, or of a lock with all packages and their digests
+    trainer: str  # version of the trainer's wheel
+    flavour: str = "auto"  # build of torch, or "auto"
+    conda: str = ""  # text of an explicit conda lock; empty without one
+    packages: str = "standard"  # set of packages, of `FLAVOURS`
 
 
 def is_supported_python(version: str) -> bool:

@@ -32,65 +32,41 @@ _GRES = re.compile(r"(gpu|vram)((?::[A-Za-z0-9_-]{1,64})?):(\d{1,6})(?:\(.*\))?"
 
 @dataclass(frozen=True)
 class Job:
-    """A job of Slurm.
-
-    Attributes:
-        name: name of its run, or the name that a user gave it.
-        state: such as `PENDING`.
-        reason: why it waits, in Slurm's words.
-        start: seconds since the epoch, expected or past; 0 if unknown.
-        end: as `start`; 0 also without a time limit.
-        hosts: hosts that it has.
-    """
+    """A job of Slurm."""
 
     number: int
-    name: str
+    name: str  # name of its run, or the name that a user gave it
     priority: str
-    state: str
-    reason: str = ""
-    start: float = 0.0
-    end: float = 0.0
-    hosts: tuple[str, ...] = ()
+    state: str  # such as `PENDING`
+    reason: str = ""  # why it waits, in Slurm's words
+    start: float = 0.0  # seconds since the epoch, expected or past; 0 if unknown
+    end: float = 0.0  # as `start`; 0 also without a time limit
+    hosts: tuple[str, ...] = ()  # hosts that it has
 
 
 @dataclass(frozen=True)
 class Node:
-    """A host of the queue.
-
-    Attributes:
-        state: such as `idle`, in lower case and without its flags.
-        memory: memory that runs may use, in MiB.
-        gpu_memory: memory of its smallest GPU, in GB; 0 without GPUs.
-    """
+    """A host of the queue."""
 
     name: str
-    state: str
+    state: str  # such as `idle`, in lower case and without its flags
     cores: int
-    memory: int
+    memory: int  # memory that runs may use, in MiB
     gpus: int = 0
-    gpu_memory: int = 0
+    gpu_memory: int = 0  # memory of its smallest GPU, in GB; 0 without GPUs
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """The state of the queue that the queue host reports.
+    """The state of the queue that the queue host reports."""
 
-    Attributes:
-        jobs: jobs that wait or run, by the names of their runs.
-        leases: every job that has hosts, also those that are not runs.
-        requests: requests of the runs that have a folder.
-        states: states of the runs as their drivers report them.
-        specs: spec and digests of the runs that were asked for.
-        now: seconds since the epoch on the queue host.
-    """
-
-    jobs: dict[str, Job]
+    jobs: dict[str, Job]  # jobs that wait or run, by the names of their runs
     nodes: dict[str, Node]
-    requests: dict[str, Request] = field(default_factory=dict)
-    states: dict[str, RunRecord] = field(default_factory=dict)
-    specs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    leases: tuple[Job, ...] = ()
-    now: float = 0.0
+    requests: dict[str, Request] = field(default_factory=dict)  # requests of the runs that have a folder
+    states: dict[str, RunRecord] = field(default_factory=dict)  # states of the runs as their drivers report them
+    specs: dict[str, dict[str, Any]] = field(default_factory=dict)  # spec and digests of the runs that were asked for
+    leases: tuple[Job, ...] = ()  # every job that has hosts, also those that are not runs
+    now: float = 0.0  # seconds since the epoch on the queue host
 
     def attempts(self, run: str) -> list[Attempt]:
         """Return the last starts of a run, as its driver has recorded them."""

@@ -61,7 +61,6 @@ class Request(QueueOptions):
     """A queued run, as in `request.json`.
 
     Attributes:
-        run: its name, which is that of its folder.
         grid: name of the grid to which it belongs; empty for none.
         max_restarts: the launch option: consecutive restarts without progress after which the run has failed.
         time_limit: minutes; 0 is no limit.
@@ -70,7 +69,7 @@ class Request(QueueOptions):
         hosts: hosts that it may use, as in the inventory; empty for all of the queue.
     """
 
-    run: Annotated[str, Field(pattern=RUN_NAME)]
+    run: Annotated[str, Field(pattern=RUN_NAME)]  # its name, which is that of its folder
     grid: Annotated[str, Field(pattern=RUN_NAME.replace("^", "^(").replace("$", ")?$"))] = ""
     max_restarts: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     submitted: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

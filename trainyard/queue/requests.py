@@ -42,23 +42,15 @@ FACTS_LIMIT = 30.0  # s for a host to read files of its runs
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run is added.
+    """Where a run is added."""
 
-    Attributes:
-        hosts: hosts of the cluster that the runs may use, in inventory order.
-        limited: whether these are not all hosts of the cluster.
-        connect: makes the connection to a host by its name; called in the main thread.
-        home: the project's folder on the controller.
-        token: token of this controller's transfers.
-    """
-
-    hosts: Sequence[Host]
-    limited: bool
+    hosts: Sequence[Host]  # hosts of the cluster that the runs may use, in inventory order
+    limited: bool  # whether these are not all hosts of the cluster
     queue: QueueClient
-    connect: Callable[[str], HostConnection]
-    home: Path
+    connect: Callable[[str], HostConnection]  # makes the connection to a host by its name; called in the main thread
+    home: Path  # the project's folder on the controller
     report: Report
-    token: str
+    token: str  # token of this controller's transfers
     check: bool = False
 
 

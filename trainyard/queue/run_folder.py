@@ -35,18 +35,12 @@ SSH_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class QueuedStart:
-    """What starts a run without its controller.
+    """What starts a run without its controller."""
 
-    Attributes:
-        hosts: all hosts that it may use, in inventory order.
-        prepared: `src` of a file is below the run's folder.
-        continues: whether hosts, or the queue host, have a folder of the run from before it was added.
-    """
-
-    hosts: list[Host]
+    hosts: list[Host]  # all hosts that it may use, in inventory order
     options: LaunchOptions
-    prepared: PreparedRun
-    continues: bool = False
+    prepared: PreparedRun  # `src` of a file is below the run's folder
+    continues: bool = False  # whether hosts, or the queue host, have a folder of the run from before it was added
 
     def as_json(self) -> bytes:
         """Return the contents of `session.json`."""

@@ -29,26 +29,16 @@ _VERSION = re.compile(r"(\d{2}\.\d{2})\.")
 
 @dataclass(frozen=True)
 class QueueNode:
-    """One host in the configuration of Slurm.
+    """One host in the configuration of Slurm."""
 
-    Attributes:
-        name: in the inventory, and in Slurm.
-        hostname: the host's own name, with which its daemons find their entry.
-        address: address at which its peers reach it.
-        memory_mib: memory that jobs may use.
-        gpus: number of GPUs by type.
-        gpu_memory: memory of the smallest GPU, in GB as its vendor states it; 0 without GPUs.
-        devices: device files of the GPUs by type.
-    """
-
-    name: str
-    hostname: str
-    address: str
+    name: str  # in the inventory, and in Slurm
+    hostname: str  # the host's own name, with which its daemons find their entry
+    address: str  # address at which its peers reach it
     cpus: int
-    memory_mib: int
-    gpus: dict[str, int]
-    gpu_memory: int
-    devices: dict[str, list[str]]
+    memory_mib: int  # memory that jobs may use
+    gpus: dict[str, int]  # number of GPUs by type
+    gpu_memory: int  # memory of the smallest GPU, in GB as its vendor states it; 0 without GPUs
+    devices: dict[str, list[str]]  # device files of the GPUs by type
 
     @property
     def core_memory_mib(self) -> int:

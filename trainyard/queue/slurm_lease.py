@@ -29,28 +29,17 @@ _PART = re.compile(r"\sNodes=(\S+)\s+CPU_IDs=([\d,-]+)\s")
 
 @dataclass(frozen=True)
 class Job:
-    """A job of Slurm.
-
-    Attributes:
-        state: its main state, such as RUNNING.
-        name: name of its run.
-        restart: how often the job was returned to the queue.
-        hosts: those that it has, or had.
-        cpus: its processors by host, by Slurm's numbers.
-        whole: whether it has its hosts for itself.
-        reason: why it waits or has ended, in Slurm's word.
-        end: when its time limit ends it (s since the epoch), while it runs.
-    """
+    """A job of Slurm."""
 
     number: int
-    state: str
-    restart: int = 0
-    hosts: tuple[str, ...] = ()
-    cpus: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    whole: bool = False
-    reason: str = ""
-    name: str = ""
-    end: float = math.inf
+    state: str  # its main state, such as RUNNING
+    restart: int = 0  # how often the job was returned to the queue
+    hosts: tuple[str, ...] = ()  # those that it has, or had
+    cpus: dict[str, tuple[int, ...]] = field(default_factory=dict)  # its processors by host, by Slurm's numbers
+    whole: bool = False  # whether it has its hosts for itself
+    reason: str = ""  # why it waits or has ended, in Slurm's word
+    name: str = ""  # name of its run
+    end: float = math.inf  # when its time limit ends it (s since the epoch), while it runs
 
 
 def read_job(number: int, run: str) -> Job | None:

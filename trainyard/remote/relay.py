@@ -32,22 +32,16 @@ ACCEPTED = b"1"  # the receiver's answer to the last byte
 
 @dataclass
 class _File:
-    """A file of the relay on this host.
+    """A file of the relay on this host."""
 
-    Attributes:
-        target: its final path.
-        temporary: where it arrives; the same as `target` if this host has the file.
-        have: bytes that can be sent on.
-    """
-
-    target: LinkFreePath
-    temporary: LinkFreePath
+    target: LinkFreePath  # its final path
+    temporary: LinkFreePath  # where it arrives; the same as `target` if this host has the file
     size: int
     sha256: str
     mode: int
     source: str  # "here", "controller" or "host"
     wanted: bool  # whether the next host lacks it
-    have: int = 0
+    have: int = 0  # bytes that can be sent on
     installed: bool = field(default=False)
 
     @property

@@ -13,22 +13,15 @@ ENDED_WELL = ("finished", "stopped")
 
 @dataclass
 class HostRun:
-    """One host's part of a run, and its latest status.
-
-    Attributes:
-        ranks: global ranks on this host, in the order of local ranks.
-        answer: the latest status; None before the first one.
-        silent: seconds since the latest status.
-        error: why the latest request failed.
-    """
+    """One host's part of a run, and its latest status."""
 
     host: str
     run_dir: str
     node_rank: int = 0
-    ranks: list[int] = field(default_factory=list)
-    answer: RunStatus | None = None
-    silent: float = 0.0
-    error: str = ""
+    ranks: list[int] = field(default_factory=list)  # global ranks on this host, in the order of local ranks
+    answer: RunStatus | None = None  # the latest status; None before the first one
+    silent: float = 0.0  # seconds since the latest status
+    error: str = ""  # why the latest request failed
 
     @property
     def status(self) -> str:

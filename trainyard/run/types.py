@@ -72,33 +72,23 @@ class StagedFile:
 
     Attributes:
         kind: dataset, model, teacher, script, reward, trainer; prompts, eval_prompts and converter for the further steps of a queued run.
-        src: path on the controller; empty if only hosts have it.
-        dest: path below the data directory of a host.
-        sha256: by relative name; the name of a file is empty.
-        digest: of all of it.
-        bytes: to copy.
-        sizes: in bytes, by relative name.
         modes: by relative name, where the file is not on the controller.
-        source: place of a dataset, or of a file with rewards, among those of the spec.
-        on_hosts: path on the hosts of what they have already, to which the store has a link.
-        fetched_by: the host that fetched it from the hub.
-        config: text of a model's config.json, where the controller does not have the folder.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     kind: str
-    src: str
-    dest: Below
-    sha256: dict[Below, Digest]
-    digest: Digest
-    bytes: Annotated[int, Field(ge=0)]
-    sizes: dict[str, Annotated[int, Field(ge=0)]] = field(default_factory=dict)
+    src: str  # path on the controller; empty if only hosts have it
+    dest: Below  # path below the data directory of a host
+    sha256: dict[Below, Digest]  # by relative name; the name of a file is empty
+    digest: Digest  # of all of it
+    bytes: Annotated[int, Field(ge=0)]  # to copy
+    sizes: dict[str, Annotated[int, Field(ge=0)]] = field(default_factory=dict)  # in bytes, by relative name
     modes: dict[str, Annotated[int, Field(ge=0, le=0o777)]] = field(default_factory=dict)
-    source: Annotated[int, Field(ge=0)] = 0
-    on_hosts: str = ""
-    fetched_by: str = ""
-    config: str = ""
+    source: Annotated[int, Field(ge=0)] = 0  # place of a dataset, or of a file with rewards, among those of the spec
+    on_hosts: str = ""  # path on the hosts of what they have already, to which the store has a link
+    fetched_by: str = ""  # the host that fetched it from the hub
+    config: str = ""  # text of a model's config.json, where the controller does not have the folder
 
     @classmethod
     def of(cls, source: Path, target: str, digests: dict[str, str], kind: str) -> StagedFile:
@@ -135,14 +125,13 @@ class PreparedRun:
     """A run spec with a name, and the files that every host needs.
 
     Attributes:
-        origin: names of model and dataset in the spec, and their checksums, for the model card.
         data: the totals of the samples; None if only the hosts can count them, or if there are none.
         servers_found: whether `rollout_servers` are those that the controller has found, which another start may not find.
     """
 
     spec: StoredSpec
     files: Files
-    origin: dict[str, str]
+    origin: dict[str, str]  # names of model and dataset in the spec, and their checksums, for the model card
     data: Annotated[DataReport | None, BeforeValidator(lambda totals: totals or None)] = None
     servers_found: bool = False
 
@@ -190,103 +179,66 @@ class PlanEntry:
     """One host's part of a run.
 
     Attributes:
-        node_rank: place of the host in the run.
-        ranks: global ranks on this host, in the order of local ranks.
-        threads: CPU threads per rank.
-        command: argument list of the launcher, interpreter first.
-        attempt: number of this start of the run; 0 if unknown.
-        allocator: path of a library to load instead of the C library's malloc.
-        elastic: whether torchrun restarts its ranks itself.
-        stale: whether ranks of an earlier start still run there and must be stopped first.
         peers: addresses of all hosts of the run; empty if its unit limits no connection.
         isolated: whether its unit permits connections from and to these addresses only, and to those of `servers`.
-        exposed: whether nothing keeps other machines from its ports.
         servers: addresses of the servers that write completions of the run, on the first host; else empty.
         devices: UUIDs of the GPUs of the ranks, in the order of local ranks; empty without a GPU.
-        gpu_numbers: their numbers in the order of nvidia-smi.
-        hide_gpus: whether the ranks use the CPU of a host with GPUs.
-        shared_gpus: whether ranks of two hosts of the run, which are one machine, use the same GPU.
-        lease: under the queue, the file on the host that is locked while the run may use it; else empty.
-        versions: of the packages on the host, by name.
-        gpus: names of the GPUs of the ranks.
-        memory_mib: of the smallest of these GPUs; of the host without one.
-        link_mbit: speed of the network device as its driver states it; 0 if unknown.
-        previous: attempt and time of the latest start on the host; None if there was none.
-        stop_wanted: whether a user has stopped that start.
-        claim: token of the controller that has claimed the run.
-        reads: absolute paths of the spec on the host.
-        writable: absolute paths in the variables of the ranks.
     """
 
     host: str
-    node_rank: int = 0
-    ranks: list[int] = field(default_factory=list)
+    node_rank: int = 0  # place of the host in the run
+    ranks: list[int] = field(default_factory=list)  # global ranks on this host, in the order of local ranks
     address: str = ""
     interface: str = ""
-    threads: int = 0
+    threads: int = 0  # CPU threads per rank
     run_dir: str = ""
     data_dir: str = ""
-    command: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)  # argument list of the launcher, interpreter first
     backend: str = "auto"
     properties: list[str] = field(default_factory=list)
-    attempt: int = 0
-    allocator: str = ""
-    elastic: bool = False
-    stale: bool = False
+    attempt: int = 0  # number of this start of the run; 0 if unknown
+    allocator: str = ""  # path of a library to load instead of the C library's malloc
+    elastic: bool = False  # whether torchrun restarts its ranks itself
+    stale: bool = False  # whether ranks of an earlier start still run there and must be stopped first
     peers: list[str] = field(default_factory=list)
     isolated: bool = False
-    exposed: bool = False
+    exposed: bool = False  # whether nothing keeps other machines from its ports
     servers: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
-    gpu_numbers: list[int] = field(default_factory=list)
-    hide_gpus: bool = False
-    shared_gpus: bool = False
-    lease: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
-    gpus: list[str] = field(default_factory=list)
-    memory_mib: int = 0
-    link_mbit: float = 0.0
-    previous: list[Any] | None = None
-    stop_wanted: bool = True
-    claim: str = ""
-    reads: list[str] = field(default_factory=list)
-    writable: list[str] = field(default_factory=list)
+    gpu_numbers: list[int] = field(default_factory=list)  # their numbers in the order of nvidia-smi
+    hide_gpus: bool = False  # whether the ranks use the CPU of a host with GPUs
+    shared_gpus: bool = False  # whether ranks of two hosts of the run, which are one machine, use the same GPU
+    lease: str = ""  # under the queue, the file on the host that is locked while the run may use it; else empty
+    versions: dict[str, str] = field(default_factory=dict)  # of the packages on the host, by name
+    gpus: list[str] = field(default_factory=list)  # names of the GPUs of the ranks
+    memory_mib: int = 0  # of the smallest of these GPUs; of the host without one
+    link_mbit: float = 0.0  # speed of the network device as its driver states it; 0 if unknown
+    previous: list[Any] | None = None  # attempt and time of the latest start on the host; None if there was none
+    stop_wanted: bool = True  # whether a user has stopped that start
+    claim: str = ""  # token of the controller that has claimed the run
+    reads: list[str] = field(default_factory=list)  # absolute paths of the spec on the host
+    writable: list[str] = field(default_factory=list)  # absolute paths in the variables of the ranks
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a session does next.
+    """What a session does next."""
 
-    Attributes:
-        entries: by node rank.
-        phase: `new` to stage and launch, `running` to follow, `finished`, or `stopped` by a user before a restart.
-        port: rendezvous port; 0 for a run that is already running.
-        lines: the plan as readable text.
-        spec: of this start, with the strategy that was chosen, and with the paths of the prepared run.
-    """
-
-    entries: list[PlanEntry]
-    phase: Phase
-    port: int
-    lines: list[str]
-    spec: RunSpec
+    entries: list[PlanEntry]  # by node rank
+    phase: Phase  # `new` to stage and launch, `running` to follow, `finished`, or `stopped` by a user before a restart
+    port: int  # rendezvous port; 0 for a run that is already running
+    lines: list[str]  # the plan as readable text
+    spec: RunSpec  # of this start, with the strategy that was chosen, and with the paths of the prepared run
 
 
 @dataclass(frozen=True)
 class PreviousStart:
-    """The previous start of the run in this session.
+    """The previous start of the run in this session."""
 
-    Attributes:
-        begun: whether the ranks started.
-        attempt: its number; 0 if there was none.
-        lost: hosts that did not answer.
-        barred: hosts with which the next start just failed: it is made without them.
-    """
-
-    begun: bool = False
-    attempt: int = 0
-    lost: Collection[str] = field(default_factory=list)
-    barred: Collection[str] = ()
+    begun: bool = False  # whether the ranks started
+    attempt: int = 0  # its number; 0 if there was none
+    lost: Collection[str] = field(default_factory=list)  # hosts that did not answer
+    barred: Collection[str] = ()  # hosts with which the next start just failed: it is made without them
 
 
 class FailureCause(TypedDict):
@@ -307,51 +259,31 @@ class PartEnd(TypedDict):
 
 
 class RunFailure(TypedDict, total=False):
-    """Message and details of a RunError. A run that did not start has no `cause` and no `hosts`.
-
-    Attributes:
-        lines: evidence.
-        lost: hosts that did not answer.
-        stop_wanted: whether a user has stopped the run.
-        hosts: how each host's part ended.
-        troubles: why hosts did not start, by name.
-    """
+    """Message and details of a RunError. A run that did not start has no `cause` and no `hosts`."""
 
     msg: str
-    lines: list[str]
+    lines: list[str]  # evidence
     cause: FailureCause
-    lost: list[str]
-    stop_wanted: bool
-    hosts: dict[str, PartEnd]
-    troubles: dict[str, str]
+    lost: list[str]  # hosts that did not answer
+    stop_wanted: bool  # whether a user has stopped the run
+    hosts: dict[str, PartEnd]  # how each host's part ended
+    troubles: dict[str, str]  # why hosts did not start, by name
 
 
 @dataclass
 class SessionState:
-    """What one step of a session leaves for the next one.
-
-    Attributes:
-        plan: the plan's entries, by node rank.
-        spec: of the plan; None before it.
-        phase: the phase of RunPlan, or `failed` if the first start failed and `follow` restarts it.
-        port: rendezvous port.
-        failure: message and details of a first start that failed.
-        status: how the run ended: finished, stopped, or empty.
-        token: token of this session's claims on the run.
-        staged: hosts that have the large files.
-        attempt: number of the last start that this session made or followed; 0 if there was none.
-    """
+    """What one step of a session leaves for the next one."""
 
     prepared: PreparedRun | None = None
-    plan: list[PlanEntry] = field(default_factory=list)
-    spec: StoredSpec | None = None
-    phase: Phase = "new"
-    port: int = 0
-    failure: SkipValidation[RunFailure | None] = None
-    status: str = ""
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    staged: list[str] = field(default_factory=list)
-    attempt: int = 0
+    plan: list[PlanEntry] = field(default_factory=list)  # the plan's entries, by node rank
+    spec: StoredSpec | None = None  # of the plan; None before it
+    phase: Phase = "new"  # the phase of RunPlan, or `failed` if the first start failed and `follow` restarts it
+    port: int = 0  # rendezvous port
+    failure: SkipValidation[RunFailure | None] = None  # message and details of a first start that failed
+    status: str = ""  # how the run ended: finished, stopped, or empty
+    token: str = field(default_factory=lambda: secrets.token_hex(8))  # token of this session's claims on the run
+    staged: list[str] = field(default_factory=list)  # hosts that have the large files
+    attempt: int = 0  # number of the last start that this session made or followed; 0 if there was none
 
 
 @dataclass(frozen=True)
@@ -359,17 +291,13 @@ class StartRecord:
     """How a run was started.
 
     Attributes:
-        spec: spec of the run, with its name.
-        launch: the launch options that differ from the defaults, without secrets.
-        hosts: their names.
-        folder: the current folder of the start, to which relative paths of the spec belong.
         variables: names of the environment variables of `run_env`, whose values are not kept.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")  # of earlier versions
 
-    spec: StoredSpec
-    launch: dict[str, Any]
-    hosts: list[str] = field(default_factory=list)
-    folder: str = ""
+    spec: StoredSpec  # spec of the run, with its name
+    launch: dict[str, Any]  # the launch options that differ from the defaults, without secrets
+    hosts: list[str] = field(default_factory=list)  # their names
+    folder: str = ""  # the current folder of the start, to which relative paths of the spec belong
     variables: list[str] = field(default_factory=list)

@@ -33,20 +33,13 @@ _UPLOAD = ""  # the place of the controller's own copy among the requests to hos
 
 @dataclass(frozen=True)
 class Copy:
-    """A file that hosts of a relay lack.
+    """A file that hosts of a relay lack."""
 
-    Attributes:
-        dest: path below the data directory of every host.
-        source: path on the controller; empty if only hosts have the file.
-        size: in bytes.
-        mode: mode of the source: others may read a copy only if they may read the source.
-    """
-
-    dest: str
-    source: str
-    size: int
+    dest: str  # path below the data directory of every host
+    source: str  # path on the controller; empty if only hosts have the file
+    size: int  # in bytes
     sha256: str
-    mode: int
+    mode: int  # mode of the source: others may read a copy only if they may read the source
 
 
 @dataclass(frozen=True)

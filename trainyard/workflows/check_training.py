@@ -43,27 +43,17 @@ _NO_LAUNCH = {"head": "", "min_nodes": 0, "elastic": False, "render_only": False
 
 @dataclass
 class HostCheck:
-    """One host's training.
-
-    Attributes:
-        session: the session of the run on this host alone.
-        error: why it failed, in one line; empty if it did not.
-        device: name of its GPUs, or its CPU threads.
-        steps_per_second: median of the second half of the steps.
-        tokens_per_second: as `steps_per_second`.
-        loss: mean loss of the last step.
-        memory_gb: largest peak memory of a rank in GB, on the GPU or of its process; None if unknown.
-    """
+    """One host's training."""
 
     host: Host
-    session: RunSession
-    error: str = ""
-    device: str = "-"
+    session: RunSession  # the session of the run on this host alone
+    error: str = ""  # why it failed, in one line; empty if it did not
+    device: str = "-"  # name of its GPUs, or its CPU threads
     ranks: int = 0
-    steps_per_second: float = 0.0
-    tokens_per_second: float = 0.0
-    loss: float | None = None
-    memory_gb: float | None = None
+    steps_per_second: float = 0.0  # median of the second half of the steps
+    tokens_per_second: float = 0.0  # as `steps_per_second`
+    loss: float | None = None  # mean loss of the last step
+    memory_gb: float | None = None  # largest peak memory of a rank in GB, on the GPU or of its process; None if unknown
     ended: PartEnd | None = None
 
 

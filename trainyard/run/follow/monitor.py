@@ -38,17 +38,15 @@ class Cause:
     """Why a run failed. The lower the weight, the more likely it is the cause and not a consequence.
 
     Attributes:
-        rank: global rank, or -1 if the cause is not one rank.
-        kind: rank, torchrun, supervisor, host, lost (no answer) or stall.
         blocked_by: what must be fixed before a restart can succeed: `user` (a mistake in the run), `disk` (of the host),
             or empty.
     """
 
     weight: int
-    rank: int
+    rank: int  # global rank, or -1 if the cause is not one rank
     host: str
     text: str
-    kind: str = ""
+    kind: str = ""  # rank, torchrun, supervisor, host, lost (no answer) or stall
     blocked_by: str = ""
 
     @property

@@ -33,13 +33,11 @@ class Speeds:
 
     Attributes:
         rates: steps per second by the hosts that took part. Every step of a run is the same work, whatever hosts share it.
-        restart: seconds that the latest restart took, from the failure to the next step.
-        losses: how often each host was lost.
     """
 
     rates: dict[frozenset[str], float] = field(default_factory=dict)
-    restart: float = RESTART
-    losses: dict[str, int] = field(default_factory=dict)
+    restart: float = RESTART  # seconds that the latest restart took, from the failure to the next step
+    losses: dict[str, int] = field(default_factory=dict)  # how often each host was lost
 
     def rate(self, hosts: Collection[str], known: Collection[str]) -> float:
         """Return the rate with `hosts`: the measured one, or an estimate from that of the hosts `known`; 0 without that."""

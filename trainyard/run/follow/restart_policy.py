@@ -15,22 +15,14 @@ MOST_DOUBLINGS = 64  # of a wait, which a limit ends long before; more would exc
 
 @dataclass
 class RestartPolicy:
-    """Counts consecutive failures without progress. After progress, the next failure counts as the first.
+    """Counts consecutive failures without progress. After progress, the next failure counts as the first."""
 
-    Attributes:
-        max_restarts: maximum consecutive restarts without progress.
-        min_nodes: minimum number of hosts; 0 requires all.
-        delay: seconds before the first restart; it doubles with each consecutive one, up to `delay_max`.
-        best: highest step that any start reached.
-        failures: consecutive failures without progress.
-    """
-
-    max_restarts: int
-    min_nodes: int
-    delay: float
+    max_restarts: int  # maximum consecutive restarts without progress
+    min_nodes: int  # minimum number of hosts; 0 requires all
+    delay: float  # seconds before the first restart; it doubles with each consecutive one, up to `delay_max`
     delay_max: float = 60.0
-    best: int = -1
-    failures: int = 0
+    best: int = -1  # highest step that any start reached
+    failures: int = 0  # consecutive failures without progress
 
     def note_progress(self, ended: StepResult) -> None:
         """Take note of a start that ended without a failure, to be followed by another one; `ended` has `hosts`."""

@@ -12,15 +12,10 @@ from trainyard.preflight.host_state import HostState
 
 @dataclass(frozen=True)
 class Isolation:
-    """What the system units of a run permit.
+    """What the system units of a run permit."""
 
-    Attributes:
-        limited: whether the ranks connect to the run's hosts only, and accept connections of these only.
-        reason: what the ranks need outside the cluster; empty if nothing or if the user decides.
-    """
-
-    limited: bool = True
-    reason: str = ""
+    limited: bool = True  # whether the ranks connect to the run's hosts only, and accept connections of these only
+    reason: str = ""  # what the ranks need outside the cluster; empty if nothing or if the user decides
 
 
 NO_ISOLATION = Isolation(limited=False)

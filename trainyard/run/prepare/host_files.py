@@ -25,19 +25,12 @@ _SHOWN = 12  # digits of a digest in a message
 
 @dataclass(frozen=True)
 class HostFiles:
-    """A file or folder that has the same contents on every host.
+    """A file or folder that has the same contents on every host."""
 
-    Attributes:
-        path: on the hosts.
-        kind: `file` or `folder`.
-        names: {relative name: (bytes, SHA-256)}; the name of a file is empty.
-        texts: {name: content} of small files of the folder.
-    """
-
-    path: str
-    kind: str
-    names: dict[str, tuple[int, str]]
-    texts: dict[str, str] = field(default_factory=dict)
+    path: str  # on the hosts
+    kind: str  # `file` or `folder`
+    names: dict[str, tuple[int, str]]  # {relative name: (bytes, SHA-256)}; the name of a file is empty
+    texts: dict[str, str] = field(default_factory=dict)  # {name: content} of small files of the folder
 
     @property
     def digest(self) -> str:
@@ -60,18 +53,12 @@ class HostFiles:
 
 @dataclass(frozen=True)
 class HostAccess:
-    """The hosts of a run, for the queries of `prepare`.
-
-    Attributes:
-        connect: makes the connection to a host by its name; called in the main thread.
-        run_env: environment variables for the ranks.
-        check: change nothing on the hosts, also not their cache of digests.
-    """
+    """The hosts of a run, for the queries of `prepare`."""
 
     hosts: Sequence[Host]
-    connect: Callable[[str], HostConnection]
-    run_env: Mapping[str, str] = field(default_factory=dict)
-    check: bool = False
+    connect: Callable[[str], HostConnection]  # makes the connection to a host by its name; called in the main thread
+    run_env: Mapping[str, str] = field(default_factory=dict)  # environment variables for the ranks
+    check: bool = False  # change nothing on the hosts, also not their cache of digests
 
 
 def describe_files(access: HostAccess, paths: Mapping[str, str]) -> dict[str, HostFiles]:
