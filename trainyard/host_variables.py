@@ -53,9 +53,8 @@ def _gpus(name: str, value: Any) -> tuple[str, ...] | None:
     if isinstance(words, int) and not isinstance(words, bool):
         words = [words]
     if not isinstance(words, list | tuple) or not all(_GPU.fullmatch(str(word)) for word in words):
-        raise InventoryError(
-            f"{name}: cluster_gpus is {quoted(value)}; set it to a list of numbers or UUIDs, as [0, 2]"
-        )
+        expected = "a list of GPU numbers or UUIDs, as [0, 2]"
+        raise InventoryError(f"{name}: cluster_gpus is {quoted(value)}; set it to {expected}")
     return tuple(str(word) for word in words)
 
 

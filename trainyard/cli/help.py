@@ -21,13 +21,10 @@ usage: {PROGRAM} COMMAND [--help] ...
 Train language models on a few Linux machines. docs/command-line.md describes the commands, and
 {PROGRAM} COMMAND --help their options.
 """
+_COMPLETES = "print the script that completes commands and flags in a shell"
 _OTHERS = {
     "queue": Command("queue", "add runs to the queue, list or change them", None, ()),
-    "completion": Command(
-        *("completion", "print the script that completes commands and flags in a shell"),
-        *(None, (COMPLETION,), "shell"),
-        on_hosts=False,
-    ),
+    "completion": Command("completion", _COMPLETES, None, (COMPLETION,), "shell", on_hosts=False),
 }
 _SCRIPT = """\
 _trainyard_words() {

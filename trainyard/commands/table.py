@@ -120,7 +120,9 @@ _TABLE = (
     Command("identity", "find entries of the inventory that are one machine", functions.identity, (LIMIT,)),
     Command("logs", "copy the logs of a run from all its hosts", functions.logs, (_own(LogsOptions), LIMIT), "run"),
     Command("stop", "stop a run after a checkpoint", functions.stop, (_own(StopOptions), LIMITS), "run"),
-    Command("distill", "let Ollama answer prompts, and train students on the answers", functions.distill, _DISTILL),
+    Command(
+        "distill", "let Ollama servers answer prompts, and train students on the answers", functions.distill, _DISTILL
+    ),
     Command("merge", "merge finished runs, or let them vote", functions.merge, (_own(MERGE_OPTIONS), LIMITS), "runs"),
     Command(
         "evaluate",

@@ -44,10 +44,10 @@ class Project:
         record = read_start(self.home, run)
         known = {host.name: host for host in hosts}
         if missing := [name for name in record.hosts if name not in known]:
-            raise UserError(
-                f"run {run} had the host {missing[0]}, which this inventory lacks: start it with trainyard train"
-            )
+            why = f"run {run} was started on {missing[0]}, which is not in this inventory"
+            raise UserError(f"{why}: start it with trainyard train")
         if lost := sorted({*record.variables} - {*options.run_env}):
-            report(f"warning: run_env lacks {', '.join(lost)}: values are not kept, set them in the inventory")
+            what = f"{', '.join(lost)} of run_env {'is' if len(lost) == 1 else 'are'} not set"
+            report(f"warning: {what}: values are not kept, set them in the inventory")
         own = [known[name] for name in record.hosts]
         return RunSession(own, connect, options_of(record, options), home=self.home, spec=record.spec, report=report)

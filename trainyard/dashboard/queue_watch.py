@@ -80,7 +80,8 @@ class QueueWatch(PageWatch):
             self.missing = str(error)
             return
         if self.host not in streams:
-            self.missing = f"the queue host {self.host} is not on the dashboard: start it without --limit"
+            why = f"the queue host {self.host} is not among the hosts of the dashboard"
+            self.missing = f"{why}: start it without --limit"
             self.host = ""
 
     async def run(self) -> None:

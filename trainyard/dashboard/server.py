@@ -81,9 +81,8 @@ def serve(
     # Other users may read the journal, in which a unit of systemd writes.
     where = f"{site.url} (the token is in {token_file})" if _in_journal() else access.url
     report(f"dashboard: {where}")
-    report(
-        "Whoever has the token can start, stop and deploy runs, ask models, and change the queue. Ctrl-C ends it; runs go on."
-    )
+    can = "start, stop and deploy runs, ask models, and change the queue"
+    report(f"Whoever has the token can {can}. Ctrl-C ends the dashboard; runs continue.")
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has closed the connections
         uvicorn.Server(config).run(sockets=[listener])
     return {"lines": []}

@@ -21,16 +21,11 @@ class Duplicates:
     useful: bool  # whether it is, with some strategy
 
 
-def find_duplicates(
-    identities: Mapping[str, Mapping[str, Any]],
-    logins: Mapping[str, str],
-) -> Duplicates:
-    """Compare the entries that can be logged in to.
+def find_duplicates(identities: Mapping[str, Mapping[str, Any]], logins: Mapping[str, str]) -> Duplicates:
+    """Compare the entries that can be logged in to; the first of several entries for one machine is kept.
 
-    Args:
-        identities: entry -> result of the module machine_identity_info, in the order of the inventory. The first of
-            several entries for one machine is kept.
-        logins: entry -> the address at which it was reached.
+    `identities`: entry -> result of the module machine_identity_info, in the order of the inventory. `logins`: entry ->
+    the address at which it was reached.
     """
     drop: dict[str, tuple[str, str]] = {}
     warnings: list[str] = []
@@ -64,15 +59,12 @@ def _clones(a: str, one: Mapping[str, Any], b: str, other: Mapping[str, Any]) ->
     """Return warnings about two machines with the same machine-id, SSH host key or GPU."""
     warnings = []
     if one["machine_id"] and one["machine_id"] == other["machine_id"]:
-        warnings.append(
-            f"{a} and {b} are clones of one image (same machine-id): on one of them run sudo rm /etc/machine-id "
-            "/var/lib/dbus/machine-id; sudo systemd-machine-id-setup; sudo reboot"
-        )
+        remedy = "sudo rm /etc/machine-id /var/lib/dbus/machine-id; sudo systemd-machine-id-setup; sudo reboot"
+        warnings.append(f"{a} and {b} are clones of one image (same machine-id): on one of them run {remedy}")
     if set(one["host_keys"]) & set(other["host_keys"]):
-        warnings.append(
-            f"{a} and {b} have the same SSH host key, so each can impersonate the other: on one of them run "
-            "sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, restart ssh, and accept the new key"
-        )
+        what = f"{a} and {b} have the same SSH host key, so each can impersonate the other"
+        remedy = "sudo rm /etc/ssh/ssh_host_* && sudo ssh-keygen -A, restart ssh, and accept the new key"
+        warnings.append(f"{what}: on one of them run {remedy}")
     for gpu in sorted(set(one["gpus"]) & set(other["gpus"])):
         warnings.append(f"{a} and {b} share one GPU ({gpu}), which two ranks would use alternately: keep one of them")
     return warnings
@@ -86,32 +78,24 @@ def _verdict(
     kept: Mapping[str, Mapping[str, Any]], drop: Mapping[str, tuple[str, str]], logins: Mapping[str, str]
 ) -> str:
     """Return one line: how many machines there are, and which kind of distributed training their links allow."""
-    text = counted(len(kept), "machine")
-    if drop:
-        text += f" in {len(kept) + len(drop)} entries"
+    text = counted(len(kept), "machine") + (f" in {len(kept) + len(drop)} entries" if drop else "")
     if not kept:
         return f"{text}: no machine could be reached"
-    if len(kept) == 1:
-        return f"{text}: distributed training is not useful: there is only one machine"
-    if _share_gpu(kept):
-        return f"{text}: distributed training is not useful: they share a GPU"
+    if len(kept) == 1 or _share_gpu(kept):
+        why = "they share a GPU" if len(kept) > 1 else "there is only one machine"
+        return f"{text}: distributed training is not useful: {why}"
+    of_few = f"{text}: distributed training is useful with LoRA or DiLoCo only"
     speeds = {}
     for name, facts in kept.items():
         link = next((link for link in facts["links"] if link["address"] == logins.get(name)), None)
         if link and link["wireless"]:
-            return (
-                f"{text}: distributed training is useful with LoRA or DiLoCo only: {name} uses Wi-Fi ({link['device']})"
-            )
+            return f"{of_few}: {name} uses Wi-Fi ({link['device']})"
         if link and link["mbit"]:
             speeds[name] = link["mbit"]
     if not speeds:
         return f"{text}: distributed training is possible; the speed of the links is unknown"
     slowest = min(speeds, key=lambda name: speeds[name])
+    speed = f"{speeds[slowest]} Mbit/s"
     if speeds[slowest] < SLOW_LINK:
-        return (
-            f"{text}: distributed training is useful with LoRA or DiLoCo only: the link of {slowest} has "
-            f"{speeds[slowest]} Mbit/s, and full fine-tuning sends all gradients at every step"
-        )
-    return (
-        f"{text}: distributed training is useful; the slowest link is that of {slowest} with {speeds[slowest]} Mbit/s"
-    )
+        return f"{of_few}: the link of {slowest} has {speed}, and full fine-tuning sends all gradients at every step"
+    return f"{text}: distributed training is useful; the slowest link is that of {slowest} with {speed}"

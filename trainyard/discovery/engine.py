@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 
 from trainyard.discovery import networks
-from trainyard.discovery.scan import Findings, scan
+from trainyard.discovery.scan import scan
 from trainyard.discovery.scan_result import Report, machines
 from trainyard.discovery.settings import Settings
 
@@ -13,9 +13,7 @@ from trainyard.discovery.settings import Settings
 def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> Report:
     """Find the machines that run Ollama. Raises SettingsError: the settings are invalid; the message is one line.
 
-    Args:
-        settings: addresses, ports and timeouts.
-        ssh_ports: address -> SSH port of machines that do not use `settings.ssh_port`.
+    `ssh_ports`: address -> SSH port of machines that do not use `settings.ssh_port`.
     """
     start = time.perf_counter()
     here = networks.attached()
@@ -25,6 +23,8 @@ def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> 
     ports = dict(ssh_ports or {})
     found = asyncio.run(scan(plan.targets, settings, ports))
     own = {str(a.address).partition("%")[0] for a in here}
+    # The addresses of this machine that others on the scanned networks can reach.
+    mine = {str(a.address) for a in here if not a.address.is_loopback and str(a.network) in plan.networks}
     return Report(
         networks=plan.networks,
         skipped=plan.skipped,
@@ -36,18 +36,8 @@ def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> 
         scanned_at=time.time(),
         silent=len(found.silent),
         refused=sum(t.address not in own and not t.address.startswith("127.") for t in found.refused),
-        rejected=_rejected(found),
+        rejected=tuple((f"{target.address} port {target.port}", reason) for target, reason in found.rejected),
         left_out=sum(a.left_out for a in found.answers),
-        own_addresses=_reachable(here, plan.networks),
+        own_addresses=tuple(sorted(mine, key=networks.address_order)),
         machines=tuple(machines(found.answers, own, ports, settings.ssh_port)),
     )
-
-
-def _rejected(found: Findings) -> tuple[tuple[str, str], ...]:
-    return tuple((f"{target.address} port {target.port}", reason) for target, reason in found.rejected)
-
-
-def _reachable(here: list[networks.Attached], scanned: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses of this machine that other machines on the scanned networks can reach."""
-    mine = {str(a.address) for a in here if not a.address.is_loopback and str(a.network) in scanned}
-    return tuple(sorted(mine, key=networks.address_order))

@@ -53,32 +53,16 @@ def machine_facts(machine: Machine, trust: Trust, report: Report) -> dict[str, A
 
 
 def scan_facts(report: Report, ready: int, verdict: str) -> dict[str, Any]:
-    """Return the variables of a scan, for the group of all discovered machines.
-
-    Args:
-        report: the scan.
-        ready: number of machines that can be logged in to.
-        verdict: the conclusion in one line.
-    """
-    scan = {
-        "networks": list(report.networks),
-        "addresses": report.addresses,
-        "seconds": report.seconds,
-        "machines": len(report.machines),
-        "ready": ready,
-        "verdict": verdict,
-    }
-    return {f"{PREFIX}scan": scan}
+    """Return the variables of a scan, for the group of all discovered machines; `ready`: those that can be logged in to."""
+    scan = {"networks": list(report.networks), "addresses": report.addresses, "seconds": report.seconds}
+    return {f"{PREFIX}scan": scan | {"machines": len(report.machines), "ready": ready, "verdict": verdict}}
 
 
 def model_groups(models: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the groups for the models and families of one machine, at most MAX_GROUPS, families first; none for models of a cloud.
-
-    Args:
-        models: `discovered_models` of the machine.
-    """
-    families = sorted(_group_names("family", {m["family"] for m in models if not m.get("remote")}))
-    names = sorted(_group_names("model", {m["name"] for m in models if not m.get("remote")}))
+    """Return the groups for the `discovered_models` and families of a machine, families first; none for models of a cloud."""
+    own = [model for model in models if not model.get("remote")]
+    families = sorted(_group_names("family", {model["family"] for model in own}))
+    names = sorted(_group_names("model", {model["name"] for model in own}))
     return [*families, *names][:MAX_GROUPS]
 
 

@@ -58,11 +58,7 @@ class Plan:
 
 
 def attached() -> list[Attached]:
-    """Return the addresses of this machine on interfaces that are up, including loopback.
-
-    Raises:
-        SettingsError: the command `ip` (package iproute2) is not installed.
-    """
+    """Return the addresses of this machine on interfaces that are up, including loopback. Raises SettingsError without `ip`."""
     found = []
     for link in _ip("address"):
         if "UP" not in link.get("flags", []) or link.get("operstate") == "DOWN":
@@ -75,22 +71,15 @@ def attached() -> list[Attached]:
 
 
 def plan(settings: Settings, here: list[Attached], resolved: dict[str, list[str]]) -> Plan:
-    """Return the addresses and ports to scan.
+    """Return the addresses and ports to scan. Raises SettingsError for a wrong network or interface.
 
-    Args:
-        settings: the options.
-        here: the addresses of this machine, from `attached`.
-        resolved: name -> addresses, from `resolve`, for the names under `hosts`.
-
-    Raises:
-        SettingsError: a network is public, malformed or too large; an interface does not exist.
+    `here`: the addresses of this machine, from `attached`. `resolved`: those of the names under `hosts`, from `resolve`.
     """
     known = {a.interface for a in here}
     for name in settings.interfaces:
         if name not in known:
-            raise SettingsError(
-                f"interface: {name} is not up on this machine; its interfaces are {', '.join(sorted(known))}"
-            )
+            others = ", ".join(sorted(known))
+            raise SettingsError(f"interface: {name} is not up on this machine; its interfaces are {others}")
     named = [_private_network(text) for text in settings.networks if text != "auto"]
     size = sum(n.num_addresses for n in named)
     if size > settings.max_addresses:
@@ -134,9 +123,7 @@ def host_and_port(text: str) -> tuple[str, int | None]:
     else:
         raise SettingsError(f"hosts: {text!r} is neither a name nor an address; expected NAME, ADDRESS or ADDRESS:PORT")
     if _is_address(host) and ipaddress.ip_address(host).is_unspecified:
-        raise SettingsError(
-            f"hosts: {host} is an address to listen on, not the address of a machine; specify the machine's own address"
-        )
+        raise SettingsError(f"hosts: {host} is an address to listen on; specify the machine's own address")
     if port is not None and not 1 <= int(port) <= 65535:
         raise SettingsError(f"hosts: {text!r} has port {port}, expected 1 to 65535")
     return host, int(port) if port else None
@@ -208,9 +195,9 @@ def _singles(
     if settings.ipv6_neighbours:
         wanted = settings.interfaces or tuple({a.interface for a in here if not a.address.is_loopback})
         for neighbour in _ip("-6", "neighbour"):
-            address = ipaddress.ip_address(neighbour["dst"] + _scope(neighbour))
-            if address.is_link_local and neighbour.get("dev") in wanted and "lladdr" in neighbour:
-                singles.append((address, None))
+            local = ipaddress.ip_address(neighbour["dst"]).is_link_local
+            if local and neighbour.get("dev") in wanted and "lladdr" in neighbour:
+                singles.append((ipaddress.ip_address(f"{neighbour['dst']}%{neighbour['dev']}"), None))
     return singles
 
 
@@ -240,15 +227,9 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def _scope(neighbour: dict) -> str:
-    return f"%{neighbour['dev']}" if ipaddress.ip_address(neighbour["dst"]).is_link_local else ""
-
-
 def _ip(*arguments: str) -> list[dict]:
     try:
         out = subprocess.run(["ip", "-json", *arguments], capture_output=True, check=True, timeout=5).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise SettingsError(
-            f"cannot list the networks of this machine with `ip` ({error}); install iproute2"
-        ) from error
+        raise SettingsError(f"cannot list the networks here with `ip` ({error}); install iproute2") from error
     return json.loads(out or b"[]")

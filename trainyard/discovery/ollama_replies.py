@@ -32,12 +32,8 @@ def _printable(text: str) -> str:
     return text
 
 
-def _empty_if_none(value: Any) -> Any:
-    return "" if value is None else value
-
-
 Text = Annotated[str, StringConstraints(max_length=256), AfterValidator(_printable)]
-Optional = Annotated[Text, BeforeValidator(_empty_if_none)]
+Optional = Annotated[Text, BeforeValidator(lambda value: "" if value is None else value)]
 Name = Annotated[Text, StringConstraints(min_length=1)]
 Bytes = Annotated[int, Field(ge=0, le=1 << 53)]
 Address = Annotated[str, AfterValidator(lambda text: str(ipaddress.ip_address(text)))]

@@ -129,16 +129,11 @@ async def ask(
     threads: ThreadPoolExecutor | None = None,
     identify: Callable[[], object] = lambda: None,
 ) -> Answer:
-    """Return version, models and loaded models of an Ollama server, which are requested at the same time.
+    """Return version, models and loaded models of an Ollama server, which are requested at the same time by `threads`.
 
     A server without /api/ps (before 0.1.33) has no loaded models. Raises OllamaError: the reply of /api/version or
-    /api/tags is not from Ollama. The message contains no text from the network.
-
-    Args:
-        target: the server.
-        timeout: seconds for each reply, to its last byte.
-        threads: run the requests.
-        identify: called as soon as the reply of /api/version is from Ollama, while the other replies are read.
+    /api/tags is not from Ollama. The message contains no text from the network. `timeout`: seconds for each reply, to its
+    last byte. `identify`: called once the reply of /api/version is from Ollama, while the other replies are read.
     """
     client = OllamaClient(target.url, connect_timeout=timeout, idle_timeout=timeout, deadline=timeout)
 
@@ -174,14 +169,8 @@ async def ask(
     if wrong:  # raised inside the block, it would be an exception group in Python 3.11
         raise wrong
     (found, took), (listed, left_out) = results[0].result(), results[1].result()
-    server = replies.Server(
-        address=target.address,
-        port=target.port,
-        version=found,
-        models=tuple(listed),
-        loaded=tuple(results[2].result()),
-        response_ms=round(took * 1000, 1),
-    )
+    of_server = {"version": found, "models": tuple(listed), "loaded": tuple(results[2].result())}
+    server = replies.Server(**target._asdict(), **of_server, response_ms=round(took * 1000, 1))
     return Answer(server, left_out)
 
 

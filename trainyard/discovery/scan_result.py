@@ -33,7 +33,13 @@ def machines(
 ) -> list[Machine]:
     """Return one machine per address, and one for all addresses of this machine, sorted by their first address."""
     groups: dict[str, list[Answer]] = {}
-    for answer in sorted(answers, key=lambda a: (*_reachable_first(a.server.address), a.server.port)):
+
+    def order(answer: Answer) -> tuple:
+        """Sort addresses that other machines can reach first, IPv4 before IPv6, by number."""
+        ip = ipaddress.ip_address(answer.server.address)
+        return ip.is_loopback, ip.is_link_local, *address_order(ip), answer.server.port
+
+    for answer in sorted(answers, key=order):
         address = answer.server.address
         own = ipaddress.ip_address(address).is_loopback or address.partition("%")[0] in own_addresses
         groups.setdefault("" if own else address, []).append(answer)
@@ -47,12 +53,6 @@ def machines(
         for address, group in groups.items()
     ]
     return sorted(result, key=lambda machine: address_order(machine.addresses[0]))
-
-
-def _reachable_first(address: str) -> tuple:
-    """Return a sort key: addresses that other machines can reach first, IPv4 before IPv6, by number."""
-    ip = ipaddress.ip_address(address)
-    return (ip.is_loopback, ip.is_link_local, *address_order(ip))
 
 
 class Report(BaseModel):
@@ -90,12 +90,10 @@ def summary(report: Report) -> str:
 
 
 def verdict(machines: int, ready: int, elsewhere: int) -> str:
-    """Return one line: how many machines there are, and whether distributed training is possible.
+    """Return one line: how many machines were found, and whether distributed training is possible.
 
-    Args:
-        machines: number of machines that were found.
-        ready: number of them that can be logged in to (the host key is known, or it is this machine).
-        elsewhere: number of declared machines of the cluster that the scan did not find.
+    `ready`: number of those that can be logged in to (the host key is known, or it is this machine). `elsewhere`: number
+    of declared machines of the cluster that the scan did not find.
     """
     usable = ready + elsewhere
     text = f"{_count(machines, 'machine')} found"
@@ -124,9 +122,7 @@ def advice(report: Report) -> list[str]:
     if not report.networks and not report.addresses:
         tips.insert(0, "this machine is not attached to a private network: set networks, or list machines in hosts")
     if report.passes == 1:
-        tips.append(
-            "machines with Wi-Fi may be in power-save mode: with passes: 2, addresses without an answer are scanned again"
-        )
+        tips.append("machines with Wi-Fi may save power: with passes: 2, addresses without an answer are scanned again")
     tips.append("to add machines without Ollama: cp inventory/hosts.example.yml inventory/hosts.yml")
     return tips
 

@@ -24,13 +24,9 @@ class Trust:
 
 
 def check_trust(machine: Machine, known: Sequence[KnownHost], names: Mapping[str, Sequence[str]], file: str) -> Trust:
-    """Check a machine against known_hosts.
+    """Check a machine against all entries of known_hosts.
 
-    Args:
-        machine: the machine.
-        known: all entries of known_hosts.
-        names: address -> names by which declared hosts of the inventory are reached.
-        file: the known_hosts file to which the accepting command writes.
+    `names`: address -> names by which declared hosts are reached. `file`: to which the accepting command writes.
     """
     if machine.local:
         return Trust(True, "this machine")
@@ -51,10 +47,7 @@ def check_trust(machine: Machine, known: Sequence[KnownHost], names: Mapping[str
         return Trust(True, "its SSH host key is known", fingerprint(key))
     accept = f"mkdir -p ~/.ssh && echo '{where} {key}' >> {file}"
     if any(not e.revoked for e in entries):
-        return Trust(
-            False,
-            "its SSH host key is not the one in known_hosts: another machine has this address now, or intercepts the connection",
-            fingerprint(key),
-            f"ssh-keygen -f {file} -R '{where}'; {accept}",
-        )
+        why = "another machine has this address now, or intercepts the connection"
+        remedy = f"ssh-keygen -f {file} -R '{where}'; {accept}"
+        return Trust(False, f"its SSH host key is not the one in known_hosts: {why}", fingerprint(key), remedy)
     return Trust(False, "its SSH host key has not been accepted", fingerprint(key), accept)

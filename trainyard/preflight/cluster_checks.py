@@ -73,9 +73,8 @@ def package_versions(states: Sequence[HostState]) -> list[Finding]:
         if names:
             shown = ", ".join(f"{name} {expected.get(name, 'none')} / {actual.get(name, 'none')}" for name in names)
             text = f"{first.name} and {state.name} have different environments: {shown}"
-            found.append(
-                Finding("versions", state.name, "failure", text, f"run {front_end.playbook('site')} on all hosts")
-            )
+            remedy = f"run {front_end.playbook('site')} on all hosts"
+            found.append(Finding("versions", state.name, "failure", text, remedy))
     return found
 
 
@@ -112,11 +111,8 @@ def clocks(states: Sequence[HostState]) -> list[Finding]:
         skew = max(low - median, median - high, 0.0)
         if skew > CLOCK_SKEW:
             text = f"its clock differs by {skew:.0f} s from the other hosts"
-            found.append(
-                Finding(
-                    "clock", name, "warning", text, f"run chrony on it ({front_end.playbook('site')}), or set the clock"
-                )
-            )
+            remedy = f"run chrony on it ({front_end.playbook('site')}), or set the clock"
+            found.append(Finding("clock", name, "warning", text, remedy))
     return found
 
 
@@ -124,17 +120,9 @@ def mtus(states: Sequence[HostState]) -> list[Finding]:
     """Check that the NICs on the routes to the head have the same MTU."""
     sizes = {state.name: device["mtu"] for state in states if (device := state.device)}
     usual = statistics.mode(sizes.values()) if sizes else 0
-    return [
-        Finding(
-            "mtu",
-            name,
-            "failure",
-            f"the MTU of its NIC is {size}, on the other hosts it is {usual}",
-            "set the same MTU on all hosts (netplan) and on the switch",
-        )
-        for name, size in sizes.items()
-        if size != usual
-    ]
+    texts = {name: f"the MTU of its NIC is {size}, on the other hosts it is {usual}" for name, size in sizes.items()}
+    remedy = "set the same MTU on all hosts (netplan) and on the switch"
+    return [Finding("mtu", name, "failure", texts[name], remedy) for name, size in sizes.items() if size != usual]
 
 
 def gpus(states: Sequence[HostState]) -> list[Finding]:
@@ -157,12 +145,9 @@ def checksums(states: Sequence[HostState]) -> list[Finding]:
         usual = statistics.mode(by_host.values())
         different = [state.name for state in states if by_host.get(state.name) not in (usual, None)]
         missing = [state.name for state in states if state.name not in by_host]
-        run = path.startswith("runs/")
-        remedy = (
-            f"run {front_end.playbook('train')} again: it copies what differs"
-            if run
-            else f"run {front_end.playbook('site')} --tags nfs"
-        )
+        remedy = f"run {front_end.playbook('site')} --tags nfs"
+        if path.startswith("runs/"):
+            remedy = f"run {front_end.playbook('train')} again: it copies what differs"
         for name in [*different, *missing]:
             text = f"{path} is missing" if name in missing else f"{path} differs from the other hosts"
             found.append(Finding("checksum", name, "failure", text, remedy))
@@ -173,12 +158,8 @@ def checksums(states: Sequence[HostState]) -> list[Finding]:
 
 
 def connectivity(states: Sequence[HostState], ports: Sequence[int], head_port: int) -> list[Finding]:
-    """Check every pair of hosts: the rendezvous port, random high ports, large packets, speed, and the data directory.
-
-    Args:
-        states: the hosts that have a `mesh`.
-        ports: the ports that were tried.
-        head_port: the rendezvous port among them.
+    """Check every pair of hosts that have a `mesh`: the tried ports, among them `head_port` of the rendezvous, large packets,
+    speed, and the data directory.
     """
     found = []
     for state in states:
@@ -213,20 +194,13 @@ def firewalls(states: Sequence[HostState], high_ports: Sequence[int], head_port:
         text = f"{', '.join(blocked)} cannot reach {which} of this host ({error})"
         remedy = f"its firewall drops the connections: {front_end.playbook('site')} opens all TCP ports between cluster addresses"
         if target.health.get("wsl"):
-            remedy = (
-                f"the Hyper-V firewall of Windows drops the connections: run {HYPER_V} in PowerShell as administrator"
-            )
+            remedy = f"the Hyper-V firewall of Windows drops them: run {HYPER_V} in PowerShell as administrator"
         found.append(Finding("firewall", target.name, "failure", text, remedy))
     return found
 
 
 def ollama_ports(states: Sequence[HostState], unreached: Mapping[str, str]) -> list[Finding]:
-    """Report hosts whose Ollama cannot be reached by peers or by the controller, one finding per host.
-
-    Args:
-        states: the hosts.
-        unreached: {host: error} of the hosts whose port the controller does not reach.
-    """
+    """Report hosts whose Ollama peers or the controller (`unreached`: its error by host) cannot reach, one finding per host."""
     found = []
     for target in states:
         errors = {s.name: e for s in states if s.mesh and (e := s.mesh.get("services", {}).get(target.name))}
@@ -258,22 +232,16 @@ def large_packets(states: Sequence[HostState]) -> list[Finding]:
 
 def link_speeds(states: Sequence[HostState]) -> list[Finding]:
     """Report slow links to the head. If all links are slow, the head's own link is the cause."""
-    rates = {
-        state.name: link["mbit"]
-        for state in states
-        for link in _mesh(state)["lines"].values()
-        if link.get("mbit") is not None
-    }
+    links = [(state.name, link.get("mbit")) for state in states for link in _mesh(state)["lines"].values()]
+    rates = {name: rate for name, rate in links if rate is not None}
     slow = {name: rate for name, rate in rates.items() if rate < SLOW_LINK}
     remedy = "check cable, switch port and NIC (ethtool): every step waits for the slowest link"
     if len(slow) > 1 and len(slow) == len(rates):
         head = next((state.name for state in states if state.name not in rates), states[0].name)
         text = f"all links to it are slow ({min(slow.values()):.0f} to {max(slow.values()):.0f} Mbit/s)"
         return [Finding("link", head, "warning", text, remedy)]
-    found = [
-        Finding("link", name, "warning", f"its link to the head carries {rate:.0f} Mbit/s", remedy)
-        for name, rate in slow.items()
-    ]
+    texts = {name: f"its link to the head carries {rate:.0f} Mbit/s" for name, rate in slow.items()}
+    found = [Finding("link", name, "warning", text, remedy) for name, text in texts.items()]
     for state in states:
         ping = _mesh(state)["lines"].get(states[0].name, {}).get("latency_ms", 0.0)
         if ping > SLOW_PING:
@@ -302,9 +270,7 @@ def data_dirs(states: Sequence[HostState]) -> list[Finding]:
             names = ", ".join(other.name for other in others)
             if {_shared_folder(first, other) for other in others} <= {"runs", ""}:
                 text = f"shares its folder of runs {first.host.data_dir}/runs with {names}"
-                remedy = (
-                    "replace it by a folder on a local disk of each host, or set cluster_data_dir to another folder"
-                )
+                remedy = "replace it by a folder on a local disk of each host, or set another cluster_data_dir"
             else:
                 text = f"shares its data directory {first.host.data_dir} with {names}"
                 remedy = "set cluster_data_dir to a folder on a local disk of each host, for example /srv/trainyard"

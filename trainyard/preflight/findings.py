@@ -111,16 +111,9 @@ def host_table(states: Sequence[HostState], findings: Sequence[Finding]) -> list
             rows.append([state.name, state.address, *["-"] * 3, verdict])
             continue
         facts, memory, link = state.facts, state.health["memory"], state.link_to_head
-        rows.append(
-            [
-                state.name,
-                state.address,
-                facts["interface"] or "-",
-                f"{memory['available_mib'] / 1024:.1f} of {memory['total_mib'] / 1024:.1f} GiB",
-                f"{link['mbit']:.0f} Mbit/s, {link['latency_ms']:.2f} ms" if link else "-",
-                verdict,
-            ]
-        )
+        free = f"{memory['available_mib'] / 1024:.1f} of {memory['total_mib'] / 1024:.1f} GiB"
+        speed = f"{link['mbit']:.0f} Mbit/s, {link['latency_ms']:.2f} ms" if link else "-"
+        rows.append([state.name, state.address, facts["interface"] or "-", free, speed, verdict])
     hardware = {state.name: state.health.get("hardware") for state in states if not state.error}
     found = hardware_table([state.name for state in states], {name: one for name, one in hardware.items() if one})
     return [*table(rows), "", *found, "", *(finding.line for finding in findings)]

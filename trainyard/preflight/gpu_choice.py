@@ -54,10 +54,7 @@ def _choose(
 ) -> list[dict[str, Any]]:
     """Return the GPUs of one host. Raises _UnusableError.
 
-    Args:
-        later: the hosts that choose after this one.
-        taken: {UUID: host} of the GPUs that hosts of the run have chosen.
-        alone: whether the run has no other host.
+    `later`: the hosts that choose after it. `taken`: {UUID: host} of GPUs that hosts have chosen. `alone`: no other host.
     """
     part = state.facts.get("part") or {}
     if state.facts.get("running") and part.get("devices"):

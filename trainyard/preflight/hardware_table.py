@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.common.formats import printable, table
 from trainyard.ollama.servers import host_urls
-from trainyard.wire.connection import FanOut, Host, HostConnection
+from trainyard.wire.connection import Host, HostConnection, call_hosts
 
 COLUMNS = ["host", "GPUs", "GPU memory", "GPU links", "CPU", "cores", "RAM", "disk free", "Ollama models"]
 NAME_LIMIT = 40  # characters of the name of a device
@@ -20,10 +19,7 @@ def gather_hardware(
     hosts: Sequence[Host], connect: Callable[[str], HostConnection], limit: float
 ) -> dict[str, dict[str, Any]]:
     """Return the hardware of every host that answers within `limit` seconds (see trainyard/remote/hardware.py), by name."""
-    calls = {
-        host.name: functools.partial(connect(host.name).call, "hardware", hardware_request(host)) for host in hosts
-    }
-    return FanOut(calls).wait(limit).answers
+    return call_hosts(connect, "hardware", {host.name: hardware_request(host) for host in hosts}).wait(limit).answers
 
 
 def hardware_request(host: Host) -> dict[str, Any]:
@@ -39,19 +35,13 @@ def hardware_table(names: Sequence[str], answers: Mapping[str, Mapping[str, Any]
         if not found:
             rows.append([name, *["-"] * (len(COLUMNS) - 1)])
             continue
-        rows.append(
-            [
-                name,
-                _counted(printable(gpu["name"], NAME_LIMIT) for gpu in found["gpus"]),
-                _counted(f"{gpu['memory_mib'] / 1024:.0f} GiB" for gpu in found["gpus"]),
-                _counted(printable(gpu["links"], NAME_LIMIT) for gpu in found["gpus"] if gpu["links"]),
-                printable(found["cpu"], NAME_LIMIT),
-                str(found["cores"]),
-                f"{found['memory_mib'] / 1024:.0f} GiB",
-                f"{found['free_bytes'] / 1e9:.0f} GB",
-                _models(found),
-            ]
-        )
+        gpus = [
+            _counted(printable(gpu["name"], NAME_LIMIT) for gpu in found["gpus"]),
+            _counted(f"{gpu['memory_mib'] / 1024:.0f} GiB" for gpu in found["gpus"]),
+            _counted(printable(gpu["links"], NAME_LIMIT) for gpu in found["gpus"] if gpu["links"]),
+        ]
+        sizes = [f"{found['memory_mib'] / 1024:.0f} GiB", f"{found['free_bytes'] / 1e9:.0f} GB"]
+        rows.append([name, *gpus, printable(found["cpu"], NAME_LIMIT), str(found["cores"]), *sizes, _models(found)])
     return table(rows)
 
 

@@ -14,9 +14,7 @@ from trainyard.project_folder import FOREIGN, pip_install
 from trainyard.python_env.resolve import is_supported_python
 from trainyard.remote import package_versions
 
-RUN_OVERHEAD = (
-    200 << 20
-)  # bytes that a run writes in addition to staged files: logs, events, checkpoints of a small adapter
+RUN_OVERHEAD = 200 << 20  # bytes that a run writes beside staged files: logs, events, checkpoints of a small adapter
 DISK_LOW = 10 << 30  # bytes
 MEMORY_LOW = 2048  # MiB
 LINK_LOW = 1000  # Mbit/s that a wired NIC should have negotiated
@@ -64,9 +62,8 @@ def environment(state: HostState) -> list[Finding]:
     python, data_dir, facts = state.host.python, state.host.data_dir, state.facts
     out = _Findings(state.name)
     if not facts["python_exists"]:
-        out.failure(
-            "python", f"there is no Python at {python}", f"run {front_end.playbook('site')}, or correct cluster_python"
-        )
+        remedy = f"run {front_end.playbook('site')}, or correct cluster_python"
+        out.failure("python", f"there is no Python at {python}", remedy)
     elif (version := facts["versions"].get("python")) and not is_supported_python(version):
         remedy = f"set python_base to a supported one, or python_env: conda, and run {front_end.playbook('site')}"
         out.failure("python", f"{python} is Python {version}, 3.11 to 3.14 is required", remedy)
@@ -100,21 +97,18 @@ def disk_space(state: HostState, needed: int) -> list[Finding]:
 def reachability(state: HostState) -> list[Finding]:
     """Report why the host does not answer, with the message of the OpenSSH client."""
     error = state.error
-    remedy = next((remedy for text, remedy in SSH_REMEDIES.items() if text.lower() in error.lower()), "")
-    return [
-        Finding("ssh", state.name, "failure", f"does not answer: {error}", remedy or "log in by hand to see the cause")
-    ]
+    remedies = (remedy for text, remedy in SSH_REMEDIES.items() if text.lower() in error.lower())
+    remedy = next(remedies, "log in by hand to see the cause")
+    return [Finding("ssh", state.name, "failure", f"does not answer: {error}", remedy)]
 
 
 def resources(state: HostState) -> list[Finding]:
     """Check sudo and disk."""
     out, health, free = _Findings(state.name), state.health, state.facts["free_bytes"]
     if not health["sudo"]:
-        out.warning(
-            "sudo",
-            "sudo needs a password",
-            f"{front_end.playbook('site')} needs sudo without a password, or -K; {front_end.playbook('train')} does not",
-        )
+        site, train = front_end.playbook("site"), front_end.playbook("train")
+        remedy = f"{site} needs sudo without a password, or -K; {train} does not"
+        out.warning("sudo", "sudo needs a password", remedy)
     if 0 < free < DISK_LOW:
         out.warning("disk", f"{free / 1e9:.1f} GB free in {state.host.data_dir}", "free disk space for checkpoints")
     if health["inodes_free"] == 0 and free > 0:
@@ -192,9 +186,8 @@ def accelerator(state: HostState) -> list[Finding]:
     out, gpu = _Findings(state.name), state.health["gpu"]
     if gpu["cards"] > len(gpu["gpus"]):
         text = f"there are {gpu['cards']} NVIDIA cards on the PCI bus, the driver shows {len(gpu['gpus'])}"
-        out.warning(
-            "gpu", text, f"run {front_end.playbook('site')} -e nvidia_install=true, or reboot after a driver update"
-        )
+        remedy = f"run {front_end.playbook('site')} -e nvidia_install=true, or reboot after a driver update"
+        out.warning("gpu", text, remedy)
     for line in gpu["users"]:
         out.warning("gpu", f"another process uses the GPU ({line})", "end it, or wait until it ends")
     return out.found
@@ -202,16 +195,10 @@ def accelerator(state: HostState) -> list[Finding]:
 
 def datasets(state: HostState) -> list[Finding]:
     """Check that staged datasets have the digest that their name contains."""
-    return [
-        Finding(
-            "checksum",
-            state.name,
-            "failure",
-            f"{path} is damaged: its SHA-256 digest is not the one in its name",
-            f"delete it: {front_end.playbook('train')} copies it again",
-        )
-        for path in state.health["files"]["damaged"]
-    ]
+    out, remedy = _Findings(state.name), f"delete it: {front_end.playbook('train')} copies it again"
+    for path in state.health["files"]["damaged"]:
+        out.failure("checksum", f"{path} is damaged: its SHA-256 digest is not the one in its name", remedy)
+    return out.found
 
 
 def network(state: HostState, states: Sequence[HostState]) -> list[Finding]:
@@ -260,22 +247,16 @@ def _names(state: HostState, states: Sequence[HostState]) -> list[Finding]:
         answers = resolved.get(peer.name, [])
         if peer is not state and answers and peer.address not in answers:
             text = f"resolves {peer.name} to {', '.join(answers)}, but its address is {peer.address}"
-            out.failure(
-                "names",
-                text,
-                f"correct /etc/hosts on this host, or DNS: {front_end.playbook('site')} writes the names of all hosts",
-            )
+            site = front_end.playbook("site")
+            remedy = f"correct /etc/hosts on this host, or DNS: {site} writes the names of all hosts"
+            out.failure("names", text, remedy)
     own = resolved.get(health["hostname"], [])
     if own and all(ipaddress.ip_address(address).is_loopback for address in own) and state.facts["interface"] != "lo":
         text = f"resolves its own name {health['hostname']} to {own[0]}"
-        out.note(
-            "names",
-            text,
-            f"runs of {front_end.playbook('train')} are not affected; other gloo programs need GLOO_SOCKET_IFNAME",
-        )
+        train = front_end.playbook("train")
+        out.note("names", text, f"runs of {train} are not affected; other gloo programs need GLOO_SOCKET_IFNAME")
     if health["names"]["seconds"] > SLOW_LOOKUP:
         text = f"name resolution takes {health['names']['seconds']:.0f} s"
-        out.warning(
-            "names", text, "its DNS server does not answer: correct /etc/resolv.conf, torchrun resolves names too"
-        )
+        remedy = "its DNS server does not answer: correct /etc/resolv.conf, torchrun resolves names too"
+        out.warning("names", text, remedy)
     return out.found

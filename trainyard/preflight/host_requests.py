@@ -18,29 +18,18 @@ HEALTH_LIMIT = 300.0  # s; the host computes the digests of all datasets
 def gather(
     hosts: Sequence[Host], connect: Callable[[Host], HostConnection], run: str, memory_mib: int
 ) -> list[HostState]:
-    """Return the hosts with `facts`, `health` and `asked`, or with `error` if they do not answer.
+    """Return the hosts, the head first, with `facts`, `health` and `asked`, or with `error` if they do not answer.
 
-    The hosts answer with the interpreter that Ansible uses, because the cluster's may be missing.
-
-    Args:
-        hosts: the head first.
-        connect: makes the connection to a host; called in this thread.
-        run: name of a run whose trainer is compared; empty for none.
-        memory_mib: what one process must be able to allocate.
+    The hosts answer with the interpreter that Ansible uses, because the cluster's may be missing. `run`: whose trainer is
+    compared; empty for none. `memory_mib`: what one process must be able to allocate.
     """
     states = [HostState(host) for host in hosts]
     connections = {host.name: connect(host) for host in hosts}
     requests: dict[str, Callable[[], dict[str, Any]]] = {}
     request: dict[str, Any]
     for host in hosts:
-        request = {
-            "head": hosts[0].address,
-            "address": host.address,
-            "ports": [],
-            "python": host.python,
-            "data_dir": host.data_dir,
-            "run_dir": f"{host.data_dir}/runs/{run or '.preflight'}",
-        }
+        request = {"head": hosts[0].address, "address": host.address, "ports": [], "python": host.python}
+        request |= {"data_dir": host.data_dir, "run_dir": f"{host.data_dir}/runs/{run or '.preflight'}"}
         call = connections[host.name].call
         requests[host.name] = functools.partial(call, "host_facts", request, python=host.system_python)
     fan_out = FanOut(requests).wait(FACTS_LIMIT)

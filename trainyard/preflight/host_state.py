@@ -57,11 +57,8 @@ class HostState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all answers in the form of the JSON report."""
-        answer: dict[str, Any] = {
-            "address": self.address,
-            "data_dir": self.host.data_dir,
-            "python": self.host.python,
-        }
+        host = self.host
+        answer: dict[str, Any] = {"address": host.address, "data_dir": host.data_dir, "python": host.python}
         if self.error:
             return answer | {"error": self.error}
         answer |= {"facts": self.facts, "health": self.health}

@@ -30,12 +30,7 @@ def high_ports() -> list[int]:
 
 
 def choose_peers(names: Sequence[str], draw: random.Random) -> Peers:
-    """Return which hosts measure each other: all, or those on a ring, some random ones, and everyone the head.
-
-    Args:
-        names: names of the hosts, the head first.
-        draw: chooses the random ones, about log2 N for each host.
-    """
+    """Return which hosts, the head first, measure each other: all, or those on a ring, about log2 N random ones, and the head."""
     if len(names) <= FULL_MESH:
         return {name: set(names) - {name} for name in names}
     peers: dict[str, set[str]] = {name: set() for name in names}
@@ -75,6 +70,7 @@ def measure_mesh(
     peers = choose_peers([state.name for state in machines], random.Random())
     limit, token = MESH_LIMIT + len(machines) / 2, secrets.token_hex(16)
     requests: dict[str, Callable[[], dict[str, Any]]] = {}
+    servers = {state.name: port for state in machines if services and (port := state.host.ollama_port)}
     for state in machines:
         request = {
             "name": state.name,
@@ -87,9 +83,7 @@ def measure_mesh(
             "token": token,
             "limit": limit,
             "data_dir": state.host.data_dir if write else "",
-            "services": {other.name: port for other in machines if (port := other.host.ollama_port)}
-            if services
-            else {},
+            "services": servers,
         }
         interpreter = state.host.system_python if system_python else state.host.python
         requests[state.name] = functools.partial(connect(state.host).call, "mesh", request, python=interpreter)

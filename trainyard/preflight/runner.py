@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainyard.preflight import cluster_checks, host_checks
@@ -13,8 +13,8 @@ from trainyard.preflight.findings import Finding, Report, by_severity, host_tabl
 from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_requests import gather
 from trainyard.preflight.host_state import HostState, responding
-from trainyard.preflight.measurements import high_ports, measure_mesh
-from trainyard.wire.connection import FanOut, Host, HostConnection
+from trainyard.preflight.measurements import Connect, high_ports, measure_mesh
+from trainyard.wire.connection import FanOut, Host
 
 MEMORY_MIB = 512  # that one process must be able to allocate: torch imported, and a small model
 CONTROLLER_LIMIT = 3.0  # s for a connection of the controller to a host's Ollama
@@ -22,21 +22,12 @@ NOT_WRITTEN = "data directories shared by hosts: not checked, because check mode
 
 
 def run_preflight(
-    hosts: Sequence[Host],
-    connect: Callable[[Host], HostConnection],
-    master_port: int,
-    *,
-    run: str = "",
-    write: bool = True,
+    hosts: Sequence[Host], connect: Connect, master_port: int, *, run: str = "", write: bool = True
 ) -> Report:
-    """Query all hosts in parallel, measure the network between them, and report problems. Leaves no file on the hosts.
+    """Query all hosts, the head first, measure the network between them, and report problems. Leaves no file on the hosts.
 
-    Args:
-        hosts: the head first.
-        connect: makes the connection to a host; called in this thread.
-        master_port: the rendezvous port.
-        run: name of a run whose trainer must be the same on all hosts; empty for none.
-        write: whether to create a temporary file in each data directory, to find hosts that share it.
+    `run`: whose trainer must be the same on all hosts; empty for none. `write`: whether to create a temporary file in each
+    data directory, to find hosts that share it.
     """
     ports = [master_port, *high_ports()]
     states = gather(hosts, connect, run, MEMORY_MIB)
@@ -62,25 +53,15 @@ def controller_connections(states: Sequence[HostState]) -> dict[str, str]:
             socket.create_connection((address, port), timeout=CONTROLLER_LIMIT).close()
         return {}
 
-    calls = {
-        state.name: functools.partial(connect, state.address, state.host.ollama_port)
-        for state in states
-        if state.host.ollama_port and state.host.login.address
-    }
+    hosts = [state.host for state in states if state.host.ollama_port and state.host.login.address]
+    calls = {host.name: functools.partial(connect, host.address, host.ollama_port) for host in hosts}
     return FanOut(calls).wait(CONTROLLER_LIMIT + 1).errors
 
 
 def check(
     states: Sequence[HostState], ports: Sequence[int], master_port: int, unreached: Mapping[str, str] | None = None
 ) -> list[Finding]:
-    """Return all findings about these answers, the most severe first.
-
-    Args:
-        states: the head first.
-        ports: the TCP ports that were tried between hosts.
-        master_port: the rendezvous port among them.
-        unreached: the hosts whose Ollama the controller does not reach, see `ollama_ports`.
-    """
+    """Return all findings about these answers, the most severe first; see `connectivity` and `ollama_ports`."""
     answered = responding(list(states))
     chosen = assign_gpus(answered)
     findings = [finding for state in states if state.error for finding in host_checks.reachability(state)]
@@ -95,15 +76,9 @@ def check(
         findings += host_checks.resources(state)
         findings += host_checks.datasets(state)
         findings += host_checks.network(state, states)
-    for compare in (
-        cluster_checks.duplicates,
-        cluster_checks.clones,
-        cluster_checks.package_versions,
-        cluster_checks.clocks,
-        cluster_checks.mtus,
-        cluster_checks.gpus,
-        cluster_checks.checksums,
-    ):
+    for compare in (cluster_checks.duplicates, cluster_checks.clones, cluster_checks.package_versions):
+        findings += compare(answered)
+    for compare in (cluster_checks.clocks, cluster_checks.mtus, cluster_checks.gpus, cluster_checks.checksums):
         findings += compare(answered)
     findings += chosen
     findings += cluster_checks.ollama_ports(answered, unreached or {})
@@ -111,18 +86,10 @@ def check(
     return by_severity(findings, [state.name for state in states])
 
 
-def check_plan(
-    states: Sequence[HostState], connect: Callable[[Host], HostConnection], master_port: int, *, write: bool = True
-) -> list[Finding]:
-    """Measure the mesh of a run's hosts just before the start, and return the findings.
+def check_plan(states: Sequence[HostState], connect: Connect, master_port: int, *, write: bool = True) -> list[Finding]:
+    """Measure the mesh of a run's hosts, the head first, just before the start, and return the findings.
 
-    A host that does not answer has no finding: the start of the run reports it.
-
-    Args:
-        states: the hosts of the plan, the head first, whose `facts` have `interface`.
-        connect: makes the connection to a host; called in this thread.
-        master_port: the rendezvous port of the run.
-        write: as for `run_preflight`.
+    Their `facts` have `interface`. A host that does not answer has no finding: the start of the run reports it.
     """
     ports = [master_port, *high_ports()]
     measure_mesh(states, ports, connect, write=write)

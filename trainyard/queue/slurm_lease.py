@@ -15,9 +15,8 @@ from trainyard.run.plan.gather_facts import Connect
 from trainyard.wire.connection import Host, call_hosts
 
 ANSWER_LIMIT = 10.0  # s for a host to answer
-ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
-ENDED += ("OUT_OF_MEMORY",)
 FINAL = ("COMPLETED", "CANCELLED", "TIMEOUT", "DEADLINE")  # ends after which the run is not started again
+ENDED = (*FINAL, "FAILED", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
 TIME_LIMIT = "its time limit"  # why a run must leave its hosts
 SIGNAL_EARLY = 65  # s: Slurm may send the signal before a time limit up to 60 s earlier than requested
 ASKED_FOR = "Slurm has asked for the host"  # for a run of a higher priority, or because its administrator drains it

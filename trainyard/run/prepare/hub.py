@@ -67,7 +67,8 @@ def fetch_on_host(kind: Kind, name: str, access: HostAccess, report: Report) -> 
             report(f"{host.name} cannot fetch {name} from the hub: {error}")
             continue
         if answer["unreachable"]:
-            report(f"{host.name} cannot reach the hub ({answer['unreachable']}): using the {kind} of an earlier fetch")
+            why = f"{host.name} cannot reach the hub ({answer['unreachable']})"
+            report(f"{why}: using the {kind} that it fetched before")
         return _entry(kind, name, host.name, found)
     return None
 
