@@ -64,15 +64,12 @@ def links(module: AnsibleModule) -> list[dict[str, Any]]:
     for link in json.loads(out) if code == 0 else []:
         device = Path("/sys/class/net", link["ifname"])
         speed = read(device / "speed")
-        for address in link.get("addr_info", []):
-            found.append(
-                {
-                    "address": address["local"],
-                    "device": link["ifname"],
-                    "mbit": int(speed) if speed.isdigit() else 0,
-                    "wireless": (device / "wireless").exists() or (device / "phy80211").exists(),
-                }
-            )
+        mbit, wireless = (
+            int(speed) if speed.isdigit() else 0,
+            any((device / n).exists() for n in ("wireless", "phy80211")),
+        )
+        more = {"device": link["ifname"], "mbit": mbit, "wireless": wireless}
+        found += [{"address": address["local"]} | more for address in link.get("addr_info", [])]
     return found
 
 
@@ -88,16 +85,9 @@ def gpus() -> list[str]:
 
 def main() -> None:
     module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
-    module.exit_json(
-        changed=False,
-        identity={
-            "boot_id": read("/proc/sys/kernel/random/boot_id"),
-            "machine_id": read("/etc/machine-id"),
-            "host_keys": host_keys(),
-            "links": links(module),
-            "gpus": gpus(),
-        },
-    )
+    identity = {"boot_id": read("/proc/sys/kernel/random/boot_id"), "machine_id": read("/etc/machine-id")}
+    identity |= {"host_keys": host_keys(), "links": links(module), "gpus": gpus()}
+    module.exit_json(changed=False, identity=identity)
 
 
 if __name__ == "__main__":

@@ -161,9 +161,8 @@ class AddressChange:
         if wanted:
             found = [link for link in links if wanted in (link["ifname"].lower(), link.get("address", "").lower())]
             if len(found) != 1:
-                names = ", ".join(
-                    f"{link['ifname']} {link.get('address', '')}" for link in links if link["ifname"] != "lo"
-                )
+                others = [link for link in links if link["ifname"] != "lo"]
+                names = ", ".join(f"{link['ifname']} {link.get('address', '')}" for link in others)
                 self.fail(f"netplan_nic is {self.params['nic']}: {len(found)} NICs match; this host has {names}")
             return found[0]
         session = ssh_session()
@@ -261,7 +260,8 @@ class AddressChange:
         files, nic = change.pop("files"), change["nic"]
         etc_files = {name: text for name, text in files.items() if name.startswith(f"{ETC}/")}
         self.validate(etc_files)
-        mtu = self.discard_attempt(self.mtu(nic) if nic else 0)
+        mtu = int(Path("/sys/class/net", nic, "mtu").read_text(encoding="utf-8")) if nic else 0
+        mtu = self.discard_attempt(mtu)
         PENDING.mkdir(mode=0o700, exist_ok=True)
         TRIAL.mkdir(exist_ok=True)
         pending = {"files": files, "nic": nic, "mtu": mtu, "present": change["present"]}
@@ -291,10 +291,6 @@ class AddressChange:
                 (TRIAL / Path(name).name).unlink(missing_ok=True)
         self.run("systemctl", "stop", f"{ROLLBACK}.timer", f"{APPLY}.timer", check=False)
         return mtu
-
-    def mtu(self, nic: str) -> int:
-        """Return the current MTU of a NIC in bytes."""
-        return int(Path("/sys/class/net", nic, "mtu").read_text(encoding="utf-8"))
 
     def validate(self, etc_files: dict[str, str | None]) -> None:
         """End the module if netplan rejects the new files."""
@@ -332,7 +328,9 @@ class AddressChange:
             if name.startswith(f"{ETC}/"):
                 (TRIAL / Path(name).name).unlink(missing_ok=True)
         if self.params["state"] == "absent":
-            self.remove_backup()
+            BACKUP.unlink(missing_ok=True)
+            if BACKUP.parent.is_dir() and not any(BACKUP.parent.iterdir()):
+                BACKUP.parent.rmdir()
         if not any(TRIAL.iterdir()):
             TRIAL.rmdir()
         self.run("netplan", "generate")
@@ -341,24 +339,13 @@ class AddressChange:
 
     def save(self, pending: dict[str, Any]) -> None:
         """Store the current files before the change overwrites them, and digests of the new ones."""
-        saved = self.saved() or {
-            "files": {},
-            "wrote": {},
-            "nic": pending["nic"],
-            "mtu": pending["mtu"],
-            "address": pending["present"],
-        }
+        new = {"nic": pending["nic"], "mtu": pending["mtu"], "address": pending["present"]}
+        saved = self.saved() or {"files": {}, "wrote": {}, **new}
         for name, text in pending["files"].items():
             path = Path(name)
             saved["files"].setdefault(name, path.read_text(encoding="utf-8") if path.exists() else None)
             saved["wrote"][name] = digest(text)
         write_atomic(BACKUP, json.dumps(saved), 0o600)
-
-    def remove_backup(self) -> None:
-        """Remove the backup, and its folder if it is empty."""
-        BACKUP.unlink(missing_ok=True)
-        if BACKUP.parent.is_dir() and not any(BACKUP.parent.iterdir()):
-            BACKUP.parent.rmdir()
 
 
 def name_servers() -> list[str]:

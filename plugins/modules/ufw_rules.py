@@ -116,12 +116,8 @@ def current_state() -> dict[str, Any]:
 
 def current_rules() -> list[Rule]:
     """Return the rules of both address families from ufw's files."""
-    return [
-        rule
-        for family, path in FILES.items()
-        if path.exists()
-        for rule in parse_rules(path.read_text(encoding="utf-8"), family)
-    ]
+    texts = [(path.read_text(encoding="utf-8"), family) for family, path in FILES.items() if path.exists()]
+    return [rule for text, family in texts for rule in parse_rules(text, family)]
 
 
 def ssh_ports(module: AnsibleModule) -> list[int]:
@@ -207,11 +203,9 @@ def desired_rules(module: AnsibleModule, current: list[Rule]) -> tuple[list[Rule
 def reject_firewalld(module: AnsibleModule) -> None:
     """End the module if firewalld runs on the host."""
     if module.run_command(["systemctl", "is-active", "--quiet", "firewalld"], handle_exceptions=False)[0] == 0:
-        module.fail_json(
-            msg="firewalld runs on this host and conflicts with ufw: disable firewalld, or set firewall_enabled: false and "
-            "open all TCP ports between the addresses of the cluster in firewalld",
-            plain=True,
-        )
+        remedy = "set firewall_enabled: false and open all TCP ports between the addresses of the cluster in firewalld"
+        what = "firewalld runs on this host and conflicts with ufw"
+        module.fail_json(msg=f"{what}: disable firewalld, or {remedy}", plain=True)
 
 
 def save_state(module: AnsibleModule, state: dict[str, Any]) -> None:

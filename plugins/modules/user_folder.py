@@ -109,9 +109,8 @@ def remove(path: Path, check: bool) -> bool:
         return False
     if not check:
         # Follows no link, and has no limit of the depth, unlike shutil.rmtree.
-        done = subprocess.run(
-            ["rm", "-rf", "--", str(path)], capture_output=True, text=True, errors="replace", check=False
-        )
+        command = ["rm", "-rf", "--", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
             raise OSError(errno.EIO, done.stderr.strip().rpartition(": ")[2])
     return True

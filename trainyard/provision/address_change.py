@@ -51,14 +51,9 @@ class AddressChange:
         self.known_hosts = known_hosts
 
     def run(self, arguments: Mapping[str, Any], check_mode: bool = False) -> dict[str, Any]:
-        """Give the host its new address, and return the result of the task.
+        """Give the host its new address, or without `address` its former one, and return the result of the task.
 
-        Args:
-            arguments: those of the task. Without `address`, the host gets its former address.
-            check_mode: only return what would change.
-
-        Raises:
-            AddressChangeError: the host is not at its new address.
+        `check_mode`: only return what would change. Raises AddressChangeError: the host is not at its new address.
         """
         new_address = str(arguments.get("address") or "").partition("/")[0]
         try:
@@ -90,9 +85,8 @@ class AddressChange:
     def _change(self, target: str, old: str, timeout: float) -> dict[str, Any]:
         """Try the address, and confirm it when the host answers there. Raises AddressChangeError after a rollback."""
         if self.known_hosts and not self._has_key(target):
-            raise AddressChangeError(
-                f"known_hosts has no SSH host key for {self.address}, which is needed to identify the host at {target}"
-            )
+            what = f"known_hosts has no SSH host key for {self.address}"
+            raise AddressChangeError(f"{what}, which is needed to identify the host at {target}")
         tried = self.step("try")
         if tried.get("failed"):
             return tried
@@ -128,13 +122,11 @@ class AddressChange:
                 time.sleep(PAUSE)
                 continue
             if not info.get("pending") and (not self.known_hosts or info.get("present", old) == old):
-                return AddressChangeError(
-                    f"{what}, so it rolled back to {old}: check netplan_address with its prefix, and netplan_nic"
-                )
+                remedy = "check netplan_address with its prefix, and netplan_nic"
+                return AddressChangeError(f"{what}, so it rolled back to {old}: {remedy}")
             time.sleep(PAUSE)
-        return AddressChangeError(
-            f"{what}, and it does not answer at {old}: reboot the host to restore its former address"
-        )
+        remedy = "reboot the host to restore its former address"
+        return AddressChangeError(f"{what}, and it does not answer at {old}: {remedy}")
 
     def _resume_at(self, new_address: str) -> None:
         """Keep the new address if the host already has it. Raises AddressChangeError if another machine has it."""
@@ -144,9 +136,8 @@ class AddressChange:
         except RemoteError as error:
             self._connect_to(self.address)
             if "Host key verification failed" in str(error) or "HOST IDENTIFICATION HAS CHANGED" in str(error):
-                raise AddressChangeError(
-                    f"{new_address} is already in use by a machine with another SSH host key than {self.address}"
-                ) from None
+                other = f"a machine with another SSH host key than {self.address}"
+                raise AddressChangeError(f"{new_address} is already in use by {other}") from None
             return
         if self.known_hosts:
             self.known_hosts.add_address(new_address)

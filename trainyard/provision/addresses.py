@@ -33,10 +33,8 @@ def address_errors(hosts: Hosts) -> list[str]:
     for host, variables in hosts.items():
         owner = owners.get(printable(variables.get("current", "")))
         if owner and owner != host and hosts[owner].get("current") != variables["current"]:
-            errors.append(
-                f"netplan_address of {owner} is {variables['current']}, the current address of {host}: "
-                f"change the address of {host} first"
-            )
+            what = f"netplan_address of {owner} is {variables['current']}, the current address of {host}"
+            errors.append(f"{what}: change the address of {host} first")
     return errors
 
 

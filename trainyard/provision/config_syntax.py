@@ -35,10 +35,8 @@ def config_line(value: Any) -> str:
     """
     text = _unicode(value)
     if any(_is_control(c) for c in text) or text != text.strip() or text.endswith("\\"):
-        raise ValueError(
-            f"{quoted(text)} cannot be a value in a configuration file: remove control characters, white space at the ends, "
-            "and a backslash at the end"
-        )
+        remedy = "remove control characters, white space at the ends, and a backslash at the end"
+        raise ValueError(f"{quoted(text)} cannot be a value in a configuration file: {remedy}")
     return text.replace("%", "%%")
 
 
@@ -57,9 +55,8 @@ def config_word(value: Any) -> str:
     """
     text = _unicode(value)
     if not text or _UNSAFE_IN_WORD.search(text) or text.endswith("\\"):
-        raise ValueError(
-            f"{quoted(text)} is not a word of a configuration file: use letters, digits and . _ - : / @ only, without spaces"
-        )
+        remedy = "use letters, digits and . _ - : / @ only, without spaces"
+        raise ValueError(f"{quoted(text)} is not a word of a configuration file: {remedy}")
     return text
 
 
@@ -71,9 +68,8 @@ def config_string(value: Any) -> str:
     """
     text = _unicode(value)
     if any(_is_control(c) or c == '"' for c in text) or text.endswith("\\"):
-        raise ValueError(
-            f"{quoted(text)} cannot be written to a configuration file: remove control characters, quotes, and a backslash at the end"
-        )
+        remedy = "remove control characters, quotes, and a backslash at the end"
+        raise ValueError(f"{quoted(text)} cannot be written to a configuration file: {remedy}")
     return f'"{text}"'
 
 

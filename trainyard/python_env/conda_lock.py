@@ -35,9 +35,8 @@ _LIMIT = 600.0  # s for a download, or for a solution
 def about(machine: str) -> tuple[str, str]:
     """Return what `MACHINES` says of a machine. Raises EnvironmentBuildError."""
     if machine not in MACHINES:
-        raise EnvironmentBuildError(
-            f"python_env is conda: it has no packages for {printable(machine, 40)}: set python_env: venv"
-        )
+        what = f"it has no packages for {printable(machine, 40)}"
+        raise EnvironmentBuildError(f"python_env is conda: {what}: set python_env: venv")
     return MACHINES[machine]
 
 
@@ -46,9 +45,8 @@ def _run(command: list[Any], env: dict[str, str] | None = None) -> subprocess.Co
     try:
         return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=_LIMIT)
     except subprocess.TimeoutExpired:
-        raise EnvironmentBuildError(
-            f"python_env is conda: no answer of the network within {_LIMIT:.0f} s: try again"
-        ) from None
+        why = f"no answer of the network within {_LIMIT:.0f} s"
+        raise EnvironmentBuildError(f"python_env is conda: {why}: try again") from None
 
 
 def rattler_wheel(work: Path, machine: str) -> Path:
@@ -60,43 +58,25 @@ def rattler_wheel(work: Path, machine: str) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "requirements.txt"
         wanted.write_text(f"py-rattler=={RATTLER} --hash=sha256:{digest}\n", encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--require-hashes",
-        ]
-        other = (
-            []
-            if machine == platform.machine()
-            else [f"--platform=manylinux_{version}_{machine}" for version in ("2_17", "2_28")]
-        )
-        done = _run([*command, *other, "-r", wanted, "-d", folder])
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        if machine != platform.machine():
+            command += [f"--platform=manylinux_{version}_{machine}" for version in ("2_17", "2_28")]
+        done = _run([*command, "--require-hashes", "-r", wanted, "-d", folder])
         found = list(Path(folder).glob("*.whl"))
         if done.returncode or not found:
             last = (done.stderr.strip().splitlines() or ["pip printed no message"])[-1]
-            raise EnvironmentBuildError(
-                f"python_env is conda: cannot download py-rattler=={RATTLER}: {printable(last, 300)}"
-            )
+            what = f"cannot download py-rattler=={RATTLER}"
+            raise EnvironmentBuildError(f"python_env is conda: {what}: {printable(last, 300)}")
         work.mkdir(parents=True, exist_ok=True)
         write_atomic(target, found[0].read_bytes())
     return target
 
 
 def solve_lock(channel: str, python: str, machine: str, work: Path) -> str:
-    """Return the text of an explicit lock of a Python, as `conda list --explicit --sha256` writes it.
+    """Return the text of an explicit lock of a Python such as 3.12, as `conda list --explicit --sha256` writes it.
 
-    Args:
-        channel: URL of a channel.
-        python: version, such as 3.12.
-        work: folder of the controller for rattler's wheel.
-
-    Raises:
-        EnvironmentBuildError: there is no solution, or a package has no digest.
+    `channel`: its URL. `work`: folder of the controller for rattler's wheel. Raises EnvironmentBuildError: there is no
+    solution, or a package has no digest.
     """
     if re.search(r"//[^/]*@|/t/", channel):
         raise EnvironmentBuildError(
@@ -112,25 +92,19 @@ def solve_lock(channel: str, python: str, machine: str, work: Path) -> str:
         done = _run(command, env=environment)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["the solver printed no message"])[-1]
-        raise EnvironmentBuildError(
-            f"python_conda_channel: {channel}: cannot solve python {python}: {printable(why, 300)}"
-        )
+        what = f"{channel}: cannot solve python {python}"
+        raise EnvironmentBuildError(f"python_conda_channel: {what}: {printable(why, 300)}")
     return done.stdout
 
 
 def _solve(channel: str, python: str, subdir: str) -> str:
     import rattler
 
-    virtual = [
-        rattler.GenericVirtualPackage(
-            rattler.PackageName(name), rattler.Version(version), rattler.package.BuildString("0")
-        )
-        for name, version in _VIRTUAL.items()
-    ]
-    platforms: Any = [subdir, "noarch"]
-    solution = rattler.solve(
-        [rattler.Channel(channel)], [f"python {python}.*"], platforms=platforms, virtual_packages=virtual
-    )
+    build = rattler.package.BuildString("0")
+    known = [(rattler.PackageName(name), rattler.Version(version)) for name, version in _VIRTUAL.items()]
+    virtual = [rattler.GenericVirtualPackage(*package, build) for package in known]
+    how: dict[str, Any] = {"platforms": [subdir, "noarch"], "virtual_packages": virtual}
+    solution = rattler.solve([rattler.Channel(channel)], [f"python {python}.*"], **how)
     lines = [f"# Explicit lock of Python for {subdir} from {channel}. Remove it to solve again.", "@EXPLICIT"]
     for record in sorted(asyncio.run(solution), key=lambda record: str(record.file_name)):
         if not record.sha256:

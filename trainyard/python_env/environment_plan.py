@@ -45,11 +45,7 @@ def plan_environments(
     packages, shared = options["packages"], shared_folder()
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     cuda = options["torch"] and resolve.choose_flavour(options["flavour"], managed) != "cpu"
-    extras = [
-        *options["extras"],
-        *(["nvml"] if cuda else []),
-        *([packages] if packages != "standard" else []),
-    ]
+    extras = [*options["extras"], *(["nvml"] if cuda else []), *([packages] if packages != "standard" else [])]
     lock = resolve.read_constraints(Path(options["lock"] or shared / resolve.FLAVOURS[packages]))
     request = EnvironmentRequest(
         resolve.requirements(shared / "pyproject.toml", extras, options["torch"]),
@@ -90,16 +86,14 @@ def plan_environments(
 def _conda_lock(top: Path, infos: Infos, options: Mapping[str, Any], build: bool) -> str:
     """Return the text of the lock of conda, solved and kept beside the inventory if there is none; empty if no host needs it.
 
-    Raises:
-        EnvironmentBuildError: there is no solution, or hosts have unlike architectures.
+    Raises EnvironmentBuildError: there is no solution, or hosts have unlike architectures.
     """
     machines = sorted({info["machine"] for info in infos.values() if info["env"] == "conda"})
     if not machines:
         return ""
     if len(machines) > 1:
-        raise EnvironmentBuildError(
-            f"python_env is conda, whose lock is for one architecture, but hosts have {' and '.join(machines)}: set python_env: venv"
-        )
+        what = f"whose lock is for one architecture, but hosts have {' and '.join(machines)}"
+        raise EnvironmentBuildError(f"python_env is conda, {what}: set python_env: venv")
     folder = Path(options["conda_folder"] or top)
     text = resolve.conda_lock(options["conda_lock"], folder)
     if not text:
@@ -109,14 +103,12 @@ def _conda_lock(top: Path, infos: Infos, options: Mapping[str, Any], build: bool
             try:
                 write_atomic(folder / resolve.CONDA_LOCK, text)
             except OSError as error:
-                raise EnvironmentBuildError(
-                    f"python_env is conda: cannot write {folder / resolve.CONDA_LOCK}: {error.strerror}: set python_conda_lock"
-                ) from None
+                what = f"cannot write {folder / resolve.CONDA_LOCK}: {error.strerror}"
+                raise EnvironmentBuildError(f"python_env is conda: {what}: set python_conda_lock") from None
     wanted = about(machines[0])[0]
     if other := [each for each in resolve.conda_packages(text) if each["subdir"] not in (wanted, "noarch")]:
-        raise EnvironmentBuildError(
-            f"python_conda_lock: {other[0]['file']} is for {other[0]['subdir']}, but the hosts are {machines[0]}: remove the lock to solve again"
-        )
+        what = f"{other[0]['file']} is for {other[0]['subdir']}, but the hosts are {machines[0]}"
+        raise EnvironmentBuildError(f"python_conda_lock: {what}: remove the lock to solve again")
     return text
 
 
@@ -158,9 +150,8 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
         builder = builders.setdefault(key, host)
         plans[host] = {"key": key, "todo": todo, "builder": builder, "flavour": flavour, "tag": tag, "serves": False}
     for host, entry in plans.items():
-        entry["serves"] = any(
-            other["builder"] == host and other["todo"] == "all" for name, other in plans.items() if name != host
-        )
+        others = [other for name, other in plans.items() if name != host and other["todo"] == "all"]
+        entry["serves"] = any(other["builder"] == host for other in others)
         # A builder keeps its wheels. If they are missing, it fetches them again for the hosts that need them.
         needed = entry["builder"] == host and (entry["todo"] == "all" or entry["serves"])
         entry["fetches"] = needed and entry["key"] not in managed[host]["wheels"]
@@ -177,17 +168,15 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
             "remove cluster_python, or set python_env: as-is"
         )
     if info["blocked"]:
-        raise EnvironmentBuildError(
-            f"{host}: {info['link']} exists and trainyard did not create it: move it, or set python_env: as-is"
-        )
+        what = f"{info['link']} exists and trainyard did not create it"
+        raise EnvironmentBuildError(f"{host}: {what}: move it, or set python_env: as-is")
     if error := resolve.wheel_error(info["machine"], request.requirements):
         raise EnvironmentBuildError(f"{host}: {error}")
     if info["env"] == "conda":
         return
     if not info["version"]:
-        raise EnvironmentBuildError(
-            f"{host}: there is no Python at {info['base']}: apt install python3, or set python_base"
-        )
+        what = f"there is no Python at {info['base']}"
+        raise EnvironmentBuildError(f"{host}: {what}: apt install python3, or set python_base")
     if not resolve.is_supported_python(info["version"]):
         raise EnvironmentBuildError(
             f"{host}: {info['base']} is Python {info['version']}, 3.11 to 3.14 is required: set python_base to an "
@@ -200,12 +189,8 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
 def consistency_error(infos: Infos, check_mode: bool = False) -> str:
     """Return what differs between the environments of the hosts, or an empty string if they are the same.
 
-    Args:
-        infos: for each host what `python_env_info` returned after the environment was built.
-        check_mode: hosts without an environment are not compared, because check mode builds none.
-
-    Returns:
-        One line; for different versions a table follows after an empty line.
+    It is one line; for different versions a table follows after an empty line. `infos`: what `python_env_info` returned
+    after the environment was built, by host. `check_mode`: which builds none, so hosts without one are not compared.
     """
     versions = {host: dict(info["versions"]) for host, info in infos.items()}
     empty = next((host for host, found in versions.items() if not found), "")
@@ -214,9 +199,8 @@ def consistency_error(infos: Infos, check_mode: bool = False) -> str:
         return f"{empty}: there is no working Python at {python}: correct cluster_python, or set python_env: venv"
     # An environment that trainyard does not manage needs no trainer wheel: a run brings its own trainer.
     if any(info["env"] == "as-is" for info in infos.values()):
-        versions = {
-            host: {k: v for k, v in found.items() if k != "trainyard-cluster"} for host, found in versions.items()
-        }
+        for found in versions.values():
+            found.pop("trainyard-cluster", None)
     lines = differences({host: found for host, found in versions.items() if found})
     return "\n".join([DIFFERENT, "", *lines]) if lines else ""
 

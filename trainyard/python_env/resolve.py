@@ -56,16 +56,14 @@ def is_supported_python(version: str) -> bool:
 def requirements(pyproject: Path, extras: Sequence[str], torch: bool) -> tuple[str, ...]:
     """Return the requirements of a node: `NODE_BASE`, the extra `node` if `torch`, and `extras`.
 
-    Raises:
-        EnvironmentBuildError: there is no such extra.
+    Raises EnvironmentBuildError: there is no such extra.
     """
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     known = project["optional-dependencies"]
     for name in extras:
         if name not in known:
-            raise EnvironmentBuildError(
-                f"python_extras: there is no extra {name!r}; {pyproject.name} has {', '.join(sorted(known))}"
-            )
+            has = f"{pyproject.name} has {', '.join(sorted(known))}"
+            raise EnvironmentBuildError(f"python_extras: there is no extra {name!r}; {has}")
     groups = ["node", *extras] if torch else extras
     base = [line for line in project["dependencies"] if normal_name(line) in NODE_BASE]
     return tuple(dict.fromkeys([*base, *(line for name in groups for line in known[name])]))
@@ -109,12 +107,8 @@ def wheel_error(machine: str, requirements: Sequence[str]) -> str:
 def check_unsloth(infos: Mapping[str, Mapping[str, Any]], flavour: str) -> None:
     """Check that the hosts can have the environment of unsloth, whose torch is the newest CUDA build.
 
-    Args:
-        infos: for each host what `python_env_info` returned.
-        flavour: the build of torch that the drivers and GPUs of the hosts support.
-
-    Raises:
-        EnvironmentBuildError: no host has a GPU, or a host has an old driver or an old GPU.
+    `infos`: what `python_env_info` returned, by host. `flavour`: the build of torch that drivers and GPUs support. Raises
+    EnvironmentBuildError: no host has a GPU, or a host has an old driver or an old GPU.
     """
     build, driver, capability, _ = BUILDS[0]
     if flavour != build:
@@ -127,11 +121,7 @@ def check_unsloth(infos: Mapping[str, Mapping[str, Any]], flavour: str) -> None:
 
 
 def conda_lock(path: str, folder: Path) -> str:
-    """Return the text of a conda lock; by default of conda.lock in `folder`, or empty without it.
-
-    Raises:
-        EnvironmentBuildError: the file cannot be read.
-    """
+    """Return the text of a conda lock; by default of conda.lock in `folder`, or empty without. Raises EnvironmentBuildError."""
     if not path:
         path = str(folder / CONDA_LOCK) if (folder / CONDA_LOCK).exists() else ""
     try:
@@ -193,9 +183,8 @@ def conda_packages(text: str) -> list[dict[str, str]]:
             continue
         match = CONDA_LINE.match(line)
         if not match:
-            raise EnvironmentBuildError(
-                f"python_conda_lock: line {number}: expected URL#sha256 of a package, as in conda list --explicit --sha256"
-            )
+            expected = "URL#sha256 of a package, as in conda list --explicit --sha256"
+            raise EnvironmentBuildError(f"python_conda_lock: line {number}: expected {expected}")
         found.append(match.groupdict() | {"subdir": match["url"].rsplit("/", 2)[1]})
     return found
 

@@ -23,31 +23,26 @@ def resolved(
 ) -> tuple[list[str], str]:
     """Return one line NAME==VERSION --hash=sha256:DIGEST... for each package, and the index of torch's build; empty: the configured one.
 
+    Digests of the lock in `request` replace those of the index. Raises EnvironmentBuildError: there is no solution, or an
+    index does not answer.
+
     Args:
-        request: the requirements and the lock. Digests of the lock replace those of the index.
         tag: version of the Python, such as 3.12.
-        machine: processor of the hosts.
         flavour: build of torch.
         options: fields of `trainyard.commands.role_steps.EnvironmentOptions`.
         work: folder of the controller for uv's input.
-
-    Raises:
-        EnvironmentBuildError: there is no solution, or an index does not answer.
     """
     work.mkdir(parents=True, exist_ok=True)
     pins, wanted = work / "pins.txt", work / "requirements.in"
     pins.write_text("".join(f"{line}\n" for line in request.constraints), encoding="utf-8")
     wanted.write_text("".join(f"{line}\n" for line in request.requirements), encoding="utf-8")
-    command = [
-        str(Path(sys.executable).with_name("uv")),
-        "pip",
-        "compile",
-        "--quiet",
-        "--no-header",
-        "--no-annotate",
+    command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += [
         "--no-config",
+        "--generate-hashes",
+        f"--python-version={tag}",
+        f"--python-platform={machine}-manylinux_2_28",
     ]
-    command += ["--generate-hashes", f"--python-version={tag}", f"--python-platform={machine}-manylinux_2_28"]
     command += ["--only-binary=:all:", f"--no-binary={FROM_SOURCE}", f"--constraints={pins}"]
     wheelhouse, index = options["wheelhouse"], ""
     if wheelhouse:
@@ -55,11 +50,8 @@ def resolved(
     else:
         command += [f"--default-index={options['index']}"] if options["index"] else []
         torch = any(normal_name(line) == "torch" for line in request.requirements)
-        index = (
-            f"{options['torch_index']}/{flavour}"
-            if torch and options["torch_index"] and request.packages == "standard"
-            else ""
-        )
+        if torch and options["torch_index"] and request.packages == "standard":
+            index = f"{options['torch_index']}/{flavour}"
     # Another build of torch may lie where pip looks, and a lock of its own has that of the package index.
     only = () if request.packages == "standard" else ("UV_DEFAULT_INDEX", "SSL_CERT_FILE")
     done = _run([*command, *([f"--index={index}"] if index else []), str(wanted)], only)
