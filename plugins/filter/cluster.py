@@ -10,9 +10,8 @@ from trainyard.queue.slurm_conf import SLURM_NAME
 
 def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
     """Return `{host: address at which its peers reach it}` in the order of the inventory."""
-    return {
-        host: str(hostvars[host].get("cluster_address") or hostvars[host].get("ansible_host") or host) for host in hosts
-    }
+    known = {host: hostvars[host] for host in hosts}
+    return {host: str(v.get("cluster_address") or v.get("ansible_host") or host) for host, v in known.items()}
 
 
 def inventory_problems(hostvars: Any, hosts: list[str]) -> list[str]:
@@ -48,11 +47,8 @@ def _is_address(name: str) -> bool:
 
 def peer_names(hostvars: Any, hosts: list[str]) -> dict[str, list[str]]:
     """Return the line of /etc/hosts for every host; none for a host whose name is an address."""
-    addresses = cluster_addresses(hostvars, hosts)
-    return {
-        host: [] if _is_address(host) or not _is_address(address) else [f"{address} {host}"]
-        for host, address in addresses.items()
-    }
+    entries = cluster_addresses(hostvars, hosts).items()
+    return {host: [f"{at} {host}"] if _is_address(at) and not _is_address(host) else [] for host, at in entries}
 
 
 def _public_keys(hostvars: Any, host: str, kind: str) -> list[str]:
@@ -133,11 +129,5 @@ class FilterModule:
     """Filters for the hosts of the cluster, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
-        return {
-            "cluster_addresses": cluster_addresses,
-            "inventory_problems": inventory_problems,
-            "peer_names": peer_names,
-            "peer_host_keys": peer_host_keys,
-            "peer_keys": peer_keys,
-            "host_block": host_block,
-        }
+        filters = (cluster_addresses, inventory_problems, peer_names, peer_host_keys, peer_keys, host_block)
+        return {each.__name__: each for each in filters}

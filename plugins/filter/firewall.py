@@ -21,15 +21,11 @@ def firewall_problems(
         try:
             ipaddress.ip_address(address)
         except ValueError:
-            problems.append(
-                f"cluster_address of {host} is {address!r}, expected the IP address at which its peers reach it"
-            )
+            expected = "the IP address at which its peers reach it"
+            problems.append(f"cluster_address of {host} is {address!r}, expected {expected}")
     controller = [{"port": port} for port in controller_ports]
-    for name, entries in (
-        ("firewall_openings", openings),
-        ("firewall_allow", allow),
-        ("firewall_controller_ports", controller),
-    ):
+    named = {"firewall_openings": openings, "firewall_allow": allow, "firewall_controller_ports": controller}
+    for name, entries in named.items():
         for entry in entries:
             try:
                 allow_rules(str(entry["port"]), entry.get("proto", "tcp"), str(entry.get("source", "any")), "")
@@ -61,14 +57,12 @@ def firewall_rules(
             for opening in openings
             if opening.get("proto") == "udp" and "source" not in opening
         ]
-    rules += [
-        {"port": str(port), "proto": "tcp", "source": "controller", "why": "controller"} for port in controller_ports
-    ]
+    of_controller = {"proto": "tcp", "source": "controller", "why": "controller"}
+    rules += [{"port": str(port), **of_controller} for port in controller_ports]
     for entry in [*(opening for opening in openings if "source" in opening), *allow]:
         source = {"port": str(entry["port"]), "source": str(entry.get("source", "any"))}
-        rules.append(
-            {**source, "proto": entry.get("proto", "tcp"), "why": str(entry.get("why", "")) or "firewall_allow"}
-        )
+        why = str(entry.get("why", "")) or "firewall_allow"
+        rules.append({**source, "proto": entry.get("proto", "tcp"), "why": why})
     return rules
 
 
@@ -76,7 +70,4 @@ class FilterModule:
     """Filters for firewall rules, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
-        return {
-            "firewall_problems": firewall_problems,
-            "firewall_rules": firewall_rules,
-        }
+        return {"firewall_problems": firewall_problems, "firewall_rules": firewall_rules}

@@ -9,15 +9,9 @@ from trainyard.discovery.duplicates import find_duplicates as compare
 
 
 def find_duplicates(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return `machines`, `drop`, `warnings`, `verdict` and the `lines` to print.
-
-    Args:
-        entries: entry -> `identity` and `login`, see trainyard.discovery.duplicates.
-    """
-    result = compare(
-        {name: entry["identity"] for name, entry in entries.items()},
-        {name: str(entry["login"]) for name, entry in entries.items()},
-    )
+    """Return `machines`, `drop`, `warnings`, `verdict` and the `lines` to print. `entries`: `identity` and `login` of each."""
+    logins = {name: str(entry["login"]) for name, entry in entries.items()}
+    result = compare({name: entry["identity"] for name, entry in entries.items()}, logins)
     lines = [f"remove {name}: it is the same machine as {kept} ({why})" for name, (kept, why) in result.drop.items()]
     return {**asdict(result), "lines": [*lines, *result.warnings, result.verdict]}
 

@@ -11,13 +11,11 @@ NAMES = ("netplan_address", "netplan_gateway", "netplan_dns", "netplan_mtu", "ne
 
 def netplan_problems(hostvars: Any, hosts: list[str]) -> list[str]:
     """Return one line for each error in the `netplan_*` variables of all hosts of the cluster."""
-    return address_errors(
-        {
-            host: {name: hostvars[host][name] for name in NAMES if name in hostvars[host]}
-            | {"current": str(hostvars[host].get("ansible_host", ""))}
-            for host in hosts
-        }
-    )
+    settings = {}
+    for host in hosts:
+        settings[host] = {name: hostvars[host][name] for name in NAMES if name in hostvars[host]}
+        settings[host]["current"] = str(hostvars[host].get("ansible_host", ""))
+    return address_errors(settings)
 
 
 class FilterModule:

@@ -14,20 +14,16 @@ ANOTHER = "has a configuration of Slurm that trainyard did not write (/etc/slurm
 
 
 def _facts(hostvars: Any, addresses: dict[str, str]) -> dict[str, Any]:
-    return {
-        host: hostvars[host]["__queue_info"]
-        for host in addresses
-        if "hostname" in hostvars[host].get("__queue_info", {})
-    }
+    found = {host: hostvars[host].get("__queue_info", {}) for host in addresses}
+    return {host: facts for host, facts in found.items() if "hostname" in facts}
 
 
 def queue_problems(hostvars: Any, addresses: dict[str, str], controller: str) -> list[str]:
     """Return one line for each reason why the hosts cannot form one Slurm cluster."""
     facts = _facts(hostvars, addresses)
     if missing := [host for host in addresses if host not in facts]:
-        return [
-            f"the queue needs facts of all hosts, {', '.join(missing)} did not report: run site.yml without --limit"
-        ]
+        what = f"the queue needs facts of all hosts, {', '.join(missing)} did not report"
+        return [f"{what}: run site.yml without --limit"]
     problems = [f"{host} {ANOTHER}" for host in facts if facts[host]["foreign"]]
     problems += slurm.version_problems({host: facts[host]["version"] for host in facts}, controller)
     try:

@@ -143,6 +143,7 @@ cache_connection: ~/.cache/trainyard
 cache_timeout: 60
 """
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -182,11 +183,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return super().verify_file(path) and path.endswith((".yml", ".yaml"))
 
     def parse(self, inventory: Any, loader: Any, path: str, cache: bool = True) -> None:
-        """Scan the networks and fill the inventory.
-
-        Raises:
-            AnsibleParserError: an option is invalid; the message is one line.
-        """
+        """Scan the networks and fill the inventory. Raises AnsibleParserError of one line for an invalid option."""
         super().parse(inventory, loader, path, cache)
         self._read_config_data(path)
         for group in GROUPS:
@@ -201,21 +198,10 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         self._populate(report)
 
     def _settings(self) -> Settings:
-        option = self.get_option
-        return Settings(
-            networks=tuple(map(str, option("networks"))),
-            hosts=tuple(map(str, option("hosts"))),
-            exclude=tuple(map(str, option("exclude"))),
-            interfaces=tuple(map(str, option("interface"))),
-            ports=tuple(dict.fromkeys(option("ports"))),
-            **{
-                name: option(name)
-                for name in (
-                    *("this_machine", "ipv6_neighbours", "connect_timeout", "answer_timeout", "passes"),
-                    *("second_timeout", "concurrency", "max_addresses", "verify", "ssh_port"),
-                )
-            },
-        )
+        option, names = self.get_option, [field.name for field in dataclasses.fields(Settings)]
+        values = {name: option(name) for name in names if name != "interfaces"} | {"interfaces": option("interface")}
+        words = {name: tuple(map(str, values[name])) for name in ("networks", "hosts", "exclude", "interfaces")}
+        return Settings(**values | words | {"ports": tuple(dict.fromkeys(values["ports"]))})
 
     def _report(self, path: str, use_cache: bool) -> Report:
         """Return the report of a scan, or the cached one if the options and the attached networks are the same."""
@@ -233,10 +219,10 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             except ValueError:
                 self.display.warning(f"ollama: the cache entry {key} is damaged: scanning again")
             else:
-                self._print(
-                    f"not scanned: the cached result is {time.time() - report.scanned_at:.0f} s old "
-                    f"(cache_timeout {self.get_option('cache_timeout')} s) and may be outdated; to scan, use --flush-cache"
+                age = (
+                    f"{time.time() - report.scanned_at:.0f} s old (cache_timeout {self.get_option('cache_timeout')} s)"
                 )
+                self._print(f"not scanned: the cached result is {age} and may be outdated; to scan, use --flush-cache")
                 return report
         report = discover(settings, self.declared.ssh_ports)
         self._cache[key] = report.model_dump(mode="json")
@@ -263,10 +249,9 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             untrusted.append((hosts[0], trust))
             if not declared:
                 self.inventory.add_child("untrusted", hosts[0])
-        missing = self.declared.cluster_size() - sum(
-            any(self.declared.in_cluster(h) for h in self.declared.hosts_of(m, report.own_addresses))
-            for m in report.machines
-        )
+        found = [self.declared.hosts_of(machine, report.own_addresses) for machine in report.machines]
+        seen = sum(any(map(self.declared.in_cluster, hosts)) for hosts in found)
+        missing = len(self.declared.cluster) - seen
         self._assign_roles(ready)
         self._construct(trusted)
         self._print_report(report, untrusted, missing)
@@ -293,7 +278,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
     def _assign_roles(self, ready: list[str]) -> None:
         """Assign hosts to `head` and `workers`: declared hosts first, then the others by address."""
         cluster = self.inventory.groups["cluster"]
-        unassigned = [h.name for h in cluster.get_hosts() if not self.declared.has_role(h.name)] + ready
+        unassigned = [h.name for h in cluster.get_hosts() if h.name not in self.declared.with_role] + ready
         if unassigned and not self.inventory.groups["head"].get_hosts():
             head = self._head(unassigned)
             unassigned.remove(head)
@@ -330,10 +315,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
     def _print_report(self, report: Report, untrusted: list[tuple[str, Trust]], missing: int) -> None:
         """Print what was found and what the user can do, and keep the summary as the variable `discovered_scan`.
 
-        Args:
-            report: the scan.
-            untrusted: machines whose host key has not been accepted, with their inventory names.
-            missing: how many declared hosts of the cluster the scan did not find.
+        `untrusted`: inventory names of machines whose host key has not been accepted. `missing`: how many declared hosts
+        of the cluster the scan did not find.
         """
         ready = len(report.machines) - len(untrusted)
         conclusion = verdict(len(report.machines), ready, missing)
@@ -395,30 +378,21 @@ class Declared:
                 if port.isdecimal():
                     self.ssh_ports[address] = int(port)
         # The groups before this plugin adds hosts to them.
-        self._cluster = [h.name for h in inventory.groups["cluster"].get_hosts()]
-        self._roles = {h.name for g in ("head", "workers", "untrusted") for h in inventory.groups[g].get_hosts()}
+        self.cluster = [h.name for h in inventory.groups["cluster"].get_hosts()]
+        self.with_role = {h.name for g in ("head", "workers", "untrusted") for h in inventory.groups[g].get_hosts()}
 
     def hosts_of(self, machine: Machine, own_addresses: tuple[str, ...]) -> list[str]:
         """Return the declared hosts that are this machine. One machine may be declared as several hosts."""
         found = [h for address in machine.addresses for h in self._hosts.get(address, [])]
         if machine.local:
             found += self._local
-            found += [
-                h for a, hosts in self._hosts.items() if a.startswith("127.") or a in own_addresses for h in hosts
-            ]
+            own = [a for a in self._hosts if a.startswith("127.") or a in own_addresses]
+            found += [h for address in own for h in self._hosts[address]]
         return list(dict.fromkeys(found))
 
     def in_cluster(self, host: str) -> bool:
         """Return whether the host was declared as a part of the cluster, or as untrusted."""
-        return host in self._cluster or host in self._roles
-
-    def has_role(self, host: str) -> bool:
-        """Return whether the host was declared in `head`, `workers` or `untrusted`."""
-        return host in self._roles
-
-    def cluster_size(self) -> int:
-        """Return how many hosts of the cluster were declared."""
-        return len(self._cluster)
+        return host in self.cluster or host in self.with_role
 
 
 def _login_address(machine: Machine, report: Report) -> str:

@@ -16,7 +16,7 @@ from trainer.spec import make_spec
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.session import RunSession
 from trainyard.run.types import PartEnd, Report, StepResult
-from trainyard.wire.connection import FanOut, Host, HostConnection
+from trainyard.wire.connection import Host, HostConnection, call_hosts
 from trainyard.wire.replies import ReplyError, checked_reply, untrusted_json
 from trainyard.wire.run_errors import RunError
 
@@ -28,15 +28,8 @@ EVIDENCE = 20  # lines about a failure, such as the end of a log
 LABEL_LIMIT = 40  # characters of a device in the table
 HEAD = ["host", "device", "ranks", "steps/s", "tokens/s", "loss", "memory peak", "speed"]
 # The default run of the check.
-DEFAULTS = {
-    "model": TINY,
-    "max_steps": STEPS,
-    "seq_length": 128,
-    "total_batch_size": 16,
-    "eval_split": 0,
-    "checkpoint_interval": 0,
-    "loggers": "none",
-}
+DEFAULTS = {"model": TINY, "max_steps": STEPS, "seq_length": 128, "total_batch_size": 16, "eval_split": 0}
+DEFAULTS |= {"checkpoint_interval": 0, "loggers": "none"}
 _MEASURED = ("error", "device", "ranks", "steps_per_second", "tokens_per_second", "loss", "memory_gb")
 _NO_LAUNCH = {"head": "", "min_nodes": 0, "elastic": False, "render_only": False, "collect_to": ""}
 
@@ -153,15 +146,9 @@ def _finish(one: HostCheck) -> None:
 def _measure(checks: Sequence[HostCheck]) -> None:
     """Read the metrics of the hosts, and set their measurements, or `error`."""
     plans = {one.host.name: one.session.state.plan[0] for one in checks}
-    requests = {
-        one.host.name: functools.partial(
-            one.session.connect(one.host.name).call,
-            "read_files",
-            {"run_dir": plans[one.host.name].run_dir, "text": ["metrics.jsonl"]},
-        )
-        for one in checks
-    }
-    asked = FanOut(requests).wait(READ_LIMIT)
+    connections = {one.host.name: one.session.connect(one.host.name) for one in checks}
+    requests = {name: {"run_dir": plans[name].run_dir, "text": ["metrics.jsonl"]} for name in connections}
+    asked = call_hosts(connections.__getitem__, "read_files", requests).wait(READ_LIMIT)
     for one in checks:
         name, entry = one.host.name, plans[one.host.name]
         one.error = asked.errors.get(name, "")
@@ -184,10 +171,9 @@ def read_metrics(one: HostCheck, text: str) -> str:
     except ReplyError as error:
         return str(error)
     later = [
-        (speed, max(1, record.get("tokens") or 0))
-        for record in records[len(records) // 2 :]
-        if (speed := record.get("tokens_per_second"))
+        (record.get("tokens_per_second"), max(1, record.get("tokens") or 0)) for record in records[len(records) // 2 :]
     ]
+    later = [(speed, tokens) for speed, tokens in later if speed]
     if not later:
         return "has no metrics"
     one.tokens_per_second = statistics.median(speed for speed, _ in later)
@@ -204,18 +190,11 @@ def result_table(checks: Sequence[HostCheck]) -> list[str]:
         if one.error:
             rows.append([one.host.name, one.device, *["-"] * (len(HEAD) - 3), "failed"])
             continue
-        rows.append(
-            [
-                one.host.name,
-                one.device,
-                str(one.ranks),
-                f"{one.steps_per_second:.2f}",
-                f"{one.tokens_per_second:.0f}",
-                "-" if one.loss is None else f"{one.loss:.4f}",
-                "-" if one.memory_gb is None else f"{one.memory_gb:.2f} GB",
-                f"{one.tokens_per_second / fastest:.0%}",
-            ]
-        )
+        speeds = [f"{one.steps_per_second:.2f}", f"{one.tokens_per_second:.0f}"]
+        loss = "-" if one.loss is None else f"{one.loss:.4f}"
+        memory = "-" if one.memory_gb is None else f"{one.memory_gb:.2f} GB"
+        share = f"{one.tokens_per_second / fastest:.0%}"
+        rows.append([one.host.name, one.device, str(one.ranks), *speeds, loss, memory, share])
     return table(rows)
 
 
@@ -233,10 +212,9 @@ def verdict(checks: Sequence[HostCheck]) -> list[str]:
         different = [one for one in done if one.loss is None or abs(one.loss - usual) > TOLERANCE * abs(usual)]
         for one in different:
             shown = "no loss" if one.loss is None else f"loss {one.loss:.4f}"
-            lines.append(
-                f"warning: {one.host.name}: {shown} after the same steps, the other hosts have {usual:.4f}: "
-                "compare its packages and precision, and test its memory and GPU"
-            )
+            what = f"{shown} after the same steps, the other hosts have {usual:.4f}"
+            remedy = "compare its packages and precision, and test its memory and GPU"
+            lines.append(f"warning: {one.host.name}: {what}: {remedy}")
         if not different:
             lines.append(f"the losses of {len(done)} hosts are equal within {TOLERANCE:.0%}")
     return lines + [f"failed: {one.host.name}: {one.error}" for one in checks if one.error]

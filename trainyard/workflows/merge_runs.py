@@ -64,9 +64,8 @@ def make_merge_options(values: Mapping[str, Any]) -> MergeOptions:
     options = MergeOptions.from_variables(values, "merge")
     runs = options.runs
     if wrong := [name for name in runs if not _RUN.fullmatch(name)]:
-        raise UserError(
-            f"merge: runs: {quoted(wrong[0])} is not the name of a run; {front_end.command('status')} lists the runs"
-        )
+        listed = f"{front_end.command('status')} lists the runs"
+        raise UserError(f"merge: runs: {quoted(wrong[0])} is not the name of a run; {listed}")
     if len(set(runs)) < len(runs) or options.run in runs:
         raise UserError("merge: runs: name each run once, and give the result another name with run=")
     if options.weights and len(options.weights) != len(runs):
@@ -118,23 +117,10 @@ def merge_runs(
                 _send_part(connection, Path(aside) / run, f"{target.data_dir}/runs", f"{options.run}/parts/{run}")
                 parts.append({"run": run, "folder": f"{folder}/parts/{run}"})
             files = [trainer := trainer_file(home / ".trainyard")]
-            copy_to_hosts(
-                [copy_entry(target)],
-                files,
-                lambda name: connect(by_name[name]),
-                secrets.token_hex(8),
-                transfer=launch.transfer,
-            )
-        values = {
-            "parts": parts,
-            "method": options.method,
-            "weights": list(options.weights),
-            "density": options.density,
-            "target": folder,
-            "store": f"{target.data_dir}/store",
-            "prompts": prompts,
-            "max_tokens": options.max_tokens,
-        }
+            how = ([copy_entry(target)], files, lambda name: connect(by_name[name]), secrets.token_hex(8))
+            copy_to_hosts(*how, transfer=launch.transfer)
+        values = options.model_dump(include={"method", "weights", "density", "max_tokens"})
+        values |= {"parts": parts, "target": folder, "store": f"{target.data_dir}/store", "prompts": prompts}
         request = apart_request(target, trainer, folder, values, MERGE_LIMIT)
         request["reads"] = [part["folder"] for part in parts]
         result = in_time(connection, lambda: connection.call("merge", request), MERGE_LIMIT)
@@ -172,26 +158,16 @@ def _send_part(connection: HostConnection, folder: Path, runs: str, target: str)
 
 def merge_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:
     """Return the result as readable text."""
-    equal = [
-        [options.runs[number] for number in group if number < len(options.runs)] for group in result.get("equal", [])
-    ]
-    warnings = [
-        f"WARNING: {', '.join(group)} have the same weights: the merge gains nothing from them; train them with different "
-        "seeds (distillation: students=N) or data (student_data)"
-        for group in equal
-    ]
-    return warnings + _result_lines(options, result, host)
-
-
-def _result_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -> list[str]:
+    why = "the merge gains nothing from them; train them with different seeds (distillation: students=N)"
+    warnings = []
+    for group in result.get("equal", []):
+        equal = ", ".join(options.runs[number] for number in group if number < len(options.runs))
+        warnings.append(f"WARNING: {equal} have the same weights: {why} or data (student_data)")
+    count = len(options.runs)
     if options.method == "vote":
-        lines = [
-            f"{result['answers']} prompts answered by {len(options.runs)} runs, {result['unanimous']} unanimously: "
-            f"{result['path']} on {host}"
-        ]
-        for answer in result["first"]:
-            lines.append(f"  {answer['votes']} of {len(options.runs)}  {printable(answer['text'], 100)}")
-        return lines
+        asked = f"{result['answers']} prompts answered by {count} runs, {result['unanimous']} unanimously"
+        votes = [f"  {each['votes']} of {count}  {printable(each['text'], 100)}" for each in result["first"]]
+        return [*warnings, f"{asked}: {result['path']} on {host}", *votes]
     rows = [["", "held-out loss"], ["base", _loss(result.get("base_loss"))]]
     # The names are those of the user, not those of the host's reply.
     rows += [[run, _loss(part["eval_loss"])] for run, part in zip(options.runs, result.get("parts", []), strict=False)]
@@ -199,6 +175,7 @@ def _result_lines(options: MergeOptions, result: Mapping[str, Any], host: str) -
     kind = "adapter" if result.get("adapter") else "model"
     rank = f" of rank {result['rank']}" if result.get("rank") else ""
     return [
+        *warnings,
         f"merged {len(options.runs)} runs by {options.method}; losses on the held-out samples of {options.runs[0]}:",
         *(f"  {line}" for line in table(rows)),
         f"  {kind}{rank}: {result.get(kind, '')} on {host}",

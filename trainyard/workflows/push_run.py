@@ -162,11 +162,8 @@ def _upload(folder: Path, options: PushOptions, token: str) -> str:
         raise RunError("push: HF_HUB_OFFLINE is set: unset it") from None
     except HfHubHTTPError as error:
         code = error.response.status_code if error.response is not None else "none"
-        raise RunError(
-            f"push: the hub refuses {options.push} (status {code}): check the name and the rights of the token"
-        ) from None
-    except (
-        Exception
-    ) as error:  # of the HTTP library of huggingface_hub, which depends on its version; or a refused name
+        what = f"the hub refuses {options.push} (status {code})"
+        raise RunError(f"push: {what}: check the name and the rights of the token") from None
+    except Exception as error:  # of the HTTP library of huggingface_hub, or a refused name
         raise RunError(f"push: {options.push}: {printable(error, 300)}") from None
     return str(url)
