@@ -85,8 +85,8 @@ def gpus() -> list[str]:
 
 def main() -> None:
     module = AnsibleModule(argument_spec=argument_spec(DOCUMENTATION), supports_check_mode=True)
-    identity = {"boot_id": read("/proc/sys/kernel/random/boot_id"), "machine_id": read("/etc/machine-id")}
-    identity |= {"host_keys": host_keys(), "links": links(module), "gpus": gpus()}
+    files = {"boot_id": read("/proc/sys/kernel/random/boot_id"), "machine_id": read("/etc/machine-id")}
+    identity = {**files, "host_keys": host_keys(), "links": links(module), "gpus": gpus()}
     module.exit_json(changed=False, identity=identity)
 
 

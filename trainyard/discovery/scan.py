@@ -169,8 +169,14 @@ async def ask(
     if wrong:  # raised inside the block, it would be an exception group in Python 3.11
         raise wrong
     (found, took), (listed, left_out) = results[0].result(), results[1].result()
-    of_server = {"version": found, "models": tuple(listed), "loaded": tuple(results[2].result())}
-    server = replies.Server(**target._asdict(), **of_server, response_ms=round(took * 1000, 1))
+    server = replies.Server(
+        address=target.address,
+        port=target.port,
+        version=found,
+        models=tuple(listed),
+        loaded=tuple(results[2].result()),
+        response_ms=round(took * 1000, 1),
+    )
     return Answer(server, left_out)
 
 
