@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainyard.queue.slurm_lease import AGAIN, ASKED_FOR
+from trainyard.queue.lease_step import AGAIN
+from trainyard.queue.slurm_lease import ASKED_FOR
 
 _SQUEUE = (
     'test -e "{folder}/down" && {{ echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; }}\n'

@@ -298,7 +298,7 @@ def test_a_run_on_other_hosts_keeps_what_its_first_ones_decided(world: World, tm
             started.append(self.state.prepared.spec)
 
     monkeypatch.setattr(module, "RunSession", Session)
-    monkeypatch.setattr(module.Driver, "carry", lambda self, hosts: None)
+    monkeypatch.setattr(module.CheckpointCopy, "carry", lambda *_: None)
     driver = module.Driver(tmp_path)
     FOLLOW(driver, SimpleNamespace(lost=dict), driver.session.hosts)
     assert (started[0].precision, started[0].batch_size, started[0].automatic) == ("bf16-mixed", 2, ())

@@ -24,6 +24,7 @@ from trainer.config import RunSpec
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import SupervisorError, check_lease, is_locked, read_json, write_json
 from trainer.supervise.start import check_idle
+from trainyard.queue import lease_step
 from trainyard.queue import queue_service as service
 from trainyard.queue import slurm_lease as lease
 from trainyard.queue.run_folder import QueuedStart, program_archive, read_session
@@ -136,14 +137,14 @@ def test_the_driver_ends_a_lease_with_its_exit_code(step: subprocess.Popen[bytes
     told = ask(tmp_path)
     assert abs(float(str(told.pop("time"))) - time.time()) < 60 and told == found
     check_lease(str(tmp_path / "leases/7"))
-    ask(tmp_path, end=lease.FINISHED, restart=2)  # an order for an earlier allocation has no effect
+    ask(tmp_path, end=lease_step.FINISHED, restart=2)  # an order for an earlier allocation has no effect
     ask(
-        tmp_path, end=lease.FINISHED, restart=3, run_dir=f"{tmp_path}/runs/other"
+        tmp_path, end=lease_step.FINISHED, restart=3, run_dir=f"{tmp_path}/runs/other"
     )  # nor for an earlier job of this number
     with pytest.raises(subprocess.TimeoutExpired):
         step.wait(0.4)
-    ask(tmp_path, end=lease.FINISHED, restart=3)
-    assert step.wait(10) == lease.FINISHED
+    ask(tmp_path, end=lease_step.FINISHED, restart=3)
+    assert step.wait(10) == lease_step.FINISHED
     assert ask(tmp_path)["held"] is False
     with pytest.raises(SupervisorError, match="the lease of this host has ended"):
         check_lease(str(tmp_path / "leases/7"))
@@ -158,12 +159,12 @@ def test_sigterm_asks_for_a_checkpoint_and_waits_for_the_ranks(step: subprocess.
         wait_for((run_dir / "stop").exists)
         wait_for(lambda: ask(tmp_path)["ending"])
         assert step.poll() is None and ask(tmp_path)["held"]
-    assert step.wait(10) == lease.AGAIN
+    assert step.wait(10) == lease_step.AGAIN
 
 
 def test_a_lease_without_ranks_ends_at_once(step: subprocess.Popen[bytes], tmp_path: Path) -> None:
     step.terminate()
-    assert step.wait(10) == lease.AGAIN and not (tmp_path / "runs/r/stop").exists()
+    assert step.wait(10) == lease_step.AGAIN and not (tmp_path / "runs/r/stop").exists()
 
 
 def test_leased_runs_share_processors_but_no_gpu(tmp_path: Path) -> None:
