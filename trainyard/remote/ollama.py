@@ -107,9 +107,8 @@ def _machine_server(client: OllamaClient) -> str:
     except OSError:
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return (
-        f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {_listener(family, str(address[0]), client.port)}{url.path}"
-    )
+    listener = _listener(family, str(address[0]), client.port)
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {listener}{url.path}"
 
 
 def _listener(family: int, address: str, port: int) -> str:
