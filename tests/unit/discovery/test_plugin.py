@@ -158,6 +158,7 @@ def test_known_and_unknown_machines(net):
         "parameters": "494.03M",
         "quantisation": "Q4_K_M",
         "modified_at": qwen["modified_at"],
+        "remote": "",
     }
     assert "4 machines found, 3 ready: distributed training is possible" in done.stderr
     assert afterwards["workers"]["hosts"] == ["10.50.0.2", "10.50.0.9", "10.50.0.10"]
