@@ -146,7 +146,7 @@ def test_what_is_kept_of_each_file(tmp_path: Path) -> None:
 
 
 def test_limits_of_size_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = kept.keep_evaluation(tmp_path, result(2000, "\N{GRINNING FACE}" * 20_000))
+    path = kept.keep_evaluation(tmp_path, result(2000, "\N{GRINNING FACE}" * 2_500))
     assert path.stat().st_size < kept.LIMIT
     [found] = kept.kept_evaluations(path.parent).values()
     for file in found.files:

@@ -17,8 +17,8 @@ _NUMBER = re.compile(r"[-+]?(?:[1-9]\d{0,2}([,' _])\d{3}(?:\1\d{3})*|\d+)?(?:\.\
 
 def plain(text: str) -> str:
     """Return a text in which each character has one form, such as the digits of full width, spaces and minus; superscripts stay."""
-    if text.isascii():
-        return text
+    if unicodedata.is_normalized("NFKC", text):  # so is each of its characters
+        return text if text.isascii() else text.translate(_SAME)
     parts = (
         each if unicodedata.decomposition(each).startswith(_KEPT) else unicodedata.normalize("NFKC", each)
         for each in unicodedata.normalize("NFC", text)

@@ -144,18 +144,19 @@ def judge(question: Question, text: str) -> Verdict:
     text = text[:MAX_TEXT]
     exact = contained = None
     negated = bool(_NEGATION.search(plain(question.text).casefold()))
+    said = plain(text).casefold()
+    words = _words(said)
     if question.answer:
-        found, wanted = ([word for word, _, _ in _words(plain(each).casefold())] for each in (text, question.answer))
-        exact = found == wanted if wanted else text.strip() == question.answer
-        contained = _position(text, question.answer, negated) is not None
+        wanted = [word for word, _, _ in _words(plain(question.answer).casefold())]
+        exact = [word for word, _, _ in words] == wanted if wanted else text.strip() == question.answer
+        contained = _position(said, words, question.answer, negated) is not None
     if question.pattern:
         return Verdict(bool(question.pattern.search(text)), exact, contained)
     if question.choices:
-        places = {each: _position(text, each, negated) for each in question.choices}
+        places = {each: _position(said, words, each, negated) for each in question.choices}
         named = [(place, -len(each), each) for each, place in places.items() if place is not None]
-        return Verdict(
-            bool(named) and min(named)[2] == question.answer, exact, contained
-        )  # the longest of those at one place
+        # The longest of those at one place.
+        return Verdict(bool(named) and min(named)[2] == question.answer, exact, contained)
     return Verdict(bool(contained), exact, contained)
 
 
@@ -192,10 +193,10 @@ def _words(text: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def _position(text: str, part: str, negated: bool) -> int | None:
-    """Return where `text` has the words of `part` and does not deny them, unless the question is `negated`; None if it does not."""
-    text, part = (plain(each).casefold().strip() for each in (text, part))
-    wanted, words = [word for word, _, _ in _words(part)], _words(text)
+def _position(text: str, words: list[tuple[str, int, int]], part: str, negated: bool) -> int | None:
+    """Return where `text`, with its `words`, has those of `part` and does not deny them, unless the question is `negated`; or None."""
+    part = plain(part).casefold().strip()
+    wanted = [word for word, _, _ in _words(part)]
     places: Iterable[tuple[int, int]]
     if not wanted or re.search(f"[{_SCRIPTS}]", part):
         edges = [r"(?<![\d.,-])" if part[:1].isdecimal() else "", r"(?![.,]?\d)" if part[-1:].isdecimal() else ""]

@@ -91,9 +91,9 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     return max(0.0, (centre - spread) / (1 + square / total)), min(1.0, (centre + spread) / (1 + square / total))
 
 
-def score(questions: Sequence[Question], answers: Sequence[Answered | None]) -> Score:
-    """Return the score of one subject."""
-    verdicts = [verdict for verdict in verdicts_of(questions, answers) if verdict]
+def score(answers: Sequence[Answered | None], found: Sequence[Verdict | None]) -> Score:
+    """Return the score of one subject, from the verdicts on its answers."""
+    verdicts = [verdict for verdict in found if verdict]
     given = [answer for answer in answers if answer]
     weights = [(answer.loss, answer.loss_tokens) for answer in given if answer.loss is not None]
     total = sum(tokens for _, tokens in weights)
@@ -141,13 +141,13 @@ def summarise(questions: Sequence[Question], reports: Sequence[Report], show: in
     files = list(dict.fromkeys(question.file for question in questions))
     scores: dict[str, list[dict[str, Any]]] = {}
     lines = []
+    verdicts = [verdicts_of(questions, report.answers) for report in reports]
     for file in files:
         places = [place for place, question in enumerate(questions) if question.file == file]
-        chosen = [questions[place] for place in places]
-        found = [score(chosen, [report.answers[place] for place in places]) for report in reports]
+        judged = zip(reports, verdicts, strict=True)
+        found = [score([report.answers[n] for n in places], [each[n] for n in places]) for report, each in judged]
         scores[file] = [{"subject": report.subject} | asdict(each) for report, each in zip(reports, found, strict=True)]
-        lines += [f"{file}: {counted(len(chosen), 'question')}", *_score_table(reports, found), ""]
-    verdicts = [verdicts_of(questions, report.answers) for report in reports]
+        lines += [f"{file}: {counted(len(places), 'question')}", *_score_table(reports, found), ""]
     changes = [_change(questions, reports, verdicts, number) for number in range(1, len(reports))]
     lines += [_change_line(change) for change in changes]
     changed = {place for change in changes for place in change["gained"] + change["lost"]}
