@@ -9,15 +9,12 @@ from collections.abc import Callable, Sequence
 def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
     """Return the lines of a text table whose columns are two spaces apart.
 
+    Returns one line per row, without trailing spaces; an empty list for no rows. Raises ValueError: a row has more or
+    fewer cells than the first one.
+
     Args:
         rows: cells of every row; the first row is the header. All rows have the same number of cells.
         right: align all columns to the right instead of to the left.
-
-    Returns:
-        One line per row, without trailing spaces; an empty list for no rows.
-
-    Raises:
-        ValueError: a row has more or fewer cells than the first one.
     """
     if not rows:
         return []

@@ -111,19 +111,15 @@ def resolve_aliases(
 ) -> tuple[dict[str, Any], list[str]]:
     """Replace other names (``path_model``, ``hv.local_steps``) by field names, and convert their values.
 
-    Any of OpenDiLoCo's names ``hv.*`` implies ``strategy: diloco`` unless a strategy is set.
+    Any of OpenDiLoCo's names ``hv.*`` implies ``strategy: diloco`` unless a strategy is set. Returns the values with
+    field names, and a note for what a name implies. Unknown names stay as they are. Raises UserError: a value that
+    cannot be converted, a removed field, or two names of one field with different values.
 
     Args:
         values: names and values of one source (a file, the flags).
         defaults: values that `values` override.
         source: the source, for error messages.
         ranks: number of ranks of the run, if it is known.
-
-    Returns:
-        The values with field names, and a note for what a name implies. Unknown names stay as they are.
-
-    Raises:
-        UserError: a value that cannot be converted, a removed field, or two names of one field with different values.
     """
     if values.keys() <= FIELDS.keys():
         return dict(values), []

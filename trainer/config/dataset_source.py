@@ -65,20 +65,18 @@ class DatasetSource(BaseModel):
     """One dataset of a run.
 
     Attributes:
-        path: a file, a folder or a hub id.
         weight: how many times an epoch uses each sample: 2 uses each twice, 0.3 uses 30 % of the samples.
         split, config: of a hub dataset or a folder; empty: `dataset_split` and `dataset_config` of the run.
-        columns: names of a shape and the columns that have these meanings; empty: `columns` of the run.
         ignore_keys: keys of records and messages that the run ignores; empty: those in `keep_going` of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    path: str = Field(min_length=1)
+    path: str = Field(min_length=1)  # a file, a folder or a hub id
     weight: float = Field(1.0, gt=0, le=MAX_WEIGHT, allow_inf_nan=False)
     split: str = ""
     config: str = ""
-    columns: Columns = {}
+    columns: Columns = {}  # names of a shape and the columns that have these meanings; empty: `columns` of the run
     ignore_keys: Words = ()
 
 

@@ -38,20 +38,17 @@ class RewardSource(BaseModel):
     Attributes:
         use: the path of a Python file, each of whose functions that begin with ``reward`` is a reward, or a name of BUILT_IN.
         weight: the factor of its rewards in the sum.
-        column: exact: the column of the dataset with the right answer.
-        pattern: regex: the pattern that must occur in the completion.
         limit: length: the number of characters up to which the reward is 1; it falls to 0 at twice as many.
-        json_schema: json: what the completion must match; empty: any JSON.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     use: str = Field(min_length=1)
     weight: float = Field(default=1.0, ge=-MAX_WEIGHT, le=MAX_WEIGHT, allow_inf_nan=False)
-    column: str = ""
-    pattern: str = ""
+    column: str = ""  # exact: the column of the dataset with the right answer
+    pattern: str = ""  # regex: the pattern that must occur in the completion
     limit: int = Field(default=0, ge=0, le=10**9)
-    json_schema: dict[str, Any] = {}
+    json_schema: dict[str, Any] = {}  # json: what the completion must match; empty: any JSON
 
     @field_validator("use")
     @classmethod

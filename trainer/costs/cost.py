@@ -18,16 +18,13 @@ class Layout:
     """The placement of ranks on hosts.
 
     Attributes:
-        processes: number of ranks of every host, in rank order.
         rooms: bytes that every rank has for tensors, in rank order; None: unknown. Empty: unknown for all.
-        host_rooms: the same for host memory, for ranks on GPUs.
-        speeds: speed of every rank in relation to others, in rank order. Empty: 1 for all.
     """
 
-    processes: tuple[int, ...]
+    processes: tuple[int, ...]  # number of ranks of every host, in rank order
     rooms: tuple[float | None, ...] = ()
-    host_rooms: tuple[float | None, ...] = ()
-    speeds: tuple[float, ...] = ()
+    host_rooms: tuple[float | None, ...] = ()  # the same for host memory, for ranks on GPUs
+    speeds: tuple[float, ...] = ()  # speed of every rank in relation to others, in rank order. Empty: 1 for all.
 
     @property
     def world(self) -> int:

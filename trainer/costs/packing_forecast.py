@@ -52,9 +52,7 @@ def may_pack(spec: RunSpec) -> bool:
 def step_lines(spec: RunSpec, samples: int, rows: int, about: str = "") -> list[str]:
     """Return the number of steps of a run and what is in one, and what a user must know about them.
 
-    Args:
-        samples, rows: of an epoch.
-        about: before numbers that are estimates.
+    `samples, rows`: of an epoch. `about`: before numbers that are estimates.
     """
     size, epochs, rows = spec.samples_per_step, float(spec.epochs), max(1, rows)
     steps = spec.max_steps or math.ceil(rows * epochs / size)

@@ -20,16 +20,13 @@ class Dropped:
     """What was kept of a dataset, and what was not.
 
     Attributes:
-        what: what is counted, in the plural, such as `samples`.
-        kept: number of those that are trained.
         reasons: number of the rest by the reason, a few words that follow the number.
-        remedy: what to do, an imperative.
     """
 
-    what: str
-    kept: int
+    what: str  # what is counted, in the plural, such as `samples`
+    kept: int  # number of those that are trained
     reasons: Mapping[str, int] = field(default_factory=dict)
-    remedy: str = ""
+    remedy: str = ""  # what to do, an imperative
 
     @property
     def lost(self) -> int:
@@ -63,25 +60,18 @@ class DataReport:
     """What became of the samples of a dataset.
 
     Attributes:
-        samples: all samples that were read.
-        answers: answers with loss; a text counts as one.
-        tokens: tokens with loss.
-        truncated: samples that were cut at seq_length, whether or not they were dropped.
-        dropped: the number of samples that were left out, by reason.
         notes: the number of samples that the chat template changes, by what it changes.
-        unread: further samples that were not read, because that would have taken too long.
-        texts: samples that are plain text, or a prompt and a completion as text.
         kept_tokens, lost_tokens: all tokens that are in rows, and those beyond seq_length or of samples that were left out.
     """
 
-    samples: int = 0
-    answers: int = 0
-    tokens: int = 0
-    truncated: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    samples: int = 0  # all samples that were read
+    answers: int = 0  # answers with loss; a text counts as one
+    tokens: int = 0  # tokens with loss
+    truncated: int = 0  # samples that were cut at seq_length, whether or not they were dropped
+    dropped: Mapping[str, int] = field(default_factory=dict)  # the number of samples that were left out, by reason
     notes: Mapping[str, int] = field(default_factory=dict)
-    unread: int = 0
-    texts: int = 0
+    unread: int = 0  # further samples that were not read, because that would have taken too long
+    texts: int = 0  # samples that are plain text, or a prompt and a completion as text
     kept_tokens: int = 0
     lost_tokens: int = 0
 

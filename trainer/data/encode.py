@@ -36,23 +36,14 @@ _FORMAT = 4  # version of the cached encoding: increment it when the encoding of
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded sample, not truncated.
+    """An encoded sample, not truncated."""
 
-    Attributes:
-        ids: its tokens.
-        answered: which of them belong to an answer with loss, of equal length.
-        notes: what the chat template changes.
-        rejected: the rejected sequence of a pair, of which this is the chosen one.
-        desirable: the label of the answer.
-        is_text: whether all of it is a text, which is cut into rows where it is longer than one.
-    """
-
-    ids: list[int]
-    answered: list[bool]
-    notes: tuple[str, ...] = ()
-    rejected: "Encoded | None" = None
-    desirable: bool | None = None
-    is_text: bool = False
+    ids: list[int]  # its tokens
+    answered: list[bool]  # which of them belong to an answer with loss, of equal length
+    notes: tuple[str, ...] = ()  # what the chat template changes
+    rejected: "Encoded | None" = None  # the rejected sequence of a pair, of which this is the chosen one
+    desirable: bool | None = None  # the label of the answer
+    is_text: bool = False  # whether all of it is a text, which is cut into rows where it is longer than one
 
     def count_answers(self, mask: Sequence[bool]) -> int:
         """Return the number of answers that have a token with loss. `mask`: the loss mask of the tokens that are kept."""
@@ -70,22 +61,16 @@ class Fitted:
 
     Attributes:
         ids, trained: its tokens within seq_length, and which of them carry loss.
-        answers: number of answers with loss.
-        truncated: number of further tokens.
-        dropped: why the sample is left out; empty if it is not.
-        notes: what the chat template changes.
-        rejected: the rejected sequence of a pair; `dropped` is that of the pair.
-        desirable: the label of the answer.
     """
 
     ids: list[int]
     trained: list[bool]
-    answers: int
-    truncated: int = 0
-    dropped: str = ""
-    notes: tuple[str, ...] = ()
-    rejected: "Fitted | None" = None
-    desirable: bool | None = None
+    answers: int  # number of answers with loss
+    truncated: int = 0  # number of further tokens
+    dropped: str = ""  # why the sample is left out; empty if it is not
+    notes: tuple[str, ...] = ()  # what the chat template changes
+    rejected: "Fitted | None" = None  # the rejected sequence of a pair; `dropped` is that of the pair
+    desirable: bool | None = None  # the label of the answer
 
     @property
     def report(self) -> DataReport:
@@ -142,15 +127,12 @@ class Encoder:
 
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any, date: datetime.date | None = None, rows: int | None = None) -> "Encoder":
-        """Return the encoder of a run.
+        """Return the encoder of a run. Raises UserError: the chat template is not valid.
 
         Args:
             tokenizer: as for the class.
             date: the date of the run, for templates that print one; None for that of the spec, or today.
             rows: as for the class.
-
-        Raises:
-            UserError: the chat template is not valid.
         """
         return cls(
             tokenizer,
@@ -404,10 +386,8 @@ def _is_empty(message: Mapping[str, Any]) -> bool:
 def encode_all(samples: Iterable[Sample], encoder: Encoder) -> Corpus:
     """Encode samples, truncate them at seq_length, cut texts there into rows, and leave out those without a token that carries loss.
 
-    The first token of a row is never predicted, so it does not carry loss.
-
-    Raises:
-        UserError: no sample is left, or the chat template rejects one.
+    The first token of a row is never predicted, so it does not carry loss. Raises UserError: no sample is left, or the
+    chat template rejects one.
     """
     all_ids: list[list[int]] = []
     all_masks: list[list[bool]] = []

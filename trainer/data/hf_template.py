@@ -86,15 +86,12 @@ class _Dict:
 
 class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], today: datetime.datetime) -> None:
-        """Compile the template.
+        """Compile the template. Raises TemplateError: the template is not valid.
 
         Args:
             source: the text of the template.
             tokens: the special tokens by name, such as bos_token; a template may use them.
             today: the date that `strftime_now` formats.
-
-        Raises:
-            TemplateError: the template is not valid.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]

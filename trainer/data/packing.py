@@ -15,16 +15,12 @@ _EMPTY_WIDTH = 8  # tokens of the padding row of an empty micro-batch
 def best_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
     """Pack items into bins of `capacity` by best-fit decreasing; items of equal length keep their order in `order`.
 
-    Args:
-        lengths: length of every item, 1 to `capacity`.
-        order: indices of the items to pack.
+    `lengths`: length of every item, 1 to `capacity`. `order`: indices of the items to pack. Raises ValueError: the
+    length of an item is out of range.
 
     Returns:
         Bins as lists of item indices. The multiset of bin lengths is the same for every order, so all epochs have
         the same number of bins.
-
-    Raises:
-        ValueError: the length of an item is out of range.
     """
     bins_with_space: list[list[int]] = [[] for _ in range(capacity + 1)]  # [s]: the bins with s units of free space
     occupied = 0  # bit s is set if bins_with_space[s] is not empty: the best fit is the lowest set bit >= length

@@ -29,27 +29,18 @@ class TextTokenizer:
     Attributes:
         tokenize: returns the token ids of a text, without tokens that the text does not name, and the characters [start, end)
             of each; None instead of the characters if the tokenizer does not know them.
-        decode: returns the text of tokens, with that of special tokens.
-        template: the default chat template; empty if the model has others only.
-        tokens: the special tokens by name, such as bos_token.
-        begin: the ids that the tokenizer puts before a text, such as that of BOS.
-        eos: id of the token that ends a text; None if there is none.
-        added: the texts of all tokens that are never split.
-        vocabulary: a digest of the vocabulary.
-        rows: of the model's embedding; None if that is unknown.
-        tool_template: the chat template for chats with tools; empty if it is the default one.
     """
 
     tokenize: Callable[[str], tuple[list[int], Offsets | None]]
-    decode: Callable[[list[int]], str]
-    template: str
-    tokens: Mapping[str, str]
-    begin: tuple[int, ...]
-    eos: int | None
-    added: frozenset[str]
-    vocabulary: str
-    rows: int | None = None
-    tool_template: str = ""
+    decode: Callable[[list[int]], str]  # returns the text of tokens, with that of special tokens
+    template: str  # the default chat template; empty if the model has others only
+    tokens: Mapping[str, str]  # the special tokens by name, such as bos_token
+    begin: tuple[int, ...]  # the ids that the tokenizer puts before a text, such as that of BOS
+    eos: int | None  # id of the token that ends a text; None if there is none
+    added: frozenset[str]  # the texts of all tokens that are never split
+    vocabulary: str  # a digest of the vocabulary
+    rows: int | None = None  # of the model's embedding; None if that is unknown
+    tool_template: str = ""  # the chat template for chats with tools; empty if it is the default one
 
     @classmethod
     def of(cls, tokenizer: Any) -> TextTokenizer:

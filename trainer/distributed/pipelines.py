@@ -10,17 +10,11 @@ from trainer.distributed.world import World
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Which ranks form a pipeline.
+    """Which ranks form a pipeline."""
 
-    Attributes:
-        world: all ranks.
-        stages: the ranks of this rank's pipeline; its `rank` is the number of the stage.
-        ranks: the ranks of every pipeline, in the order of the stages.
-    """
-
-    world: World
-    stages: World
-    ranks: tuple[tuple[int, ...], ...]
+    world: World  # all ranks
+    stages: World  # the ranks of this rank's pipeline; its `rank` is the number of the stage
+    ranks: tuple[tuple[int, ...], ...]  # the ranks of every pipeline, in the order of the stages
 
     @classmethod
     def find(cls, hosts: int, world: World, timeout: float) -> Pipelines:

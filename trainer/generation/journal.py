@@ -13,20 +13,13 @@ from trainer.common.files import write_atomic
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion.
-
-    Attributes:
-        step, place: the step of the run that trains on it, and its place in the step.
-        version: of the adapter that wrote it: the number of steps that the adapter had been trained.
-        worker: name of the server; empty for a rank.
-        ids: its tokens.
-    """
+    """One completion. `step, place`: the step of the run that trains on it, and its place in the step."""
 
     step: int
     place: int
-    version: int
-    worker: str
-    ids: list[int]
+    version: int  # of the adapter that wrote it: the number of steps that the adapter had been trained
+    worker: str  # name of the server; empty for a rank
+    ids: list[int]  # its tokens
 
 
 class Journal:

@@ -63,23 +63,16 @@ class Answer:
     """What a model answered. Times are in seconds.
 
     Attributes:
-        text: the answer, without the thinking that the server separates.
-        thinking: the thinking that the server separates; empty where it does not.
-        finished: why it ended: `stop`, or `length` at the limit of tokens.
-        tokens: number of generated tokens.
-        prompt_tokens: number of tokens of the prompt that the model has read; 0 if the server does not tell it.
         truncated: the prompt with the answer did not fit into the context, so the model has not read all of it.
-        queued: time in the server's queue, before it loaded the model or read the prompt.
-        seconds: time of the server from the request to the end of the answer.
     """
 
-    text: str
-    thinking: str
-    finished: str
-    tokens: int
-    queued: float
-    seconds: float
-    prompt_tokens: int = 0
+    text: str  # the answer, without the thinking that the server separates
+    thinking: str  # the thinking that the server separates; empty where it does not
+    finished: str  # why it ended: `stop`, or `length` at the limit of tokens
+    tokens: int  # number of generated tokens
+    queued: float  # time in the server's queue, before it loaded the model or read the prompt
+    seconds: float  # time of the server from the request to the end of the answer
+    prompt_tokens: int = 0  # number of tokens of the prompt that the model has read; 0 if the server does not tell it
     truncated: bool = False
 
 

@@ -45,19 +45,14 @@ class ModelFacts:
     """What a server tells of a model.
 
     Attributes:
-        digest: of the model on this server; empty if it is not there.
-        contents: of its files and settings, wherever the server keeps the files; empty if it is unknown.
-        context: tokens of its context at most; 0 if it is unknown.
-        thinks: whether a request may say that it shall not think.
-        chats: whether it answers chats.
         remote: the host that computes its answers outside of this server, for a model of a cloud; empty for none.
     """
 
-    digest: str
-    contents: str = ""
-    context: int = 0
-    thinks: bool = False
-    chats: bool = True
+    digest: str  # of the model on this server; empty if it is not there
+    contents: str = ""  # of its files and settings, wherever the server keeps the files; empty if it is unknown
+    context: int = 0  # tokens of its context at most; 0 if it is unknown
+    thinks: bool = False  # whether a request may say that it shall not think
+    chats: bool = True  # whether it answers chats
     remote: str = ""
 
 

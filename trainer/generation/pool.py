@@ -152,18 +152,12 @@ class _Request(Generic[T]):
 
 @dataclass(frozen=True)
 class PoolResult(Generic[T]):
-    """What became of the prompts.
+    """What became of the prompts. `answers, tokens`: by node."""
 
-    Attributes:
-        failed: the prompts without an answer, with the reason.
-        answers, tokens: by node.
-        seconds: duration.
-    """
-
-    failed: list[tuple[T, str]]
+    failed: list[tuple[T, str]]  # the prompts without an answer, with the reason
     answers: dict[str, int]
     tokens: dict[str, int]
-    seconds: float
+    seconds: float  # duration
 
 
 # A node, the request that has ended or None for a probe, and its outcome.

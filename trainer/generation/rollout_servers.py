@@ -51,42 +51,29 @@ class Base:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How servers write completions.
+    """How servers write completions."""
 
-    Attributes:
-        prefix: of the names that adapters have on the servers; no other model of a server has it.
-        temperature: of the probabilities.
-        limit: tokens of a completion at most.
-        context: tokens of a prompt with its completion at most.
-        timeout: seconds for one completion.
-    """
-
-    prefix: str
-    temperature: float
-    limit: int
-    context: int
-    timeout: float
+    prefix: str  # of the names that adapters have on the servers; no other model of a server has it
+    temperature: float  # of the probabilities
+    limit: int  # tokens of a completion at most
+    context: int  # tokens of a prompt with its completion at most
+    timeout: float  # seconds for one completion
 
 
 @dataclass
 class Request(Task):
     """One completion that a server writes.
 
-    Attributes:
-        step, place: for which step of the run, and where in it.
-        tokens, text: the prompt.
-        seed: of the random numbers.
-        version: of the adapter; the server sets it.
-        ids: tokens of the completion, from a server that tells them.
+    `step, place`: for which step of the run, and where in it. `tokens, text`: the prompt.
     """
 
     step: int
     place: int
     tokens: Sequence[int]
     text: str
-    seed: int
-    version: int = -1
-    ids: Sequence[int] | None = None
+    seed: int  # of the random numbers
+    version: int = -1  # of the adapter; the server sets it
+    ids: Sequence[int] | None = None  # tokens of the completion, from a server that tells them
 
 
 class RolloutServer(ABC):

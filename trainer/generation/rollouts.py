@@ -28,19 +28,16 @@ class OpenStep:
     """A step whose completions are written.
 
     Attributes:
-        prompts: the tokens of the prompt of every place.
         places: those that had no completion when the step was opened, in the order in which they are claimed.
-        written: the completions by place.
         asked: the places that servers have now, with the time of the request.
-        returned: the places that a server has given back.
         tries: how often servers have written a place whose text has no tokens.
     """
 
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]]  # the tokens of the prompt of every place
     places: Sequence[int]
-    written: dict[int, Completion]
+    written: dict[int, Completion]  # the completions by place
     asked: dict[int, float] = field(default_factory=dict)
-    returned: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)  # the places that a server has given back
     tries: dict[int, int] = field(default_factory=dict)
 
 

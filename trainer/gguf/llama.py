@@ -43,7 +43,7 @@ class UnsupportedModelError(UserError):
 
 
 def write_llama(base: Path, tokenizer: Path, adapter: Path | None, target: Path, quantize: str) -> dict[str, Any]:
-    """Write a model as one GGUF file.
+    """Write a model as one GGUF file. Raises UnsupportedModelError: the model or the adapter is not of this form.
 
     Args:
         base: folder with config.json and the weights as safetensors.
@@ -53,9 +53,6 @@ def write_llama(base: Path, tokenizer: Path, adapter: Path | None, target: Path,
 
     Returns:
         The fields `tokenizer.ggml.model`, `.pre` and `.add_bos_token` of the file, as far as it has them, and the context.
-
-    Raises:
-        UnsupportedModelError: the model or the adapter is not of this form.
     """
     config = _read(base / "config.json")
     sizes = _sizes(config)

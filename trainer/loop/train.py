@@ -222,12 +222,7 @@ def report(
 ) -> None:
     """Add the steps up to a synchronization to the totals and the records, and report the newest one in the heartbeat.
 
-    Args:
-        usage: see gpu_usage.
-        lr: the peak learning rate, for the error.
-
-    Raises:
-        NonFiniteError: a loss is not finite.
+    `usage`: see gpu_usage. `lr`: the peak learning rate, for the error. Raises NonFiniteError: a loss is not finite.
     """
     shares = {"comm_share": reduced.comm_share, "mfu": reduced.mfu}
     comm: dict[str, Any] = {name: [round(value, 4) for value in found] for name, found in shares.items() if found}
@@ -323,11 +318,8 @@ def train(
 ) -> dict[str, Any]:
     """Run the spec in `run_dir` to its end, from its newest checkpoint if there is one. Every rank calls it.
 
-    Returns:
-        The result as in result.json; its `status` is finished, or stopped after a request to stop.
-
-    Raises:
-        UserError: an error that a user can fix.
+    Returns the result as in result.json; its `status` is finished, or stopped after a request to stop. Raises
+    UserError: an error that a user can fix.
     """
     stop_request = StopRequest(run_dir)
     heartbeat("starting", note="loading the model")

@@ -50,62 +50,40 @@ class Work:
     """The work of this rank in one optimizer update, or in an evaluation.
 
     Attributes:
-        corpus: the samples.
-        rows: the rows of all ranks that share the update.
         parts: the rows of every micro-batch, as lists of indices in `corpus`. With `Strategy.lockstep` every rank has as many.
-        total: what the loss of the update is divided by, the same on all ranks that share its gradient.
-        weight: this rank's part of `total`: the parts of all ranks add up to it.
-        step: the step, from 0; -1 in an evaluation.
-        shared: what all micro-batches of the update need, in a type of the method.
         counts: tokens and trained_tokens of this rank, if not those of its samples.
     """
 
-    corpus: Corpus
-    rows: Rows
+    corpus: Corpus  # the samples
+    rows: Rows  # the rows of all ranks that share the update
     parts: Sequence[Rows]
-    total: float
-    weight: float
-    step: int
-    shared: Any = None
+    total: float  # what the loss of the update is divided by, the same on all ranks that share its gradient
+    weight: float  # this rank's part of `total`: the parts of all ranks add up to it
+    step: int  # the step, from 0; -1 in an evaluation
+    shared: Any = None  # what all micro-batches of the update need, in a type of the method
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AheadContext:
-    """What a method needs to prepare steps in advance, and again after a restart.
+    """What a method needs to prepare steps in advance, and again after a restart."""
 
-    Attributes:
-        corpus: the training samples.
-        run_dir: the folder of the run.
-        prompts: returns the samples of a step (from 0), for all ranks.
-        checkpoints: returns the steps of the checkpoints of this host.
-    """
-
-    corpus: Corpus
-    run_dir: Path
-    prompts: Callable[[int], Sequence[int]]
-    checkpoints: Callable[[], Collection[int]]
+    corpus: Corpus  # the training samples
+    run_dir: Path  # the folder of the run
+    prompts: Callable[[int], Sequence[int]]  # returns the samples of a step (from 0), for all ranks
+    checkpoints: Callable[[], Collection[int]]  # returns the steps of the checkpoints of this host
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a method may use of its run: see `Method.begin`.
+    """What a method may use of its run: see `Method.begin`."""
 
-    Attributes:
-        tokenizer: that of the model.
-        module: the model in full, with the method.
-        autocast: returns the context of a forward pass.
-        steps: number of steps of the run.
-        columns: of the records of the corpus, if it has records.
-        ahead: what is needed to prepare steps in advance.
-    """
-
-    tokenizer: Any
-    module: ModelWithLoss
-    autocast: Callable[[], AbstractContextManager[Any]]
-    steps: int
-    columns: Sequence[str] = ()
-    ahead: AheadContext | None = None
+    tokenizer: Any  # that of the model
+    module: ModelWithLoss  # the model in full, with the method
+    autocast: Callable[[], AbstractContextManager[Any]]  # returns the context of a forward pass
+    steps: int  # number of steps of the run
+    columns: Sequence[str] = ()  # of the records of the corpus, if it has records
+    ahead: AheadContext | None = None  # what is needed to prepare steps in advance
 
 
 class Rank(Protocol):

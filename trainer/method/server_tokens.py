@@ -13,19 +13,12 @@ _BEFORE = ("", "\n", ".")  # texts before a completion that is encoded: some tok
 
 @dataclass(frozen=True)
 class ServerTokens:
-    """What the tokens of a completion may be.
+    """What the tokens of a completion may be."""
 
-    Attributes:
-        text: the tokenizer.
-        count: number of tokens of the vocabulary.
-        ends: the tokens that end a completion.
-        limit: tokens of a completion at most.
-    """
-
-    text: TextTokenizer
-    count: int
-    ends: AbstractSet[int]
-    limit: int
+    text: TextTokenizer  # the tokenizer
+    count: int  # number of tokens of the vocabulary
+    ends: AbstractSet[int]  # the tokens that end a completion
+    limit: int  # tokens of a completion at most
 
     def of(self, request: Request, answer: Answer) -> list[int] | None:
         """Return the tokens of a completion up to the one that ends it; None if there are none.

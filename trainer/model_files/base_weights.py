@@ -30,16 +30,13 @@ class WeightDifferences:
     """How the files of a model differ from the model.
 
     Attributes:
-        missing: tensors that the files lack.
         reshaped: {tensor: (shape in the files, shape in the model)}.
-        unexpected: tensors that the model does not have.
-        untied: tensors that config.json ties to another one, which the files hold with other values.
     """
 
-    missing: Collection[str] = ()
+    missing: Collection[str] = ()  # tensors that the files lack
     reshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None
-    unexpected: Collection[str] = ()
-    untied: Collection[str] = ()
+    unexpected: Collection[str] = ()  # tensors that the model does not have
+    untied: Collection[str] = ()  # tensors that config.json ties to another one, which the files hold with other values
 
     def describe(self) -> str:
         """Return the differences as a part of a sentence; empty if there are none."""

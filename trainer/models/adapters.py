@@ -63,14 +63,8 @@ def truncate(a: torch.Tensor, b: torch.Tensor, rank: int) -> tuple[torch.Tensor,
     """Return the factors of the best approximation of b @ a that has `rank`, by the Frobenius norm.
 
     The singular values are those of the small matrix between two QR decompositions, so b @ a is never formed:
-    https://doi.org/10.1137/090771806, section 5.
-
-    Args:
-        a: [r, in, ...] with r > rank.
-        b: [out, r, ...].
-
-    Returns:
-        The new factors, the square of the error's norm, and the square of the norm of b @ a.
+    https://doi.org/10.1137/090771806, section 5. `a`: [r, in, ...] with r > rank. `b`: [out, r, ...]. Returns the new
+    factors, the square of the error's norm, and the square of the norm of b @ a.
     """
     flat_a, flat_b = a.double().flatten(1), b.double().flatten(1)
     q_a, r_a = torch.linalg.qr(flat_a.T)

@@ -39,7 +39,8 @@ def greedy(
 ) -> list[Greedy]:
     """Return the greedy answer to each prompt, or one that is drawn.
 
-    A batch is padded on the left. A model that answers differently in a batch answers one prompt at a time.
+    A batch is padded on the left. A model that answers differently in a batch answers one prompt at a time. Raises
+    TimeoutError: the deadline (of time.monotonic) has passed.
 
     Args:
         rows: the tokens of the prompts.
@@ -48,9 +49,6 @@ def greedy(
         temperature: 0: greedy answers. Otherwise the batches are those of consecutive prompts, so that the same batch with the
             same seeds has the same answers in any call.
         seeds: with a temperature, a number for each prompt.
-
-    Raises:
-        TimeoutError: the deadline (of time.monotonic) has passed.
     """
     model.eval()
     ends = end_ids(tokenizer, model.generation_config)

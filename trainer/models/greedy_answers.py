@@ -67,10 +67,7 @@ def keep_answers(spec: "RunSpec", model: "nn.Module", run_dir: Path, weights: st
     """Write the answers at the end of a run. Never fails; a failure is printed. A large model is left to the first deployment.
 
     The model is read again from its files: in this process, its weights may be quantized or rounded to 16 bits.
-
-    Args:
-        model: the model of the run, for its size.
-        weights: digest of the adapter or the model.
+    `model`: the model of the run, for its size. `weights`: digest of the adapter or the model.
     """
     if spec.fake_data or sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
         return

@@ -30,11 +30,8 @@ _MAMBA_UNUSED = {"conv1d", "out_proj"}
 def load_tokenizer(name: str, setting: str = "model") -> Any:
     """Load the tokenizer of a model; the end token is the default padding token, the plain template the default one.
 
-    Args:
-        setting: the field of the run spec that names the model.
-
-    Raises:
-        UserError: the model does not exist or has no tokenizer.
+    `setting`: the field of the run spec that names the model. Raises UserError: the model does not exist or has no
+    tokenizer.
     """
     check_model_name(name, setting)
     try:
@@ -143,11 +140,8 @@ def lora_config(spec: RunSpec) -> LoraConfig:
 def add_lora(spec: RunSpec, model: Any, *, partial: bool = False) -> nn.Module:
     """Return the model with the adapters of the spec.
 
-    Args:
-        partial: the model lacks layers of the spec's model, so that a target may match none of its layers.
-
-    Raises:
-        UserError: a target is not a layer of the model, or of a kind that cannot have an adapter.
+    `partial`: the model lacks layers of the spec's model, so that a target may match none of its layers. Raises
+    UserError: a target is not a layer of the model, or of a kind that cannot have an adapter.
     """
     config = lora_config(spec)
     unused = _MAMBA_UNUSED if getattr(model.config, "model_type", "") in _MAMBA else set()

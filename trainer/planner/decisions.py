@@ -90,11 +90,8 @@ def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[Run
 def decide_here(spec: RunSpec, run_dir: Path, hosts: Hosts | None = None) -> tuple[RunSpec, list[str], bool]:
     """Decide without a controller: keep the decisions of the run's first start, or decide for `hosts`.
 
-    Args:
-        hosts: as for `decide`; None: those of this torchrun, which are assumed to be like this one.
-
-    Returns:
-        Spec and lines as `decide` does, and whether an earlier start had decided everything.
+    `hosts`: as for `decide`; None: those of this torchrun, which are assumed to be like this one. Returns Spec and
+    lines as `decide` does, and whether an earlier start had decided everything.
     """
     if has_begun(run_dir):
         kept = run_dir / "spec.yml"

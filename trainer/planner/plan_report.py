@@ -153,16 +153,13 @@ def _settings(spec: RunSpec, layout: Layout, kernels: list[str], device: str) ->
 def plan(
     spec: RunSpec, hosts: Sequence[dict[str, Any]], link: float | None, *, fast: bool, data_dir: Path
 ) -> dict[str, Any]:
-    """Return the plan for JSON; `lines` in it are the plan as text.
+    """Return the plan for JSON; `lines` in it are the plan as text. Raises UserError: the model is unknown.
 
     Args:
         hosts: as `trainer.costs.host_memory.read_hosts` returns them.
         link: Mbit/s between hosts, or None if unknown.
         fast: use nominal speed instead of a measurement.
         data_dir: where encoded datasets are cached, and the run may have started before.
-
-    Raises:
-        UserError: the model is unknown.
     """
     shape, spec = shape_of(spec), fit_to_model(spec)
     facts = _facts(hosts, link, fast)

@@ -53,24 +53,20 @@ class Option:
     """The cost of a run with one strategy: bytes, seconds per step, tokens per second.
 
     Attributes:
-        fits: whether `memory` is available, None if unknown.
-        comm_seconds: communication that computation does not hide.
         host_memory: bytes of host memory that a rank on a GPU needs for offloaded state, and while it loads the model.
-        free: the smallest fraction of its memory that the strategy leaves to a rank, None if unknown.
-        concessions: number of things that the strategy gives up, such as exactness.
     """
 
     strategy: str
     processes: int
     memory: Memory
-    fits: bool | None
+    fits: bool | None  # whether `memory` is available, None if unknown
     comm_bytes: float
     compute_seconds: float
-    comm_seconds: float
+    comm_seconds: float  # communication that computation does not hide
     tokens_per_second: float
     host_memory: int = 0
-    free: float | None = None
-    concessions: int = 0
+    free: float | None = None  # the smallest fraction of its memory that the strategy leaves to a rank, None if unknown
+    concessions: int = 0  # number of things that the strategy gives up, such as exactness
 
     @property
     def score(self) -> float:
@@ -236,16 +232,12 @@ def _too_large(spec: RunSpec, option: Option) -> str:
 def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | None = None) -> tuple[str, str]:
     """Resolve `strategy=auto` for these hosts. The result depends only on the arguments.
 
+    Returns the strategy, and the reason in one line. Raises UserError: no strategy fits in memory.
+
     Args:
         hosts: for each its `processes`, `threads` per process, `gpu_mib` (memory of its smallest GPU; 0: no GPU),
             `memory_mib` of the host (0: unknown) and `link_mbit` (0: unknown).
         shape: the shape of the spec's model, if known.
-
-    Returns:
-        The strategy, and the reason in one line.
-
-    Raises:
-        UserError: no strategy fits in memory.
     """
     try:
         shape = shape or shape_of(spec)

@@ -291,14 +291,12 @@ def find_checkpoint(
 
     A full copy on a single host suffices. Every shard of a sharded checkpoint must exist; hosts keep only their shards
     while the ranks are on the same hosts as before, otherwise every host receives all files. Every rank calls it.
+    Returns the folder of the checkpoint, or None if there is none.
 
     Args:
         log: receives a line about every checkpoint that is ignored or copied.
         per_host_files: files that differ between hosts; a host without them receives those of another.
         differences: returns those of the run's spec from that of a checkpoint.
-
-    Returns:
-        The folder of the checkpoint, or None if there is none.
 
     Raises:
         UserError: a host has one of another spec; or there are checkpoints, but none is complete and finite.

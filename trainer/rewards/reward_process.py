@@ -39,19 +39,16 @@ class Rollouts:
 
     Attributes:
         prompts, completions: a text or a list of messages each, as TRL has them.
-        completion_ids: the tokens of every completion.
-        columns: the other columns of the dataset, by name, one value for every completion.
         step, steps: number of the step, from 0, and of all steps.
-        endings: the last characters of every prompt as the model gets it; none: unknown.
     """
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
-    completion_ids: Sequence[Sequence[int]]
-    columns: Mapping[str, Sequence[Any]]
+    completion_ids: Sequence[Sequence[int]]  # the tokens of every completion
+    columns: Mapping[str, Sequence[Any]]  # the other columns of the dataset, by name, one value for every completion
     step: int = 0
     steps: int = 0
-    endings: Sequence[str] = ()
+    endings: Sequence[str] = ()  # the last characters of every prompt as the model gets it; none: unknown
 
 
 class RewardProcess:

@@ -211,10 +211,8 @@ class Strategy(ABC):
         """Write all state that `load` needs into `folder`. The first rank of every host calls it at the same step.
 
         With `lockstep` every rank calls it, because sharded state is gathered; the first rank of a host writes it. With
-        `sharded_checkpoint` every rank writes its own shard.
-
-        Returns:
-            With `sharded_checkpoint` the checkpoint in progress, otherwise None.
+        `sharded_checkpoint` every rank writes its own shard. Returns With `sharded_checkpoint` the checkpoint in
+        progress, otherwise None.
         """
 
     @abstractmethod

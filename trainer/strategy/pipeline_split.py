@@ -23,23 +23,14 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The requirements of the parts of a model. Sizes are bytes.
+    """The requirements of the parts of a model. Sizes are bytes."""
 
-    Attributes:
-        head: time of the output head in layers.
-        layer: weights, gradients and moments of one decoder layer.
-        saved: activations that one layer stores for one micro-batch.
-        received: input of a stage for one micro-batch.
-        first: what only the first rank holds: the embedding.
-        last: what only the last rank holds: the final norm, the head and its logits.
-    """
-
-    head: float
-    layer: float
-    saved: float
-    received: float
-    first: float
-    last: float
+    head: float  # time of the output head in layers
+    layer: float  # weights, gradients and moments of one decoder layer
+    saved: float  # activations that one layer stores for one micro-batch
+    received: float  # input of a stage for one micro-batch
+    first: float  # what only the first rank holds: the embedding
+    last: float  # what only the last rank holds: the final norm, the head and its logits
 
     def needed(self, layers: int, rank: int, ranks: int, micro: int) -> float:
         """Return the bytes of `rank` with `layers` layers for a step of `micro` micro-batches."""

@@ -75,6 +75,8 @@ def unit_properties(
 ) -> list[str]:
     """Return the properties of the unit of a run, without `address_properties`. Create the folders that must stay hidden.
 
+    Raises SupervisorError: a shared folder of the ranks is a link; OSError: a folder cannot be created.
+
     Args:
         run_dir: the run folder, without links.
         data_dir: the data folder, without links.
@@ -82,10 +84,6 @@ def unit_properties(
         writable: paths of variables of the ranks; folders among them stay writable, see `ProtectedPaths.opened`.
         reads: paths that the spec names; those in folders that the unit hides are shown. Of another run, all but its variables is
             shown: its ranks can exchange what is in its folder for a link, until the service manager binds it, but not the folder.
-
-    Raises:
-        SupervisorError: a shared folder of the ranks is a link.
-        OSError: a folder cannot be created.
     """
     if not system:
         return list(ANY_UNIT)

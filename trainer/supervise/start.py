@@ -45,16 +45,12 @@ START_LIMIT = 15.0  # s for a supervisor to start on a loaded machine
 def start(request: dict[str, Any]) -> dict[str, Any]:
     """Start this host's part of a run.
 
-    Args:
-        request: the fields of StartRequest.
+    `request`: the fields of StartRequest. Raises SupervisorError: this run, or another one that the message names, is
+    running on this host, or another controller has claimed the run.
 
     Returns:
         `backend` ("systemd" or "process"), `pid` and `started` of the supervisor; `unit`, its systemd unit; `ignored`,
         unit properties that have no effect without systemd.
-
-    Raises:
-        SupervisorError: this run, or another one that the message names, is running on this host, or another controller
-            has claimed the run.
     """
     wanted = StartRequest.from_json(request)
     run_dir = wanted.resolve()

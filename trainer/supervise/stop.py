@@ -21,17 +21,10 @@ UNTRUSTED_RECORD = (*UNTRUSTED, SupervisorError)
 def stop(request: dict[str, Any]) -> dict[str, Any]:
     """Stop this host's part of a run; return when none of its processes is left. A part that has ended is unchanged.
 
-    This needs nothing that the run wrote: see `run_processes`.
-
-    Args:
-        request: `run_dir`; `grace`, the seconds that the ranks have to end by themselves (default 60), before SIGTERM
-            and then SIGKILL; `now`, SIGKILL at once; `wanted`, a user stops the run, so that it is not restarted.
-
-    Returns:
-        `status`, and the number of processes `killed`.
-
-    Raises:
-        SupervisorError: a process cannot be killed.
+    This needs nothing that the run wrote: see `run_processes`. `request`: `run_dir`; `grace`, the seconds that the
+    ranks have to end by themselves (default 60), before SIGTERM and then SIGKILL; `now`, SIGKILL at once; `wanted`, a
+    user stops the run, so that it is not restarted. Returns `status`, and the number of processes `killed`. Raises
+    SupervisorError: a process cannot be killed.
     """
     run_dir = run_folder(request["run_dir"]).resolved()
     if not (run_dir / "state").is_folder():

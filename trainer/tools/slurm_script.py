@@ -36,25 +36,17 @@ export PEER="${PEER:+${address:-$PEER}}"
 
 @dataclass(frozen=True)
 class Resources:
-    """The request of a job; Slurm chooses a value that is empty or 0.
-
-    Attributes:
-        gpus: number of GPUs of every node.
-        gres: generic resources of every node, such as `gpu:a100:4`.
-        cores: cores of every node.
-        memory: memory of every node, such as `64G`.
-        names: names of the nodes; empty to let Slurm choose them.
-    """
+    """The request of a job; Slurm chooses a value that is empty or 0."""
 
     nodes: int
-    gpus: int = 0
+    gpus: int = 0  # number of GPUs of every node
     partition: str = ""
     account: str = ""
     time: str = ""
-    gres: str = ""
-    cores: int = 0
-    memory: str = ""
-    names: Sequence[str] = ()
+    gres: str = ""  # generic resources of every node, such as `gpu:a100:4`
+    cores: int = 0  # cores of every node
+    memory: str = ""  # memory of every node, such as `64G`
+    names: Sequence[str] = ()  # names of the nodes; empty to let Slurm choose them
 
     @property
     def options(self) -> list[str]:

@@ -61,18 +61,14 @@ class Script:
     """Settings of a script besides the spec.
 
     Attributes:
-        env: variables that the script exports, such as NCCL_DEBUG.
         slurm: options of Slurm by name, of `SLURM_OPTIONS`; Slurm's default for those that are missing.
-        processes: processes of every host; 0: as the hosts or the generic resources say.
-        port: where ranks meet on the first host.
-        place: the place of the host that runs a launcher without an argument.
     """
 
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # variables that the script exports, such as NCCL_DEBUG
     slurm: Mapping[str, str] = field(default_factory=dict)
-    processes: int = 0
-    port: int = slurm_script.PORT
-    place: int = 0
+    processes: int = 0  # processes of every host; 0: as the hosts or the generic resources say
+    port: int = slurm_script.PORT  # where ranks meet on the first host
+    place: int = 0  # the place of the host that runs a launcher without an argument
 
     @classmethod
     def of(cls, env: Sequence[str], slurm: Mapping[str, str], places: Mapping[str, str | None], kind: str) -> "Script":

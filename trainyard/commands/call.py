@@ -31,11 +31,7 @@ def own_groups(groups: Sequence[Group]) -> list[Group]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a command.
-
-    Attributes:
-        play: runs the command's playbook with these values of `-e`; None in a task.
-    """
+    """One call of a command. `play`: runs the command's playbook with these values of `-e`; None in a task."""
 
     command: str  # its name
     groups: Sequence[Group]  # its options

@@ -17,11 +17,7 @@ HEAD, LABEL, LANE = 34, 20, 24  # pixels of the times, of the label of a row, an
 
 @dataclass(frozen=True)
 class Scale:
-    """What a timeline shows.
-
-    Attributes:
-        before, after: seconds before and after now; after now are expected ends.
-    """
+    """What a timeline shows. `before, after`: seconds before and after now; after now are expected ends."""
 
     before: int
     after: int
@@ -101,11 +97,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The allocation of the last hours or days.
-
-    Attributes:
-        ticks: (seconds since the epoch, place in percent) of the marks.
-    """
+    """The allocation of the last hours or days. `ticks`: (seconds since the epoch, place in percent) of the marks."""
 
     now: float  # seconds since the epoch, rounded to STEP
     rows: list[Row] = field(default_factory=list)  # the drawing

@@ -68,12 +68,9 @@ class _SystemInQuestion(ChatTemplate):
 def derive(template: ChatTemplate, added_bos: str = "") -> Derived:
     """Return the Go template that renders conversations as the Hugging Face template does.
 
-    Args:
-        added_bos: the text of the token that the server itself puts before each prompt, empty if it adds none. The
-            derived template leaves it out.
-
-    Raises:
-        TemplateError: the template rejects conversations, or no Go template of the supported form renders the same.
+    `added_bos`: the text of the token that the server itself puts before each prompt, empty if it adds none. The
+    derived template leaves it out. Raises TemplateError: the template rejects conversations, or no Go template of the
+    supported form renders the same.
     """
     notes = []
     texts = [text for turns in range(1, TURNS + 1) for text in _cut(template, turns, False)]

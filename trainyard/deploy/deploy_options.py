@@ -77,11 +77,7 @@ class DeployOptions(PlaybookOptions):
 def make_deploy_options(values: Mapping[str, Any], *, remove: bool = False) -> DeployOptions:
     """Return the options from the variables that are named like one; None is a default.
 
-    Args:
-        remove: the model is removed, so the run is not needed.
-
-    Raises:
-        UserError: an option is missing or not valid.
+    `remove`: the model is removed, so the run is not needed. Raises UserError: an option is missing or not valid.
     """
     given = {name: value for name, value in values.items() if value is not None}
     options = DeployOptions.from_variables(given, "deploy")

@@ -108,9 +108,7 @@ class Deployment:
     def deploy(self) -> dict[str, Any]:
         """Deploy the run; return `changed` and `lines`.
 
-        Raises:
-            RunError: a node did not get the model; the others have it.
-            UserError: the run cannot be deployed.
+        Raises RunError: a node did not get the model; the others have it; UserError: the run cannot be deployed.
         """
         trained = find_run(self.options.run, self.hosts, self.connections, self.options.deploy_as != "merged")
         misfit = self._run_misfit(trained)

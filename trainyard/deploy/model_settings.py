@@ -23,25 +23,15 @@ from trainyard.deploy.trained_run import TrainedRun
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a deployed model.
+    """Settings of a deployed model."""
 
-    Attributes:
-        template: the Go template.
-        stop: texts that end an answer.
-        context: number of tokens (num_ctx); 0: the server's default.
-        system: system message of chats that have none; empty for none.
-        bos: the text of the token that raw prompts need and the server does not add.
-        notes: for the user, one line each.
-        reset: names of parameters that the base of an adapter sets.
-    """
-
-    template: str
-    stop: tuple[str, ...]
-    context: int
-    system: str
-    bos: str
-    notes: list[str] = field(default_factory=list)
-    reset: tuple[str, ...] = ()
+    template: str  # the Go template
+    stop: tuple[str, ...]  # texts that end an answer
+    context: int  # number of tokens (num_ctx); 0: the server's default
+    system: str  # system message of chats that have none; empty for none
+    bos: str  # the text of the token that raw prompts need and the server does not add
+    notes: list[str] = field(default_factory=list)  # for the user, one line each
+    reset: tuple[str, ...] = ()  # names of parameters that the base of an adapter sets
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -51,11 +41,7 @@ class ModelSettings:
 
 
 class SettingsReader:
-    """Reads the settings of the model of one run.
-
-    Args:
-        folder: holds the tokenizer's files.
-    """
+    """Reads the settings of the model of one run. `folder`: holds the tokenizer's files."""
 
     def __init__(self, run: TrainedRun, folder: Path, options: DeployOptions) -> None:
         """Raises UserError: the tokenizer's files are not valid."""

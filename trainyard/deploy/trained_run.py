@@ -40,11 +40,8 @@ def find_run(
 ) -> TrainedRun:
     """Return the run on the first host that has its result.
 
-    Args:
-        with_base: read the configuration of the base model of an adapter.
-
-    Raises:
-        UserError: no host has the run, or its files are not valid.
+    `with_base`: read the configuration of the base model of an adapter. Raises UserError: no host has the run, or its
+    files are not valid.
     """
     found = find_copies(run, hosts, connections)[0]
     if not with_base or found.kind != "adapter":

@@ -47,15 +47,11 @@ class Change:
 
 @dataclass(frozen=True)
 class ChangedQuestion:
-    """A question that some subjects have right and others wrong.
-
-    Attributes:
-        answers: text and whether it is right, of each subject; None without an answer.
-    """
+    """A question that some subjects have right and others wrong."""
 
     text: str
     reference: str
-    answers: list[tuple[str, bool] | None]
+    answers: list[tuple[str, bool] | None]  # text and whether it is right, of each subject; None without an answer
 
 
 @dataclass(frozen=True)

@@ -25,21 +25,13 @@ _SHAPE = 'expected {"prompt": "...", "answer": "..."}, with choices or regex if 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with what a right answer is.
+    """A question with what a right answer is."""
 
-    Attributes:
-        file: name of the file that has it.
-        messages: the chat up to the question.
-        answer: the right answer, or the reference; empty if there is only a pattern.
-        choices: the answers to choose from, of which `answer` is one; empty for any.
-        pattern: what a right answer matches; None to look for `answer`.
-    """
-
-    file: str
-    messages: tuple[Mapping[str, str], ...]
-    answer: str = ""
-    choices: tuple[str, ...] = ()
-    pattern: re.Pattern[str] | None = None
+    file: str  # name of the file that has it
+    messages: tuple[Mapping[str, str], ...]  # the chat up to the question
+    answer: str = ""  # the right answer, or the reference; empty if there is only a pattern
+    choices: tuple[str, ...] = ()  # the answers to choose from, of which `answer` is one; empty for any
+    pattern: re.Pattern[str] | None = None  # what a right answer matches; None to look for `answer`
 
     @property
     def text(self) -> str:
@@ -54,12 +46,11 @@ class Verdict:
     Attributes:
         right: the answer counts as right: the pattern matches, or the first choice that it names is the right one, or it
             contains the right answer.
-        exact: it is the right answer and no more. Case, punctuation and spaces do not count.
         contained: it contains the words of the right answer, and does not deny them. A number is one word, with sign and decimals.
     """
 
     right: bool
-    exact: bool | None = None
+    exact: bool | None = None  # it is the right answer and no more. Case, punctuation and spaces do not count.
     contained: bool | None = None
 
 

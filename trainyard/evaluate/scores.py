@@ -16,23 +16,14 @@ _Z = 1.959964  # of a 95 % interval
 
 @dataclass(frozen=True)
 class Answered:
-    """What a subject answered to a question.
+    """What a subject answered to a question."""
 
-    Attributes:
-        text: the answer, without thinking before it and turns after it.
-        tokens: its length.
-        cut: it ended at the limit of tokens.
-        loss: mean loss per token of the reference, in nats; None if it is unknown.
-        loss_tokens: number of these tokens.
-        unfinished: it ended within its thinking.
-    """
-
-    text: str
-    tokens: int
-    cut: bool
-    loss: float | None = None
-    loss_tokens: int = 0
-    unfinished: bool = False
+    text: str  # the answer, without thinking before it and turns after it
+    tokens: int  # its length
+    cut: bool  # it ended at the limit of tokens
+    loss: float | None = None  # mean loss per token of the reference, in nats; None if it is unknown
+    loss_tokens: int = 0  # number of these tokens
+    unfinished: bool = False  # it ended within its thinking
 
 
 def answered(
@@ -61,11 +52,6 @@ class Score:
         right, questions: counts, of the questions that have an answer.
         low, high: 95 % Wilson interval of the share of right answers.
         exact, contained: shares among the questions that have an answer in words; None without any.
-        loss: mean loss per token of the references, in nats; None if it is unknown.
-        tokens: mean length of an answer.
-        cut: number of answers that ended at the limit of tokens.
-        unfinished: number of those that ended within their thinking.
-        unanswered: number of questions without an answer.
     """
 
     right: int
@@ -74,11 +60,11 @@ class Score:
     high: float
     exact: float | None
     contained: float | None
-    loss: float | None
-    tokens: float
-    cut: int
-    unfinished: int = field(default=0, kw_only=True)
-    unanswered: int = field(default=0, kw_only=True)
+    loss: float | None  # mean loss per token of the references, in nats; None if it is unknown
+    tokens: float  # mean length of an answer
+    cut: int  # number of answers that ended at the limit of tokens
+    unfinished: int = field(default=0, kw_only=True)  # number of those that ended within their thinking
+    unanswered: int = field(default=0, kw_only=True)  # number of questions without an answer
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:

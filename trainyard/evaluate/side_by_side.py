@@ -76,17 +76,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Let all subjects answer all questions.
 
+    Returns `changed`: whether a file was written; `lines`, readable text; `result`, see `summarise`. Raises UserError:
+    a file of questions or a subject is not valid, or no host has a run or a model; RunError: a host cannot evaluate its
+    runs.
+
     Args:
         hosts: on which the runs are searched, and whose Ollama servers answer.
         home: folder of the project, for created files.
         check: find the subjects, and ask nothing.
-
-    Returns:
-        `changed`: whether a file was written; `lines`, readable text; `result`, see `summarise`.
-
-    Raises:
-        UserError: a file of questions or a subject is not valid, or no host has a run or a model.
-        RunError: a host cannot evaluate its runs.
     """
     subjects = parse_subjects(options.subjects)
     questions = read_questions(options.questions or (OBSERVATORY,))
@@ -146,11 +143,7 @@ def _ask_runs(
 ) -> dict[str, Report]:
     """Let the models of runs answer. All hosts that have a run answer a part of its questions at the same time.
 
-    Args:
-        places: the copies of each run.
-
-    Raises:
-        RunError: a host cannot evaluate its part.
+    `places`: the copies of each run. Raises RunError: a host cannot evaluate its part.
     """
     asked = [each for each in subjects if each.kind not in _SERVER_KINDS]
     by_host: dict[str, list[tuple[Subject, TrainedRun, slice]]] = {}

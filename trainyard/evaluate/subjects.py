@@ -30,19 +30,12 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Subject:
-    """One model to evaluate.
+    """One model to evaluate."""
 
-    Attributes:
-        name: as the user wrote it.
-        kind: run, base, ollama or openai.
-        model: the run (of `run` and `base`), or the name of the model on the server.
-        url: of the server; empty for all servers of the hosts that have the model.
-    """
-
-    name: str
-    kind: str
-    model: str
-    url: str = ""
+    name: str  # as the user wrote it
+    kind: str  # run, base, ollama or openai
+    model: str  # the run (of `run` and `base`), or the name of the model on the server
+    url: str = ""  # of the server; empty for all servers of the hosts that have the model
 
 
 def parse_subjects(names: Sequence[str]) -> list[Subject]:
@@ -104,11 +97,7 @@ def ask_servers(
 ) -> Report:
     """Let servers answer all questions.
 
-    Args:
-        options: of the model, as Ollama names them, with `num_predict`.
-
-    Raises:
-        UserError: there is no answer at all.
+    `options`: of the model, as Ollama names them, with `num_predict`. Raises UserError: there is no answer at all.
     """
     answers: dict[int, Answered] = {}
     chats = [question.messages for question in questions]

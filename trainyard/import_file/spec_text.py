@@ -25,15 +25,10 @@ from trainyard.import_file.translation import Translation
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import.
+    """The result of an import."""
 
-    Attributes:
-        lines: the run spec as YAML.
-        summary: what a user must look at, in lines.
-    """
-
-    lines: list[str]
-    summary: list[str]
+    lines: list[str]  # the run spec as YAML
+    summary: list[str]  # what a user must look at, in lines
 
 
 def tool_of(names: dict[str, Any]) -> Tool | None:

@@ -23,18 +23,15 @@ class Tool:
     """A tool whose files can be imported.
 
     Attributes:
-        name: as users write it.
-        rows: the meaning of its names.
         defaults: values of fields where the defaults of the tool differ from those of the run spec.
         adapters: the name that asks for adapters, and its values that do; empty: the fields say it.
-        trains: whether its files describe a training, with rows of a step.
     """
 
-    name: str
-    rows: Rows
+    name: str  # as users write it
+    rows: Rows  # the meaning of its names
     defaults: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
-    trains: bool = True
+    trains: bool = True  # whether its files describe a training, with rows of a step
 
     def finish(self, found: Translation) -> None:
         """Decide what several names decide together."""

@@ -29,21 +29,17 @@ class Row:
         kind: field: the name has the values of a field; function: a function handles it; section: its value is a mapping with rows
             of its own; unused: it has no effect on a run; impossible: a run cannot honour it; missing: it asks for a method that
             trainyard lacks.
-        text: the field, the function, the reason, or the method.
         words: what each of its values sets, where these are not the values of the field.
         weak: values that another name of the same field overrides, as in ``bf16: false`` beside ``fp16: true``.
-        harmless: values that ask for nothing.
-        function: handles the name.
-        rows: those of a section.
     """
 
     kind: Literal["field", "function", "section", "unused", "impossible", "missing"]
-    text: str = ""
+    text: str = ""  # the field, the function, the reason, or the method
     words: Mapping[str, Fields] = field(default_factory=dict)
     weak: tuple[str, ...] = ()
-    harmless: tuple[str, ...] = ()
-    function: Callable[[Translation, str, Any], None] = lambda found, key, value: None
-    rows: Mapping[str, Row] = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()  # values that ask for nothing
+    function: Callable[[Translation, str, Any], None] = lambda found, key, value: None  # handles the name
+    rows: Mapping[str, Row] = field(default_factory=dict)  # those of a section
 
 
 Rows = Mapping[str, Row]
@@ -54,30 +50,23 @@ class Translation:
     """What the names of a file, or of several, have become.
 
     Attributes:
-        where: the file that is read.
-        ranks: number of ranks in the original run; 0: unknown.
-        values: values of fields, as in the JSON form of a spec.
         origins: the names that set a field, with their values and what differs.
-        unused: names without effect, by reason.
-        impossible: names that a run cannot honour, by reason.
         missing: names that ask for a method that trainyard lacks, by method.
-        unset: names without a value.
-        unknown: names that the table of the tool lacks, with their values.
         weak: values that other names of the field override: field, key, given value, converted value.
         refused: fields whose value in the files is none that they accept; they keep the default of the run spec.
         accumulation: micro-batches of one rank in a step, by the name that sets them.
         seen: the names and values of the file, as far as a table asks for them together.
     """
 
-    where: Path
-    ranks: int = 0
-    values: dict[str, Any] = field(default_factory=dict)
+    where: Path  # the file that is read
+    ranks: int = 0  # number of ranks in the original run; 0: unknown
+    values: dict[str, Any] = field(default_factory=dict)  # values of fields, as in the JSON form of a spec
     origins: dict[str, list[str]] = field(default_factory=dict)
-    unused: dict[str, list[str]] = field(default_factory=dict)
-    impossible: dict[str, list[str]] = field(default_factory=dict)
+    unused: dict[str, list[str]] = field(default_factory=dict)  # names without effect, by reason
+    impossible: dict[str, list[str]] = field(default_factory=dict)  # names that a run cannot honour, by reason
     missing: dict[str, list[str]] = field(default_factory=dict)
-    unset: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    unset: list[str] = field(default_factory=list)  # names without a value
+    unknown: list[str] = field(default_factory=list)  # names that the table of the tool lacks, with their values
     weak: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     accumulation: dict[str, int] = field(default_factory=dict)

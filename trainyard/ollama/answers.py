@@ -47,9 +47,7 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         """Open or create the file.
 
-        Raises:
-            UserError: another process has it open.
-            DiskError: it cannot be read or written.
+        Raises UserError: another process has it open; DiskError: it cannot be read or written.
         """
         self.path, self.repaired, self.damaged = path, 0, 0
         try:
@@ -92,11 +90,8 @@ class AnswerFile:
     def add(self, answers: Iterable[tuple[Prompt, str, str, Answer]]) -> None:
         """Append answers and return when they are on disk.
 
-        Args:
-            answers: the prompt, the node's name, the digest of its model, and the answer.
-
-        Raises:
-            DiskError: they cannot be written; none of them counts.
+        `answers`: the prompt, the node's name, the digest of its model, and the answer. Raises DiskError: they cannot
+        be written; none of them counts.
         """
         lines, keys = [], []
         for prompt, node, digest, answer in answers:

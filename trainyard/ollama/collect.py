@@ -25,17 +25,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Questions:
-    """All questions for the teachers.
+    """All questions for the teachers."""
 
-    Attributes:
-        chats: the prompts.
-        options: see DistillOptions.
-        seed: seed of the first sample of each prompt.
-    """
-
-    chats: Sequence[list[dict[str, str]]]
-    options: DistillOptions
-    seed: int = 1
+    chats: Sequence[list[dict[str, str]]]  # the prompts
+    options: DistillOptions  # see DistillOptions
+    seed: int = 1  # seed of the first sample of each prompt
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield one prompt per answer, all first samples first."""
@@ -136,16 +130,14 @@ def make_dataset(
 ) -> tuple[Path, Filtered]:
     """Collect the missing answers, filter all, and write the dataset below `folder`; return its path.
 
+    Raises UserError: no node answers, or too few answers are left; DiskError: the disk is full.
+
     Args:
         evaluation: texts of the evaluation prompts.
         nodes: the teachers: servers, or what `collect` asks.
         allow_dropped: whether less than half of the answers may be left.
         special: see `filter_answers`.
         collect: asks teachers of another kind than servers for the missing answers, and returns a line.
-
-    Raises:
-        UserError: no node answers, or too few answers are left.
-        DiskError: the disk is full.
     """
     options, failure = questions.options, ""
     if collect:

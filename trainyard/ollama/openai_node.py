@@ -31,22 +31,14 @@ _SHOWN = 5  # models in a message
 
 @dataclass(frozen=True)
 class OpenAINode:
-    """A model on such a server. It is a Node of a ServerPool.
+    """A model on such a server. It is a Node of a ServerPool."""
 
-    Attributes:
-        name: of the server, for messages.
-        url: of the API, such as http://10.0.0.5:8000/v1; without a port, the port is 80.
-        digest: what the answers are kept under; the API has no digest of a model.
-        limit: seconds for one answer.
-        key: that the server asks for; empty for none.
-    """
-
-    name: str
+    name: str  # of the server, for messages
     model: str
-    url: str
-    digest: str = ""
-    limit: float = 1800.0
-    key: str = field(default="", repr=False)
+    url: str  # of the API, such as http://10.0.0.5:8000/v1; without a port, the port is 80
+    digest: str = ""  # what the answers are kept under; the API has no digest of a model
+    limit: float = 1800.0  # seconds for one answer
+    key: str = field(default="", repr=False)  # that the server asks for; empty for none
     _client: OllamaClient = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -17,11 +17,7 @@ def with_rollout_servers(
 ) -> RunSpec:
     """Return the spec with the addresses of the Ollama servers that `rollout_servers` asks for, instead of cluster or all.
 
-    Args:
-        machines: returns the machines of the inventory.
-
-    Raises:
-        UserError: none of them can write completions.
+    `machines`: returns the machines of the inventory. Raises UserError: none of them can write completions.
     """
     if not set(spec.rollout_servers) & set(FOUND):
         return spec

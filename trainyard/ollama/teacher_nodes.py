@@ -20,17 +20,14 @@ class Prompt(pool.Task):
     """One chat to answer.
 
     Attributes:
-        options: options of the model.
-        sample: counts repeated answers to the same chat.
         room: tokens of a context in which each chat of all prompts fits with its answer, see `room_for`; 0: the server's default.
-        think: whether the thinking before the answer is wanted.
     """
 
     messages: Sequence[Mapping[str, str]]
-    options: Mapping[str, Any]
-    sample: int = 0
+    options: Mapping[str, Any]  # options of the model
+    sample: int = 0  # counts repeated answers to the same chat
     room: int = 0
-    think: bool = True
+    think: bool = True  # whether the thinking before the answer is wanted
 
 
 class Teacher(pool.Node[Prompt], Protocol):
@@ -53,20 +50,13 @@ def require_local(remote: str, model: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class OllamaNode:
-    """A model on an Ollama server.
+    """A model on an Ollama server."""
 
-    Attributes:
-        name: name of the host.
-        model: name of the model on the server.
-        facts: what the server tells of it.
-        limit: seconds for one answer.
-    """
-
-    name: str
+    name: str  # name of the host
     client: OllamaClient
-    model: str
-    facts: ModelFacts
-    limit: float = 1800.0
+    model: str  # name of the model on the server
+    facts: ModelFacts  # what the server tells of it
+    limit: float = 1800.0  # seconds for one answer
 
     @property
     def digest(self) -> str:

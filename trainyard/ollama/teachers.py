@@ -23,14 +23,12 @@ class Candidate:
     """A machine that may run Ollama.
 
     Attributes:
-        name: in the inventory.
-        url: URL of its server.
         trusted: whether it is a host of the cluster whose host key is the known one. Others get no prompts unless the
             user requests it.
     """
 
-    name: str
-    url: str
+    name: str  # in the inventory
+    url: str  # URL of its server
     trusted: bool
 
 
@@ -87,7 +85,7 @@ def find_teachers(
     limit: float = 1800.0,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[OllamaNode]:
-    """Return the servers that teach.
+    """Return the servers that teach. Raises UserError: no server has the model, or the digests differ.
 
     Args:
         model: name of the model; without a tag `:latest`.
@@ -96,9 +94,6 @@ def find_teachers(
         remote: accept a model that a cloud computes.
         pull: let servers without the model pull it; None: the caller has no such option.
         limit: seconds for one answer.
-
-    Raises:
-        UserError: no server has the model, or the digests differ.
     """
     allowed = [machine for machine in machines if machine.trusted or untrusted]
     if left_out := [machine.name for machine in machines if machine not in allowed]:

@@ -35,15 +35,13 @@ def student_specs(
 ) -> list[RunSpec]:
     """Return the run specs of the students, `students` of each model of ``-e model=a,b``; the dataset is not known yet.
 
-    Each further student of a model has the next seed. All students have the same held-out samples.
+    Each further student of a model has the next seed. All students have the same held-out samples. Raises UserError: an
+    unknown name, or a bad value.
 
     Args:
         file: YAML file of the run spec, or empty.
         extra_vars: all variables given with ``-e``.
         top: the project's folder.
-
-    Raises:
-        UserError: an unknown name, or a bad value.
     """
     rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS}
     if "dataset" in rest:

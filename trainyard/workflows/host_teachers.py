@@ -102,9 +102,7 @@ class HostTeachers:
     def collect(self, questions: Questions, nodes: Sequence[HostTeacher], answers: AnswerFile, report: Report) -> str:
         """Let the hosts write what `answers` lacks; return a line about it.
 
-        Raises:
-            UserError: no host is left that answers.
-            DiskError: the answers cannot be written.
+        Raises UserError: no host is left that answers; DiskError: the answers cannot be written.
         """
         digest = nodes[0].digest
         ordered = sorted(questions.prompts(), key=lambda prompt: (prompt.sample, len(prompt_text(prompt.messages))))

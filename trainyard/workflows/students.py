@@ -30,21 +30,13 @@ Connect = Callable[[Host], HostConnection]
 
 @dataclass
 class StudentRun:
-    """One student and its outcome.
+    """One student and its outcome."""
 
-    Attributes:
-        spec: its run spec; the model is as the user named it.
-        run: name of the run.
-        hosts: hosts on which it trains.
-        result: result of the run; empty if it failed.
-        error: why it failed; empty if it did not.
-    """
-
-    spec: RunSpec
-    run: str
-    hosts: list[str]
-    result: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
+    spec: RunSpec  # its run spec; the model is as the user named it
+    run: str  # name of the run
+    hosts: list[str]  # hosts on which it trains
+    result: dict[str, Any] = field(default_factory=dict)  # result of the run; empty if it failed
+    error: str = ""  # why it failed; empty if it did not
 
 
 def host_groups(hosts: Sequence[Host], students: int, hybrid: bool) -> list[list[Host]]:

@@ -84,11 +84,7 @@ def model_entries(
 def fit_to_models(spec: RunSpec, files: Files) -> RunSpec:
     """Return the spec as `fit_to_model` does, after a check of `lora_targets` as far as the controller knows the layers of the model.
 
-    Args:
-        files: the models.
-
-    Raises:
-        UserError: the run cannot train the model so. The ranks check the rest.
+    `files`: the models. Raises UserError: the run cannot train the model so. The ranks check the rest.
     """
     configs = {file.kind: config_of(Path(file.src), file.config) for file in files if file.src or file.config}
     try:
