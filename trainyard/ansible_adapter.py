@@ -301,12 +301,9 @@ def _vault_secrets() -> list[Any]:
 def make_login(name: str, variables: Any, context: Any, templar: Any, task: Any = None) -> Login:
     """Return how Ansible would log in to a host: its connection `ssh` reads variables, ansible.cfg, environment and flags.
 
-    Args:
-        context: `ansible.playbook.play_context.PlayContext` of the task, or an empty one.
-        task: the task whose keywords count, such as `remote_user`.
-
-    Raises:
-        InventoryError: the host has a connection other than `ssh` and `local`, or one of its variables is wrong.
+    `context`: `ansible.playbook.play_context.PlayContext` of the task, or an empty one. `task`: the task whose keywords
+    count, such as `remote_user`. Raises InventoryError: the host has a connection other than `ssh` and `local`, or one
+    of its variables is wrong.
     """
     kind = str(variables.get("ansible_connection") or (task.connection if task else "ssh"))
     kind = kind.removeprefix("ansible.builtin.")

@@ -56,13 +56,8 @@ def check_pairs(extra_vars: Mapping[str, Any]) -> None:
 def check_names(names: Iterable[str], top: Path, more: Iterable[str] = (), *, of_run: bool = True) -> None:
     """Check that the project defines all names given with ``-e``.
 
-    Args:
-        top: the project's folder.
-        more: further known names.
-        of_run: whether the fields of the run spec are known names.
-
-    Raises:
-        UserError: unknown names, each with the nearest known one.
+    `top`: the project's folder. `more`: further known names. `of_run`: whether the fields of the run spec are known
+    names. Raises UserError: unknown names, each with the nearest known one.
     """
     known = known_variables(top) | set(more)
     if strange := unknown(names, FIELDS if of_run else (), known):

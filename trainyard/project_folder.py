@@ -69,12 +69,9 @@ def foreign_package() -> str:
 def project_folder(config: str = "", any_folder: bool = False) -> Path:
     """Return the folder of the project: that of Ansible's configuration, the current one, or the checkout of this package.
 
-    Args:
-        config: the configuration that Ansible reads; empty for that which ANSIBLE_CONFIG names.
-        any_folder: the playbooks are not those of the folder, but of a collection, so that any folder can be a project.
-
-    Raises:
-        UserError: there is none, or the project belongs to another installation.
+    `config`: the configuration that Ansible reads; empty for that which ANSIBLE_CONFIG names. `any_folder`: the
+    playbooks are not those of the folder, but of a collection, so that any folder can be a project. Raises UserError:
+    there is none, or the project belongs to another installation.
     """
     config = config or os.environ.get("ANSIBLE_CONFIG", "")
     current = Path.cwd()

@@ -10,11 +10,8 @@ def table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
     """Return the lines of a text table whose columns are two spaces apart.
 
     Returns one line per row, without trailing spaces; an empty list for no rows. Raises ValueError: a row has more or
-    fewer cells than the first one.
-
-    Args:
-        rows: cells of every row; the first row is the header. All rows have the same number of cells.
-        right: align all columns to the right instead of to the left.
+    fewer cells than the first one. `rows`: cells of every row; the first row is the header. All rows have the same
+    number of cells. `right`: align all columns to the right instead of to the left.
     """
     if not rows:
         return []

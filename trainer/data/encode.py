@@ -129,10 +129,8 @@ class Encoder:
     def of(cls, spec: RunSpec, tokenizer: Any, date: datetime.date | None = None, rows: int | None = None) -> "Encoder":
         """Return the encoder of a run. Raises UserError: the chat template is not valid.
 
-        Args:
-            tokenizer: as for the class.
-            date: the date of the run, for templates that print one; None for that of the spec, or today.
-            rows: as for the class.
+        `tokenizer`: as for the class. `date`: the date of the run, for templates that print one; None for that of the
+        spec, or today. `rows`: as for the class.
         """
         return cls(
             tokenizer,
@@ -445,12 +443,9 @@ def encoded_dataset(
 ) -> Corpus:
     """Return the encoded datasets of the spec, from the cache in `store` if an earlier start on this host wrote it.
 
-    Args:
-        date: the date of the run, for templates that print one; None for that of the spec, or today.
-        rows: of the model's embedding; None if that is unknown.
-
-    Raises:
-        UserError: a dataset is unavailable or invalid, or no sample of it is left.
+    `date`: the date of the run, for templates that print one; None for that of the spec, or today. `rows`: of the
+    model's embedding; None if that is unknown. Raises UserError: a dataset is unavailable or invalid, or no sample of
+    it is left.
     """
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))

@@ -88,10 +88,8 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], today: datetime.datetime) -> None:
         """Compile the template. Raises TemplateError: the template is not valid.
 
-        Args:
-            source: the text of the template.
-            tokens: the special tokens by name, such as bos_token; a template may use them.
-            today: the date that `strftime_now` formats.
+        `source`: the text of the template. `tokens`: the special tokens by name, such as bos_token; a template may use
+        them. `today`: the date that `strftime_now` formats.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -119,13 +117,9 @@ class ChatTemplate:
     ) -> Rendered:
         """Return the text of a conversation and its generation blocks.
 
-        Args:
-            tools: the descriptions of the tools of the conversation.
-            variables: other variables of the template, such as `enable_thinking`.
-            generation_prompt: end the text with the header of an answer.
-
-        Raises:
-            TemplateError: the template rejects the conversation; the message is what the template says.
+        `tools`: the descriptions of the tools of the conversation. `variables`: other variables of the template, such
+        as `enable_thinking`. `generation_prompt`: end the text with the header of an answer. Raises TemplateError: the
+        template rejects the conversation; the message is what the template says.
         """
         values = {
             **(variables or {}),

@@ -16,11 +16,8 @@ def best_fit(lengths: Sequence[int], capacity: int, order: Sequence[int]) -> lis
     """Pack items into bins of `capacity` by best-fit decreasing; items of equal length keep their order in `order`.
 
     `lengths`: length of every item, 1 to `capacity`. `order`: indices of the items to pack. Raises ValueError: the
-    length of an item is out of range.
-
-    Returns:
-        Bins as lists of item indices. The multiset of bin lengths is the same for every order, so all epochs have
-        the same number of bins.
+    length of an item is out of range. Returns Bins as lists of item indices. The multiset of bin lengths is the same
+    for every order, so all epochs have the same number of bins.
     """
     bins_with_space: list[list[int]] = [[] for _ in range(capacity + 1)]  # [s]: the bins with s units of free space
     occupied = 0  # bit s is set if bins_with_space[s] is not empty: the best fit is the lowest set bit >= length
@@ -50,10 +47,8 @@ def collate(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lay rows of samples, each with one sequence, out as one micro-batch.
 
-    Args:
-        rows: sample indices of every row; no rows give one row of padding without loss.
-        pad: token id of the padding.
-        length: tokens per row (T); None for the length of the longest row.
+    `rows`: sample indices of every row; no rows give one row of padding without loss. `pad`: token id of the padding.
+    `length`: tokens per row (T); None for the length of the longest row.
 
     Returns:
         ids, positions, labels: int64 [rows, T] each. Positions restart at 0 with every sample, which separates packed

@@ -113,10 +113,8 @@ def check_keys(
 ) -> None:
     """Raise ValueError if a record or a message has a key whose meaning a run would ignore.
 
-    Args:
-        keys: `RECORD_KEYS` or `MESSAGE_KEYS_REFUSED`.
-        ignored: keys that are a part of the record's shape, or that the user ignores.
-        where: the message within its record; empty for a record.
+    `keys`: `RECORD_KEYS` or `MESSAGE_KEYS_REFUSED`. `ignored`: keys that are a part of the record's shape, or that the
+    user ignores. `where`: the message within its record; empty for a record.
     """
     for name in [name for name in keys if name in record]:
         changes, reason = keys[name]

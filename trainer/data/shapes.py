@@ -102,13 +102,9 @@ def with_system_in_first_question(messages: Sequence[Mapping[str, Any]]) -> Sequ
 def to_sample(row: Any, columns: Mapping[str, str] = NO_COLUMNS, ignored: Collection[str] = ()) -> Sample:
     """Convert one record of any of the supported shapes to a `Sample`.
 
-    Args:
-        row: the record.
-        columns: names of a shape, and the names that the record and its messages use instead.
-        ignored: keys of records and messages that the user ignores.
-
-    Raises:
-        ValueError: the record has none of these shapes, or a key whose meaning a run would ignore; the message is one line.
+    `row`: the record. `columns`: names of a shape, and the names that the record and its messages use instead.
+    `ignored`: keys of records and messages that the user ignores. Raises ValueError: the record has none of these
+    shapes, or a key whose meaning a run would ignore; the message is one line.
     """
     if not isinstance(row, dict):
         wrapped = ': write {"messages": [...]}' if isinstance(row, list) and row and isinstance(row[0], dict) else ""

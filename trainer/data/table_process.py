@@ -17,13 +17,9 @@ def records_apart(
 ) -> Iterator[tuple[int, Any]]:
     """Yield (record number, record) of a reader of `trainer.data.table_files`.
 
-    Args:
-        reader: the name of the function; `arguments`: its arguments, as JSON.
-        what: the dataset; it begins an error message.
-        most: decoded bytes of all records; None for no limit.
-
-    Raises:
-        UserError: of the reader, or the dataset exceeds a limit.
+    `reader`: the name of the function; `arguments`: its arguments, as JSON. `what`: the dataset; it begins an error
+    message. `most`: decoded bytes of all records; None for no limit. Raises UserError: of the reader, or the dataset
+    exceeds a limit.
     """
     number = total = 0
     with LimitedProcess("trainer.data.table_reader", memory, seconds) as process:

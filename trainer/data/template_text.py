@@ -47,10 +47,8 @@ def without_generation(source: str) -> str:
 def end_of_turn(source: str, tokens: Mapping[str, Any], added: Iterable[str]) -> str:
     """Return the token that a template writes after an answer; empty if there is none.
 
-    Args:
-        source: the template; it may have ``{% generation %}``.
-        tokens: the special tokens by the names that a template uses, such as ``eos_token``.
-        added: the texts of all special and added tokens.
+    `source`: the template; it may have ``{% generation %}``. `tokens`: the special tokens by the names that a template
+    uses, such as ``eos_token``. `added`: the texts of all special and added tokens.
     """
     rest = _after_answer(source, tuple((name, str(token)) for name, token in tokens.items()))
     # Several tokens can close an answer: the last one ends the turn. What stands behind a space ends the chat.

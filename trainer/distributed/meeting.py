@@ -111,13 +111,8 @@ class Meeting:
     def find(cls, galaxy: Galaxy, digest: str, run_dir: Path, limit: float, note: Callable[[str], None]) -> Meeting:
         """Wait until all workers are there. Every rank calls it; the first one of a torchrun meets the other workers.
 
-        Args:
-            digest: that of the spec.
-            limit: seconds to wait.
-            note: called with what this rank waits for.
-
-        Raises:
-            UserError: a worker does not come, its number is taken, or the workers cannot reach each other.
+        `digest`: that of the spec. `limit`: seconds to wait. `note`: called with what this rank waits for. Raises
+        UserError: a worker does not come, its number is taken, or the workers cannot reach each other.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         attempt = f"galaxy/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

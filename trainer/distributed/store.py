@@ -19,10 +19,8 @@ class RunStore(TCPStore):
     ) -> None:
         """Start the server if `is_master`, and connect to it. The arguments are those of TCPStore.
 
-        Raises:
-            UserError: another process has the port.
-            OSError: the server cannot listen.
-            torch.distributed.DistError: the server does not answer.
+        Raises UserError: another process has the port; OSError: the server cannot listen; torch.distributed.DistError:
+        the server does not answer.
         """
         if is_master:
             try:

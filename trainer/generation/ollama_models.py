@@ -128,13 +128,8 @@ def create_body(
 ) -> dict[str, Any]:
     """Return the body of /api/create in the form that this version of the server takes.
 
-    Args:
-        source: name of a model, or `@sha256:` and the digest of a blob, which is a whole model.
-        adapter: `@sha256:` and the digest of a blob.
-        parameters: numbers and lists of texts.
-
-    Raises:
-        ValueError: this version cannot read a text.
+    `source`: name of a model, or `@sha256:` and the digest of a blob, which is a whole model. `adapter`: `@sha256:` and
+    the digest of a blob. `parameters`: numbers and lists of texts. Raises ValueError: this version cannot read a text.
     """
     if version >= NEW_FORM:
         blob = source.startswith("@")

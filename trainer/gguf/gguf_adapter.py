@@ -50,13 +50,9 @@ class _Base:
 def write_adapter(folder: Path, config: Mapping[str, Any], target: Path) -> None:
     """Write the adapter of a run as a GGUF file.
 
-    Args:
-        folder: holds `adapter_config.json` and `adapter_model.safetensors`.
-        config: the base model's config.json.
-        target: the file, replaced atomically. Equal input gives equal bytes.
-
-    Raises:
-        AdapterError: the files are not valid, or GGUF cannot express the adapter.
+    `folder`: holds `adapter_config.json` and `adapter_model.safetensors`. `config`: the base model's config.json.
+    `target`: the file, replaced atomically. Equal input gives equal bytes. Raises AdapterError: the files are not
+    valid, or GGUF cannot express the adapter.
     """
     base = _read_base(config)
     alpha, factors = read_plain_adapter(folder)

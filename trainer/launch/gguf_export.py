@@ -37,10 +37,8 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
     `request`: `run_dir`; `weights`, digest of the adapter or model; `quantize`, one of `QUANTIZATIONS`, or an empty
     string if no GGUF is wanted; `converter_id`, which names the version of the converter; `converter`, its path as a
     zip file, or an empty string if the host does not have it yet. Raises UserError: the model cannot be converted.
-
-    Returns:
-        `answers` as greedy_answers returns them; `gguf`: `path`, `bytes`, `sha256`, `adds_bos` and `context` of the file, or None;
-        `needs_converter`: nothing was done, because the model needs the converter.
+    Returns `answers` as greedy_answers returns them; `gguf`: `path`, `bytes`, `sha256`, `adds_bos` and `context` of the
+    file, or None; `needs_converter`: nothing was done, because the model needs the converter.
     """
     quantize = request["quantize"]
     if quantize not in ("", *QUANTIZATIONS):

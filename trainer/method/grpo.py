@@ -437,10 +437,7 @@ class GRPO(Method):
 def completed(corpus: Corpus, prompts: Sequence[int], ids: Sequence[Sequence[int]]) -> Corpus:
     """Return a corpus of prompts with completions, which carry loss.
 
-    Args:
-        corpus: the prompts.
-        prompts: the sample of each completion.
-        ids: the tokens of the completions.
+    `corpus`: the prompts. `prompts`: the sample of each completion. `ids`: the tokens of the completions.
     """
     from trainer.data.corpus import Corpus
 

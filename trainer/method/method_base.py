@@ -147,10 +147,8 @@ class Method(ABC):
     ) -> Batch:
         """Return the micro-batch of some rows of `work`; no rows give one row of padding without loss.
 
-        Args:
-            pad: token id of the padding.
-            length: tokens per row; None for the length of the longest row.
-            on_device: moves an array to the device of this rank.
+        `pad`: token id of the padding. `length`: tokens per row; None for the length of the longest row. `on_device`:
+        moves an array to the device of this rank.
         """
         return arranged(packing.collate(work.corpus, rows, pad=pad, length=length), on_device)
 

@@ -19,10 +19,8 @@ _MAX_CONFIG = 1024 * 1024  # bytes of an adapter_config.json
 def adapter_error(setting: str, shown: object, base: str = "") -> UserError:
     """Return the error for an adapter that is named as a model.
 
-    Args:
-        setting: the field of the run spec that names it.
-        shown: what the user named.
-        base: its base model, if that is known.
+    `setting`: the field of the run spec that names it. `shown`: what the user named. `base`: its base model, if that is
+    known.
     """
     of_base, other = (f" of {base}", f"{setting}={base}") if base else ("", f"{setting} to its base model")
     return UserError(

@@ -35,17 +35,13 @@ _ROLES = ("system", "user", "assistant")
 def greedy_answers(spec: "RunSpec", run_dir: Path, weights: str, count: int = COUNT) -> dict[str, Any]:
     """Return the prompts and answers of a run; compute them if they are missing.
 
-    Args:
-        weights: digest of the adapter or the model.
-        count: maximum number of prompts, if they are missing.
+    `weights`: digest of the adapter or the model. `count`: maximum number of prompts, if they are missing. Raises
+    UserError: the dataset cannot be read.
 
     Returns:
         `weights`; `created`, the date; `max_tokens`; `bos`, text of what the tokenizer puts before a raw prompt; `stop`, text of the token that
         ends an answer where it is not the tokenizer's own end, or empty; `prompts`, each with `messages` or `prompt`; `answers`,
         one text for each.
-
-    Raises:
-        UserError: the dataset cannot be read.
     """
     if known := known_answers(run_dir, weights):
         return known

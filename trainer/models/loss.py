@@ -53,10 +53,8 @@ def distillation_loss(
 ) -> torch.Tensor:
     """Return the loss of a micro-batch summed over its tokens, a float32 scalar.
 
-    Args:
-        logits: logits of the student, [n, V].
-        targets: the next tokens, int64 [n]; -100 where there is no loss.
-        teacher: logits of the teacher, [n, V]; its vocabulary may be padded to another size.
+    `logits`: logits of the student, [n, V]. `targets`: the next tokens, int64 [n]; -100 where there is no loss.
+    `teacher`: logits of the teacher, [n, V]; its vocabulary may be padded to another size.
     """
     size = max(1, LOSS_CHUNK // logits.shape[1])
     compute = functools.partial(_chunk_loss, divergence=divergence)

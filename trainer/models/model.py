@@ -65,13 +65,9 @@ def load_model(
 ) -> nn.Module:
     """Load the model on `device`, with LoRA unless lora_r is 0. It is equal on every rank: the seed defines new weights.
 
-    Args:
-        dtype: of the base model's weights; None: `base_dtype`.
-        sharded: leave the model in host memory, because the strategy shards it first.
-        kernels: the fast kernels to use (see `fast_kernels`).
-
-    Raises:
-        UserError: the model or its LoRA targets are unavailable.
+    `dtype`: of the base model's weights; None: `base_dtype`. `sharded`: leave the model in host memory, because the
+    strategy shards it first. `kernels`: the fast kernels to use (see `fast_kernels`). Raises UserError: the model or
+    its LoRA targets are unavailable.
     """
     torch.manual_seed(spec.seed)
     # With dtype "auto" weights stay memory-mapped until they are read: FSDP reads only its shard.
@@ -176,13 +172,9 @@ def target_names(model: Any) -> set[str]:
 def require_targets(spec: RunSpec, adapted: Sequence[str], targets: Any, layers: Sequence[str]) -> None:
     """Check that every one of `lora_targets` gave an adapter to some layer: peft only requires that one of them does.
 
-    Args:
-        adapted: names of the layers with an adapter.
-        targets: those of the spec as peft reads them, which replaces names of experts that transformers has fused.
-        layers: what a target can be, for the message.
-
-    Raises:
-        UserError: a target gave none.
+    `adapted`: names of the layers with an adapter. `targets`: those of the spec as peft reads them, which replaces
+    names of experts that transformers has fused. `layers`: what a target can be, for the message. Raises UserError: a
+    target gave none.
     """
     missing = [each for each in targets if not any(matches(name, [each]) for name in adapted)]
     if spec.lora_targets != ("all-linear",) and (lost := [each for each in spec.lora_targets if each in missing]):

@@ -86,10 +86,8 @@ class CompletionWriter:
 def groups_that_fit(lengths: Sequence[tuple[int, int]], places: int, longest: int) -> Iterator[list[int]]:
     """Yield the indices of completions that are written at once, in order.
 
-    Args:
-        lengths: tokens of the prompt, and at most of the completion.
-        places: tokens of a group, with padding, at most.
-        longest: tokens of a row at most; with padding, too.
+    `lengths`: tokens of the prompt, and at most of the completion. `places`: tokens of a group, with padding, at most.
+    `longest`: tokens of a row at most; with padding, too.
     """
     group: list[int] = []
     prompt = limit = 0

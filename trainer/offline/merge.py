@@ -135,13 +135,9 @@ def _check_method(method: str, parts: Sequence[Part]) -> None:
 def merge(request: MergeRequest) -> dict[str, Any]:
     """Merge the parts, evaluate all, and write the result into the run folder.
 
-    Returns:
-        `eval_loss` of the result, `base_loss`, `parts` with the `run` and `eval_loss` of each, `rank`, and the path of the
-        `adapter` or `model` with its digest.
-
-    Raises:
-        UserError: the parts do not fit together, or the result is not finite.
-        DiskError: the disk is full or not writable.
+    Returns `eval_loss` of the result, `base_loss`, `parts` with the `run` and `eval_loss` of each, `rank`, and the path
+    of the `adapter` or `model` with its digest. Raises UserError: the parts do not fit together, or the result is not
+    finite; DiskError: the disk is full or not writable.
     """
     if request.method == "soup":
         return _soup(request)

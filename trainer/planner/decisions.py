@@ -40,17 +40,14 @@ Hosts = Sequence[Mapping[str, Any]]
 def decide(spec: RunSpec, hosts: Hosts, shape: Shape | None = None) -> tuple[RunSpec, list[str]]:
     """Decide the automatic fields of a spec, and its strategy if it is `auto`, for these hosts.
 
+    Returns the spec; torch_compile is still automatic if ranks decide it. One line for each decision: the value, the
+    reason, and its cost. Raises UserError: the strategy is `auto`, and none fits in memory.
+
     Args:
         hosts: as for `choose`, also `capability`, the compute capability of its oldest GPU (0: unknown), `four_bits`,
             whether it has bitsandbytes, `bfloat16`, whether its CPU multiplies in bfloat16, and `compiler`, whether it has one of C++
             (missing: unknown).
         shape: the shape of the spec's model, if known.
-
-    Returns:
-        The spec; torch_compile is still automatic if ranks decide it. One line for each decision: the value, the reason, and its cost.
-
-    Raises:
-        UserError: the strategy is `auto`, and none fits in memory.
     """
     if spec.script:
         return spec.model_copy(update={"automatic": ()}), []

@@ -232,12 +232,9 @@ def _too_large(spec: RunSpec, option: Option) -> str:
 def choose(spec: RunSpec, hosts: Sequence[Mapping[str, Any]], shape: Shape | None = None) -> tuple[str, str]:
     """Resolve `strategy=auto` for these hosts. The result depends only on the arguments.
 
-    Returns the strategy, and the reason in one line. Raises UserError: no strategy fits in memory.
-
-    Args:
-        hosts: for each its `processes`, `threads` per process, `gpu_mib` (memory of its smallest GPU; 0: no GPU),
-            `memory_mib` of the host (0: unknown) and `link_mbit` (0: unknown).
-        shape: the shape of the spec's model, if known.
+    Returns the strategy, and the reason in one line. Raises UserError: no strategy fits in memory. `hosts`: for each
+    its `processes`, `threads` per process, `gpu_mib` (memory of its smallest GPU; 0: no GPU), `memory_mib` of the host
+    (0: unknown) and `link_mbit` (0: unknown). `shape`: the shape of the spec's model, if known.
     """
     try:
         shape = shape or shape_of(spec)

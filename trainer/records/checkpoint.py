@@ -41,14 +41,10 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint of `step` below `folder`, delete all but the newest `keep` complete ones, and return its folder.
 
-    Args:
-        state: contents of state.json.
-        save: writes all other files into the folder that it receives.
-        verified: the weights are known to be finite; otherwise they are read from the files.
-
-    Raises:
-        UserError: the weights are not finite; older checkpoints are unchanged.
-        DiskError: the disk is full or not writable; incomplete files are deleted and older checkpoints are unchanged.
+    `state`: contents of state.json. `save`: writes all other files into the folder that it receives. `verified`: the
+    weights are known to be finite; otherwise they are read from the files. Raises UserError: the weights are not
+    finite; older checkpoints are unchanged; DiskError: the disk is full or not writable; incomplete files are deleted
+    and older checkpoints are unchanged.
     """
     with _clean_up_on_error(folder, step):
         aside = _make_temporary(folder, step)
@@ -291,16 +287,11 @@ def find_checkpoint(
 
     A full copy on a single host suffices. Every shard of a sharded checkpoint must exist; hosts keep only their shards
     while the ranks are on the same hosts as before, otherwise every host receives all files. Every rank calls it.
-    Returns the folder of the checkpoint, or None if there is none.
-
-    Args:
-        log: receives a line about every checkpoint that is ignored or copied.
-        per_host_files: files that differ between hosts; a host without them receives those of another.
-        differences: returns those of the run's spec from that of a checkpoint.
-
-    Raises:
-        UserError: a host has one of another spec; or there are checkpoints, but none is complete and finite.
-        DiskError: the disk of this host is full or not writable.
+    Returns the folder of the checkpoint, or None if there is none. `log`: receives a line about every checkpoint that
+    is ignored or copied. `per_host_files`: files that differ between hosts; a host without them receives those of
+    another. `differences`: returns those of the run's spec from that of a checkpoint. Raises UserError: a host has one
+    of another spec; or there are checkpoints, but none is complete and finite; DiskError: the disk of this host is full
+    or not writable.
     """
     steps = complete_checkpoints(folder, log=log if world.is_host_leader else None, per_host_files=per_host_files)
     local = {step: HostCheckpoint.read(folder / f"step-{step:08d}", per_host_files) for step in steps}

@@ -133,12 +133,8 @@ class RunState:
     def add(self, record: dict[str, Any], seconds: float) -> float:
         """Add the metrics of one step to the totals, and complete the record with the mean loss and the speed.
 
-        Args:
-            record: the counts over all ranks (see StepMetrics.reduce).
-            seconds: duration of the step on the slowest rank.
-
-        Returns:
-            The estimated seconds until the last step.
+        `record`: the counts over all ranks (see StepMetrics.reduce). `seconds`: duration of the step on the slowest
+        rank. Returns the estimated seconds until the last step.
         """
         weight = record.pop("weight")
         mean_loss = record["loss"] / max(1, weight)

@@ -122,10 +122,8 @@ class StepMetrics:
     ) -> Reduced:
         """Synchronize the model and sum the metrics over all ranks of `strategy.world`. Every rank calls it.
 
-        Args:
-            flags: returns whether this rank has a request to stop, and whether it has written its shard of the checkpoint.
-            waiting: see Strategy.sync.
-            gpu: the readings of this rank's GPU.
+        `flags`: returns whether this rank has a request to stop, and whether it has written its shard of the
+        checkpoint. `waiting`: see Strategy.sync. `gpu`: the readings of this rank's GPU.
         """
         world, records, names = strategy.world, self._records, (*_COUNTS, *self._method.sums)
         self._records = []

@@ -59,13 +59,9 @@ class RewardProcess:
     ) -> None:
         """Start the process and import the files.
 
-        Args:
-            columns: of the dataset, without prompt.
-            seconds: time limit of one call of a function.
-            patience: seconds that the other ranks wait for all rewards of a step.
-
-        Raises:
-            UserError: a file cannot be imported in time, the functions together may take too long, or a function needs a column that the dataset lacks.
+        `columns`: of the dataset, without prompt. `seconds`: time limit of one call of a function. `patience`: seconds
+        that the other ranks wait for all rewards of a step. Raises UserError: a file cannot be imported in time, the
+        functions together may take too long, or a function needs a column that the dataset lacks.
         """
         env = _SET | {name: os.environ[name] for name in _KEPT if name in os.environ}
         self._process = LimitedProcess("trainer.rewards.reward_program", MEMORY, 0, wait=seconds, env=env)

@@ -132,10 +132,8 @@ class Strategy(ABC):
     ) -> dict[str, Any]:
         """Merge the weights of all replicas after `all_finished`, and return fields to add to the result.
 
-        Args:
-            totals: the loop's counts for the ranks of `self.world`.
-            loss: evaluation loss of the ranks of `self.world`.
-            evaluate: computes the evaluation loss again.
+        `totals`: the loop's counts for the ranks of `self.world`. `loss`: evaluation loss of the ranks of `self.world`.
+        `evaluate`: computes the evaluation loss again.
         """
         return {}
 
@@ -169,12 +167,10 @@ class Strategy(ABC):
     def backward(self, batch: Batch, total: float, last: bool) -> torch.Tensor:
         """Accumulate the gradient of one micro-batch, scaled so that the step's gradient is that of the mean over `total`.
 
-        Args:
-            total: weight of the update over the ranks that share its gradient: tokens with loss, or samples (see MethodPlan.weights).
-            last: the last micro-batch of the step on this rank. After this call the gradients are reduced over all ranks.
-
-        Returns:
-            The summed loss of the micro-batch, detached, a float32 scalar; or 0, and that of the update with its last one.
+        `total`: weight of the update over the ranks that share its gradient: tokens with loss, or samples (see
+        MethodPlan.weights). `last`: the last micro-batch of the step on this rank. After this call the gradients are
+        reduced over all ranks. Returns the summed loss of the micro-batch, detached, a float32 scalar; or 0, and that
+        of the update with its last one.
         """
 
     @abstractmethod

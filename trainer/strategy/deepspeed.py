@@ -237,13 +237,10 @@ def with_autocast(strategy: Strategy, module: nn.Module) -> nn.Module:
 def _shard(deepspeed: Any, model: nn.Module, config: dict[str, Any], world: World, *, full: bool) -> None:
     """Convert the parameters of a model to those of stage 3, one at a time, in float32. Every rank calls it.
 
-    Every rank reads only its shard of the model's files. DeepSpeed's own conversion needs all weights in the memory of every rank,
-    and sends those of rank 0 to all others.
-
-    Args:
-        model: equal on all ranks; its weights may be memory-mapped, in any data type.
-        config: of the engine.
-        full: whether the full weights are trained. Otherwise the trained ones, which come from no file, are taken from rank 0.
+    Every rank reads only its shard of the model's files. DeepSpeed's own conversion needs all weights in the memory of
+    every rank, and sends those of rank 0 to all others. `model`: equal on all ranks; its weights may be memory-mapped,
+    in any data type. `config`: of the engine. `full`: whether the full weights are trained. Otherwise the trained ones,
+    which come from no file, are taken from rank 0.
     """
     # An empty module enables DeepSpeed's linear layers, which do not keep gathered weights.
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config, dtype=torch.float32)

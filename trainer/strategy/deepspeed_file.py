@@ -60,13 +60,9 @@ _FIELDS = {
 def derived_fields(config: Any, values: Mapping[str, Any], ranks: int | None) -> dict[str, tuple[Any, str]]:
     """Return the fields that the options of DeepSpeed set and `values` does not: {field: (value, option of DeepSpeed)}.
 
-    Args:
-        config: the options; none of other types than a mapping.
-        values: fields of the spec, as far as they are given.
-        ranks: number of ranks of the run, if it is known.
-
-    Raises:
-        ValueError: the options are nested too deeply, or need the number of ranks.
+    `config`: the options; none of other types than a mapping. `values`: fields of the spec, as far as they are given.
+    `ranks`: number of ranks of the run, if it is known. Raises ValueError: the options are nested too deeply, or need
+    the number of ranks.
     """
     options = {name: value for name, value in leaves(config) if value != AUTO} if isinstance(config, Mapping) else {}
     found: dict[str, tuple[Any, str]] = {}

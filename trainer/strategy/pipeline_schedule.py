@@ -100,10 +100,8 @@ class Neighbours:
     ) -> torch.Tensor:
         """Receive the input of a forward pass, compute, send the output unless this rank is the last, and return it.
 
-        Args:
-            shape: shape of the hidden states, [rows, T, hidden].
-            compute: takes the received hidden states, or None on the first rank.
-            posted: the receive is already posted.
+        `shape`: shape of the hidden states, [rows, T, hidden]. `compute`: takes the received hidden states, or None on
+        the first rank. `posted`: the receive is already posted.
         """
         value = None
         if not self.first:

@@ -195,10 +195,8 @@ class StrategyPlan:
     ) -> tuple[float, float]:
         """Return the seconds of a step in computation, and in communication that computation does not hide.
 
-        Args:
-            part: seconds of a full micro-batch through the whole model on one process, forward and backward.
-            optimizer: seconds of an optimizer step of the whole model.
-            communication: seconds of all communication of the step.
+        `part`: seconds of a full micro-batch through the whole model on one process, forward and backward. `optimizer`:
+        seconds of an optimizer step of the whole model. `communication`: seconds of all communication of the step.
         """
         # The rank with the most rows for its speed determines the time of a step.
         most, speed = self._slowest(spec, layout)

@@ -46,11 +46,9 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     """Start this host's part of a run.
 
     `request`: the fields of StartRequest. Raises SupervisorError: this run, or another one that the message names, is
-    running on this host, or another controller has claimed the run.
-
-    Returns:
-        `backend` ("systemd" or "process"), `pid` and `started` of the supervisor; `unit`, its systemd unit; `ignored`,
-        unit properties that have no effect without systemd.
+    running on this host, or another controller has claimed the run. Returns `backend` ("systemd" or "process"), `pid`
+    and `started` of the supervisor; `unit`, its systemd unit; `ignored`, unit properties that have no effect without
+    systemd.
     """
     wanted = StartRequest.from_json(request)
     run_dir = wanted.resolve()

@@ -54,10 +54,8 @@ class Run:
     ) -> None:
         """Take the name of a run.
 
-        Args:
-            call: with the hosts on which it is searched.
-            follow: follows it to its end and returns its result; a thread calls it at once.
-            log: gets its lines.
+        `call`: with the hosts on which it is searched. `follow`: follows it to its end and returns its result; a thread
+        calls it at once. `log`: gets its lines.
         """
         self.name, self._cluster, self._log = name, cluster, log or EventLog()
         self._hosts, self._connect, self._launch = call.cluster.hosts, call.cluster.connect, call.launch

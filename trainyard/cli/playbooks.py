@@ -42,12 +42,9 @@ def run_playbook(
 ) -> None:
     """Run the playbook of a command; its output is the program's. Raises PlaybookError, and KeyboardInterrupt after Ctrl-C.
 
-    ansible-playbook has the terminal, so that it can ask for passwords and Ctrl-C reaches it.
-
-    Args:
-        launch: the launch options, of which a playbook takes `limit`.
-        top: the project's folder.
-        values: further values of `-e`; no secrets, because they are arguments.
+    ansible-playbook has the terminal, so that it can ask for passwords and Ctrl-C reaches it. `launch`: the launch
+    options, of which a playbook takes `limit`. `top`: the project's folder. `values`: further values of `-e`; no
+    secrets, because they are arguments.
     """
     program = Path(sys.executable).parent / "ansible-playbook"
     words = [str(program) if program.exists() else "ansible-playbook", str(top / command.playbook)]

@@ -30,10 +30,8 @@ class Allocation:
     def timeline(self, scale: str, queue: QueueState | None, asked: float) -> tuple[Any, Timeline]:
         """Return a timeline, and a key that changes with it.
 
-        Args:
-            scale: a key of SCALES.
-            queue: the newest answer of the queue host, if there is one.
-            asked: time of its arrival, in seconds since the epoch.
+        `scale`: a key of SCALES. `queue`: the newest answer of the queue host, if there is one. `asked`: time of its
+        arrival, in seconds since the epoch.
         """
         cluster = self._cluster
         # In the time of the queue host, so that the age of an answer does not matter.

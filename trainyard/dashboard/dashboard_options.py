@@ -101,13 +101,9 @@ def run_dashboard(
 ) -> dict[str, Any]:
     """Serve the dashboard until Ctrl-C, see `server.serve`; with `check`, do not.
 
-    Args:
-        find_queue: returns the name of the queue host; raises UserError where there is no queue.
-        project: whose runs are started again and deployed.
-
-    Raises:
-        UserError: a package is not installed, a host is not described completely, the port is in use, or other machines
-            reach the address and there is no certificate.
+    `find_queue`: returns the name of the queue host; raises UserError where there is no queue. `project`: whose runs
+    are started again and deployed. Raises UserError: a package is not installed, a host is not described completely,
+    the port is in use, or other machines reach the address and there is no certificate.
     """
     if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
         names = [package.replace("_", "-") for package in missing]

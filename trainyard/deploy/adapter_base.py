@@ -46,11 +46,9 @@ def wanted_base(run: TrainedRun, tokens: Sequence[str]) -> dict[str, Any]:
 def base_misfit(run: TrainedRun, state: Mapping[str, Any], tokens: Sequence[str], named: str = "") -> str:
     """Return why a node has no base for the adapter; empty if each of `bases` in its state is one.
 
-    Args:
-        state: reply of the node to the step `state`, with at most the base that the user named, or with those that the node
-            has found.
-        tokens: the vocabulary of the run, by id.
-        named: the name that the user gave; empty if the node has searched.
+    `state`: reply of the node to the step `state`, with at most the base that the user named, or with those that the
+    node has found. `tokens`: the vocabulary of the run, by id. `named`: the name that the user gave; empty if the node
+    has searched.
     """
     if not named and not tokens:
         return "tokenizer.json of the run does not list its vocabulary, so that no base can be searched for"

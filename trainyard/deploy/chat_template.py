@@ -230,13 +230,9 @@ def derive_apart(
 ) -> Derived:
     """Derive a template in a process of its own with limits, because the template is a program of the model.
 
-    Args:
-        source, tokens, today: of ChatTemplate.
-        added_bos: the argument of `derive`.
-        prepend: the system message is the beginning of the first question, as in a run with `system=prepend`.
-
-    Raises:
-        TemplateError: see `derive`, or the template takes too much time or memory.
+    `source, tokens, today`: of ChatTemplate. `added_bos`: the argument of `derive`. `prepend`: the system message is
+    the beginning of the first question, as in a run with `system=prepend`. Raises TemplateError: see `derive`, or the
+    template takes too much time or memory.
     """
     about = {"source": source, "tokens": dict(tokens), "today": today.isoformat()}
     request = json.dumps(about | {"added_bos": added_bos, "prepend": prepend})

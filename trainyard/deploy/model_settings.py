@@ -51,14 +51,10 @@ class SettingsReader:
     def read(self, answers: Mapping[str, Any], adds_bos: bool, context: int) -> ModelSettings:
         """Return the settings.
 
-        Args:
-            answers: those of the run, with their prompts.
-            adds_bos: whether the server puts the first token before each prompt.
-            context: tokens of the context of the model; 0 if it is unknown.
-
-        Raises:
-            UserError: no Go template renders as the chat template does, it has no place for `deploy_system`, or
-                `deploy_context` is more than the model has.
+        `answers`: those of the run, with their prompts. `adds_bos`: whether the server puts the first token before each
+        prompt. `context`: tokens of the context of the model; 0 if it is unknown. Raises UserError: no Go template
+        renders as the chat template does, it has no place for `deploy_system`, or `deploy_context` is more than the
+        model has.
         """
         bos, notes = self._special.get("bos_token", ""), []
         template = self._options.template_text()

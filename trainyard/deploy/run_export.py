@@ -20,10 +20,8 @@ EXPORT_LIMIT = 3600.0  # s for the host to convert and to answer
 class RunExport:
     """Asks the host of a run for its answers and for its model, each once.
 
-    Args:
-        connect: makes a connection to a host; called in the main thread.
-        work: folder on the controller for files.
-        report: receives a line when a step starts.
+    `connect`: makes a connection to a host; called in the main thread. `work`: folder on the controller for files.
+    `report`: receives a line when a step starts.
     """
 
     def __init__(self, connect: Callable[[Host], HostConnection], work: Path, report: Callable[[str], None]) -> None:

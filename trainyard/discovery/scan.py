@@ -44,10 +44,8 @@ class Findings:
 async def scan(targets: Sequence[Target], settings: Settings, ssh_ports: dict[str, int]) -> Findings:
     """Scan every target, and with `passes` 2 the silent targets again. Returns the findings, sorted by address.
 
-    Args:
-        targets: the addresses and ports.
-        settings: timeouts, passes, concurrency, verify.
-        ssh_ports: address -> SSH port, if it is not `settings.ssh_port`.
+    `targets`: the addresses and ports. `settings`: timeouts, passes, concurrency, verify. `ssh_ports`: address -> SSH
+    port, if it is not `settings.ssh_port`.
     """
     scanner = _Scanner(settings, ssh_ports)
     silent = await scanner.sweep(targets, settings.connect_timeout, scanner.at_once)

@@ -48,10 +48,8 @@ class Report:
 class Score:
     """The score of a subject in one file of questions.
 
-    Attributes:
-        right, questions: counts, of the questions that have an answer.
-        low, high: 95 % Wilson interval of the share of right answers.
-        exact, contained: shares among the questions that have an answer in words; None without any.
+    `right, questions`: counts, of the questions that have an answer. `low, high`: 95 % Wilson interval of the share of
+    right answers. `exact, contained`: shares among the questions that have an answer in words; None without any.
     """
 
     right: int

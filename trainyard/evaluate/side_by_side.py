@@ -78,12 +78,8 @@ def evaluate(
 
     Returns `changed`: whether a file was written; `lines`, readable text; `result`, see `summarise`. Raises UserError:
     a file of questions or a subject is not valid, or no host has a run or a model; RunError: a host cannot evaluate its
-    runs.
-
-    Args:
-        hosts: on which the runs are searched, and whose Ollama servers answer.
-        home: folder of the project, for created files.
-        check: find the subjects, and ask nothing.
+    runs. `hosts`: on which the runs are searched, and whose Ollama servers answer. `home`: folder of the project, for
+    created files. `check`: find the subjects, and ask nothing.
     """
     subjects = parse_subjects(options.subjects)
     questions = read_questions(options.questions or (OBSERVATORY,))

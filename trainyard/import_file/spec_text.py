@@ -59,13 +59,9 @@ def write_spec(options: ImportOptions, check: bool) -> dict[str, Any]:
 def import_files(files: Sequence[Path], tool: str = "auto", ranks: int = 0) -> Imported:
     """Translate configuration files of other tools that describe one run together.
 
-    Args:
-        tool: the tool of the files, of `NAMES`, or auto.
-        ranks: number of ranks in the original run; 0: unknown.
-
-    Raises:
-        UserError: a file cannot be read, belongs to no tool or asks for a method that trainyard lacks, or two names of one
-            field have different values.
+    `tool`: the tool of the files, of `NAMES`, or auto. `ranks`: number of ranks in the original run; 0: unknown. Raises
+    UserError: a file cannot be read, belongs to no tool or asks for a method that trainyard lacks, or two names of one
+    field have different values.
     """
     found = Translation(files[0], ranks)
     tools = []

@@ -36,12 +36,8 @@ def answer_key(digest: str, prompt: Prompt) -> str:
 class AnswerFile:
     """The answers of one teacher, open for this process alone.
 
-    with AnswerFile(path) as answers: ...
-
-    Attributes:
-        path: path of the file.
-        repaired: bytes of a cut line that opening has removed.
-        damaged: number of lines that are not answers; they are ignored.
+    with AnswerFile(path) as answers: ... `path`: path of the file. `repaired`: bytes of a cut line that opening has
+    removed. `damaged`: number of lines that are not answers; they are ignored.
     """
 
     def __init__(self, path: Path) -> None:

@@ -34,11 +34,8 @@ def host_urls(host: Host) -> list[str]:
 def shared_servers(states: Mapping[str, Mapping[str, Any]], urls: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return {host: the host whose server it has too}, for entries of the inventory that are one machine or have one `ollama_url`.
 
-    The host whose record fits the model counts as that of the server, else the first one.
-
-    Args:
-        states: the reply to the step `state` of each host, see trainyard/remote/ollama.py.
-        urls: the addresses of each host's server.
+    The host whose record fits the model counts as that of the server, else the first one. `states`: the reply to the
+    step `state` of each host, see trainyard/remote/ollama.py. `urls`: the addresses of each host's server.
     """
     keepers: dict[str, str] = {}
     servers = {name: str(state["server"]) or urls[name][0] for name, state in states.items()}

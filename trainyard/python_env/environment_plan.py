@@ -124,11 +124,8 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
 
     Returns For each host `key` of the environment, `todo` (none, trainer, all), `builder` (the first host with the same
     key, which fetches for all of them), `fetches` (whether this host must fetch), `serves` (whether others need its
-    wheels), `tag` and `flavour`. Raises EnvironmentBuildError: a host cannot have the environment.
-
-    Args:
-        infos: for each host what `python_env_info` returned, in the inventory's order.
-        request: the contents of every environment.
+    wheels), `tag` and `flavour`. Raises EnvironmentBuildError: a host cannot have the environment. `infos`: for each
+    host what `python_env_info` returned, in the inventory's order. `request`: the contents of every environment.
     """
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     flavour = resolve.choose_flavour(request.flavour, managed)

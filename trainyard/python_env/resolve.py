@@ -143,11 +143,9 @@ def choose_flavour(requested: str, infos: Mapping[str, Mapping[str, Any]]) -> st
     """Return the build of torch for all hosts.
 
     Ranks with different builds cannot train together, so there is one build for all. A host without a GPU also runs a
-    CUDA build. Raises EnvironmentBuildError: no build supports all of them.
-
-    Args:
-        requested: a build, or "auto" for the preferred one that all drivers and GPUs support (cpu without any driver).
-        infos: for each host `driver` and `capabilities` as `python_env_info` returns them.
+    CUDA build. Raises EnvironmentBuildError: no build supports all of them. `requested`: a build, or "auto" for the
+    preferred one that all drivers and GPUs support (cpu without any driver). `infos`: for each host `driver` and
+    `capabilities` as `python_env_info` returns them.
     """
     drivers = {host: info["driver"] for host, info in infos.items() if info["driver"]}
     if requested != "auto" or not drivers:

@@ -165,12 +165,9 @@ def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dic
 def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report: Report, check: bool) -> dict[str, Any]:
     """Run the operation that the values of ``-e`` specify: `do`, and the names of runs or the options of new ones.
 
-    Returns `changed`; `runs`; `lines`. `check`: change nothing.
-
-    Raises:
-        UserError: a mistake in the values. No host has received a request yet, unless only the queue host can check it.
-        RunError: the queue host or Slurm refuses the request, or fails.
-        InventoryError: a host is not described completely.
+    Returns `changed`; `runs`; `lines`. `check`: change nothing. Raises UserError: a mistake in the values. No host has
+    received a request yet, unless only the queue host can check it; RunError: the queue host or Slurm refuses the
+    request, or fails; InventoryError: a host is not described completely.
     """
     verb = check_verb(values.get("do"))
     given = {name: value for name, value in values.items() if name != "do"}

@@ -69,12 +69,8 @@ def read_runs(
 ) -> list[NewRun]:
     """Return the runs that the values of ``-e`` describe: one, or those of `file`, each after those that it waits for.
 
-    Args:
-        launch_of: returns the launch options with these values on top of the inventory's.
-        top: the project's folder.
-
-    Raises:
-        UserError: an unknown name, or a bad value.
+    `launch_of`: returns the launch options with these values on top of the inventory's. `top`: the project's folder.
+    Raises UserError: an unknown name, or a bad value.
     """
     check_pairs(values)
     given = {name: value for name, value in values.items() if name not in OWN_NAMES}

@@ -90,13 +90,9 @@ class QueueClient:
     ) -> int:
         """Write the folder of a run and submit its job; return the id of the job.
 
-        Args:
-            contents: contents of the files of the folder besides `request.json`; they may hold secrets.
-            links: {name in the folder: path on the queue host} of its other files.
-            arguments: arguments of sbatch.
-
-        Raises:
-            RunError: Slurm refuses the job, or a job of this name waits or runs.
+        `contents`: contents of the files of the folder besides `request.json`; they may hold secrets. `links`: {name in
+        the folder: path on the queue host} of its other files. `arguments`: arguments of sbatch. Raises RunError: Slurm
+        refuses the job, or a job of this name waits or runs.
         """
         files = {"request.json": request.model_dump_json(indent=1).encode(), **contents}
         encoded = {name: (0o600, base64.b64encode(content).decode()) for name, content in files.items()}

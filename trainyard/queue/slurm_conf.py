@@ -59,10 +59,8 @@ def queue_nodes(
 ) -> list[QueueNode]:
     """Return the nodes of the queue. Raises ValueError: a host reports something that Slurm's files cannot express.
 
-    Args:
-        facts: by host, see the module queue_info.
-        addresses: addresses of the hosts, in inventory order.
-        gpus: `cluster_gpus` of the hosts that have it: numbers or UUIDs of the GPUs that runs may use.
+    `facts`: by host, see the module queue_info. `addresses`: addresses of the hosts, in inventory order. `gpus`:
+    `cluster_gpus` of the hosts that have it: numbers or UUIDs of the GPUs that runs may use.
     """
     return [_node(name, facts[name], address, (gpus or {}).get(name)) for name, address in addresses.items()]
 

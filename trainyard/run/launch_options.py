@@ -223,12 +223,8 @@ def options_from_variables(
 ) -> LaunchOptions:
     """Build the options from an inventory's variables: those that are named like an option or a deprecated alias.
 
-    Args:
-        resolve: returns the value of a variable, with its templates resolved.
-        overrides: options that replace the variables.
-
-    Raises:
-        UserError: a bad value.
+    `resolve`: returns the value of a variable, with its templates resolved. `overrides`: options that replace the
+    variables. Raises UserError: a bad value.
     """
     found = {name: resolve(variables[name]) for name in sorted(names()) if name in variables}
     if overrides:

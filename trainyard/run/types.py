@@ -94,9 +94,7 @@ class StagedFile:
     def of(cls, source: Path, target: str, digests: dict[str, str], kind: str) -> StagedFile:
         """Return a file of the controller, or the files of a folder. Raises UserError: a file cannot be read.
 
-        Args:
-            target: below the data directory of a host.
-            digests: {relative name: SHA-256}; the name of a file is empty.
+        `target`: below the data directory of a host. `digests`: {relative name: SHA-256}; the name of a file is empty.
         """
         if unread := [name for name, digest in digests.items() if not digest]:
             raise UserError(f"{kind}: cannot read {source / unread[0]}: let this user read it")

@@ -141,13 +141,9 @@ class HostConnection:
     def call(self, verb: str, request: dict[str, Any], *, python: str = "") -> dict[str, Any]:
         """Run a verb of the remote archive on the host and return its answer.
 
-        Args:
-            verb: see trainyard/remote/__main__.py.
-            request: sent as JSON on standard input, so it may hold secrets.
-            python: the interpreter on the host; by default that of the cluster's environment.
-
-        Raises:
-            RemoteError: the host is unreachable, the answer is `{"error": ...}`, or it is not a reply to the verb.
+        `verb`: see trainyard/remote/__main__.py. `request`: sent as JSON on standard input, so it may hold secrets.
+        `python`: the interpreter on the host; by default that of the cluster's environment. Raises RemoteError: the
+        host is unreachable, the answer is `{"error": ...}`, or it is not a reply to the verb.
         """
         return self.run(remote_command(verb, python or self.host.python), remote_input(request, verb), verb)
 

@@ -68,10 +68,8 @@ class Exchange:
 def lent_files(connection: HostConnection, root: str, names: Sequence[str], end: int = 0) -> Iterator[dict[str, str]]:
     """Yield the paths at which files of a host can be fetched, by name. Raises RemoteError.
 
-    Args:
-        root: the folder of all runs, or the store.
-        names: of the files, below `root`. One that is reached through a link is refused.
-        end: bytes of which larger files have only the last; 0: no limit.
+    `root`: the folder of all runs, or the store. `names`: of the files, below `root`. One that is reached through a
+    link is refused. `end`: bytes of which larger files have only the last; 0: no limit.
     """
     if not names:
         yield {}

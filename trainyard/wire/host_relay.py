@@ -90,10 +90,8 @@ def run_relay(
     """Copy the files that the hosts of the chain lack. Returns why a host failed, by host; such a host may have some of
     the files.
 
-    Args:
-        copies: by `dest`.
-        connect: makes the connection to a host by its name; called in this thread.
-        token: token of this controller's transfers.
+    `copies`: by `dest`. `connect`: makes the connection to a host by its name; called in this thread. `token`: token of
+    this controller's transfers.
     """
     wanted = {name: copies[name] for name in sorted({name for member in chain for name in member.lacks})}
     first = chain[0]

@@ -12,10 +12,8 @@ from trainer.common.formats import counted, printable
 class RunError(TrainyardError):
     """A step of the run failed. The message is one line: what is wrong, where, what to do.
 
-    Attributes:
-        details: further data for the caller, such as `lines` (evidence), `cause`, `lost` (hosts),
-            `hosts` (how each host's part ended), `stop_wanted`.
-        retryable: whether a restart may succeed without any change.
+    `details`: further data for the caller, such as `lines` (evidence), `cause`, `lost` (hosts), `hosts` (how each
+    host's part ended), `stop_wanted`. `retryable`: whether a restart may succeed without any change.
     """
 
     retryable = False

@@ -36,12 +36,8 @@ def student_specs(
     """Return the run specs of the students, `students` of each model of ``-e model=a,b``; the dataset is not known yet.
 
     Each further student of a model has the next seed. All students have the same held-out samples. Raises UserError: an
-    unknown name, or a bad value.
-
-    Args:
-        file: YAML file of the run spec, or empty.
-        extra_vars: all variables given with ``-e``.
-        top: the project's folder.
+    unknown name, or a bad value. `file`: YAML file of the run spec, or empty. `extra_vars`: all variables given with
+    ``-e``. `top`: the project's folder.
     """
     rest = {name: value for name, value in extra_vars.items() if name not in OPTIONS}
     if "dataset" in rest:
@@ -73,19 +69,11 @@ def distill(
     """Run the distillation that the values of ``-e`` of playbooks/distill.yml specify: ask the teachers, filter the answers, and
     train the students.
 
-    Args:
-        top: the project's folder.
-        report: receives lines while the teachers answer and the students train.
-        check: send no prompts and change nothing; report the changes that would follow.
-
-    Returns:
-        `changed`; `lines`, readable text; `dataset`, its path; `answers`, the number of its samples; `students`, the
-        result.json of each student that has finished, by run.
-
-    Raises:
-        UserError: a mistake in the values. No host has received a request yet, unless only hosts can check the value.
-        RunError: a student failed.
-        InventoryError: a host is not described completely.
+    `top`: the project's folder. `report`: receives lines while the teachers answer and the students train. `check`:
+    send no prompts and change nothing; report the changes that would follow. Returns `changed`; `lines`, readable text;
+    `dataset`, its path; `answers`, the number of its samples; `students`, the result.json of each student that has
+    finished, by run. Raises UserError: a mistake in the values. No host has received a request yet, unless only hosts
+    can check the value; RunError: a student failed; InventoryError: a host is not described completely.
     """
     options, launch = make_distill_options(values), cluster.launch_of({})
     specs = student_specs(options, launch.spec, values, top, report)

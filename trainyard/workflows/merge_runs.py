@@ -90,12 +90,9 @@ def merge_runs(
     """Merge the runs on the host of the first one.
 
     Returns `changed`; `lines`, the losses of the result, of each part and of the base; `result`. Raises UserError: the
-    file of prompts cannot be read; RunError: a run is not there, or the merge fails.
-
-    Args:
-        hosts: on which the runs are searched.
-        home: folder on the controller for temporary files.
-        check: change nothing; report the changes that would follow.
+    file of prompts cannot be read; RunError: a run is not there, or the merge fails. `hosts`: on which the runs are
+    searched. `home`: folder on the controller for temporary files. `check`: change nothing; report the changes that
+    would follow.
     """
     prompts = read_prompts(user_path(options.prompts, "prompts"))[:MAX_PROMPTS] if options.prompts else []
     by_name = {host.name: host for host in hosts}

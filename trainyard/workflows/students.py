@@ -65,13 +65,8 @@ def train_students(
 ) -> list[StudentRun]:
     """Train every student; one that fails does not end the others.
 
-    Args:
-        connect: makes the connection to a host. It is called in the main thread of a process.
-        hybrid: see `host_groups`.
-        home: as for RunSession.
-
-    Raises:
-        UserError: a spec is invalid, before any host is contacted.
+    `connect`: makes the connection to a host. It is called in the main thread of a process. `hybrid`: see
+    `host_groups`. `home`: as for RunSession. Raises UserError: a spec is invalid, before any host is contacted.
     """
     groups = host_groups(hosts, len(specs), hybrid)
     settings = _options_of(groups, options)

@@ -45,12 +45,8 @@ def stop_run(
     """Stop a run on all its hosts; return when none of its processes is left.
 
     Returns `changed`; `hosts`, the status of each host's part; `lines`, readable text. Raises RunError: no host has the
-    run, or a host did not stop it.
-
-    Args:
-        grace: seconds that the ranks have to save a checkpoint and exit, before they are killed.
-        now: kill the ranks at once, without a checkpoint.
-        check: stop nothing; list the runs that would stop.
+    run, or a host did not stop it. `grace`: seconds that the ranks have to save a checkpoint and exit, before they are
+    killed. `now`: kill the ranks at once, without a checkpoint. `check`: stop nothing; list the runs that would stop.
     """
     parts, missing = find_parts(run, hosts, connect, options.answer_limit, every_start=True)
     if not parts and not missing:

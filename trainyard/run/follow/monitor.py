@@ -128,10 +128,8 @@ def signal_name(number: int) -> str:
 class Progress:
     """Turns statuses into progress lines. Times are seconds of one monotonic clock.
 
-    Args:
-        interval: minimum seconds between two progress lines.
-        stall_limit: seconds without progress of any rank after which the run is stalled.
-        watch: receives each heartbeat of the first rank.
+    `interval`: minimum seconds between two progress lines. `stall_limit`: seconds without progress of any rank after
+    which the run is stalled. `watch`: receives each heartbeat of the first rank.
     """
 
     def __init__(self, world_size: int, interval: float, stall_limit: float, watch: Watch = lambda state: None) -> None:

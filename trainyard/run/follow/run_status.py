@@ -70,11 +70,8 @@ def find_parts(
     """Find a run's parts on the hosts.
 
     Returns the parts by node rank, and why a host of the run did not answer, by name. Raises RunError: without
-    `every_start`, a host has a part whose record cannot be read.
-
-    Args:
-        limit: seconds for a host to answer.
-        every_start: include parts that still run of earlier starts, on hosts without which the run continued.
+    `every_start`, a host has a part whose record cannot be read. `limit`: seconds for a host to answer. `every_start`:
+    include parts that still run of earlier starts, on hosts without which the run continued.
     """
     parts = run_parts(hosts, run)
     errors = request_statuses(parts, connect, limit)

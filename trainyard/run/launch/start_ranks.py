@@ -105,10 +105,8 @@ def stop_parts(
 ) -> dict[str, str]:
     """Stop a run's parts on all hosts at once. Returns why it failed, by host.
 
-    Args:
-        request: how to stop: `grace` (seconds to save a checkpoint and exit), `now` (kill at once), `wanted` (a user
-            stops the run, so that no session restarts it).
-        limit: seconds for a host to answer.
+    `request`: how to stop: `grace` (seconds to save a checkpoint and exit), `now` (kill at once), `wanted` (a user
+    stops the run, so that no session restarts it). `limit`: seconds for a host to answer.
     """
     # New connections: a request to a host may still be pending on the ones that monitor the run.
     requests = {part.host: request | {"run_dir": part.run_dir} for part in parts}

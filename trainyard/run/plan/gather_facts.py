@@ -43,12 +43,8 @@ def gather_facts(
 ) -> dict[str, str]:
     """Add `facts` (see trainyard/remote/host_facts.py) to every host.
 
-    Args:
-        hosts: in rank order, the head first.
-        lost: hosts that have not answered recently; they have a shorter timeout.
-
-    Returns:
-        Why a host did not answer, by name; such a host has no facts.
+    `hosts`: in rank order, the head first. `lost`: hosts that have not answered recently; they have a shorter timeout.
+    Returns why a host did not answer, by name; such a host has no facts.
     """
     requested = [options.master_port] if options.master_port else []
     ports = requested or list(PORTS)

@@ -41,12 +41,9 @@ def plan_run(
 ) -> RunPlan:
     """Plan a start of the run. This changes nothing on the hosts.
 
-    Raises PlanError: the hosts cannot run the spec together; HostUnreachableError: a host does not answer.
-
-    Args:
-        hosts: all hosts of the run in inventory order, reachable or not.
-        previous: the session's previous start, if this is a restart.
-        preview: nothing will be started, so another run in progress is only a line of the plan.
+    Raises PlanError: the hosts cannot run the spec together; HostUnreachableError: a host does not answer. `hosts`: all
+    hosts of the run in inventory order, reachable or not. `previous`: the session's previous start, if this is a
+    restart. `preview`: nothing will be started, so another run in progress is only a line of the plan.
     """
     previous = previous or PreviousStart()
     run, spec = prepared.run, prepared.spec
@@ -145,9 +142,7 @@ def surplus(names: Sequence[str], spec: RunSpec, min_nodes: int) -> dict[str, st
 def check_layers(spec: RunSpec, processes: Sequence[int]) -> None:
     """Check that every rank of a pipeline has a layer, and that `pipeline_layers` has these ranks. Raises PlanError.
 
-    Args:
-        spec: with a model whose config the controller can read.
-        processes: number of ranks of every host.
+    `spec`: with a model whose config the controller can read. `processes`: number of ranks of every host.
     """
     hosts = plan_of(spec).pipeline_hosts(spec)
     if hosts is None:
@@ -212,13 +207,8 @@ def stopped_line(run: str) -> str:
 def check_running_spec(head: HostState, prepared: PreparedRun, data_dir: str, spec: RunSpec) -> None:
     """Check that a run that is already running has this spec, so that the user expects it to be followed.
 
-    Args:
-        head: the state of the head, with the text of the run's spec.
-        data_dir: the data directory on the head.
-        spec: the spec of this plan.
-
-    Raises:
-        PlanError: it has another spec.
+    `head`: the state of the head, with the text of the run's spec. `data_dir`: the data directory on the head. `spec`:
+    the spec of this plan. Raises PlanError: it has another spec.
     """
     here = prepared.spec_on(data_dir, spec)
     before, now = staged_spec(head).values(), here.values()

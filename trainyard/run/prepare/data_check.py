@@ -59,12 +59,8 @@ def check_data(
 def check_prompts(spec: RunSpec, model: str, chats: Sequence[Sequence[Mapping[str, Any]]], name: str) -> None:
     """Check that the chat template of a student accepts prompts, before teachers answer them.
 
-    Args:
-        model: folder of the model; empty if the controller does not have it.
-        name: of the prompts, for messages.
-
-    Raises:
-        UserError: the template rejects a prompt with an answer.
+    `model`: folder of the model; empty if the controller does not have it. `name`: of the prompts, for messages. Raises
+    UserError: the template rejects a prompt with an answer.
     """
     tokenizer = TextTokenizer.read(Path(model)) if model else None
     if tokenizer is None:

@@ -57,12 +57,8 @@ def model_entries(
 ) -> Files:
     """Return the student and the teacher.
 
-    Args:
-        datasets: those on the controller, if it has all of them.
-        on_hosts: data that the hosts have already, by setting.
-
-    Raises:
-        UserError: a model is missing or damaged, or the two have different vocabularies.
+    `datasets`: those on the controller, if it has all of them. `on_hosts`: data that the hosts have already, by
+    setting. Raises UserError: a model is missing or damaged, or the two have different vocabularies.
     """
     files: Files = []
     for setting, name in model_settings(spec).items():
@@ -172,12 +168,8 @@ def fetch_models_again(files: Files, spec: RunSpec, access: HostAccess, report: 
 def model_folder(spec: RunSpec, datasets: Sequence[Path], work: Path, report: Report, setting: str = "model") -> Path:
     """Return the model's folder on the controller; create the tiny model, or fetch smollm2 or a model from the hub, once.
 
-    Args:
-        datasets: the datasets on the controller, if it has all of them.
-        setting: the field that names the model.
-
-    Raises:
-        UserError: the model does not exist or is damaged.
+    `datasets`: the datasets on the controller, if it has all of them. `setting`: the field that names the model. Raises
+    UserError: the model does not exist or is damaged.
     """
     name = model_settings(spec)[setting]
     if name == TINY:

@@ -43,13 +43,9 @@ _MAX_NAMES = 10_000  # files of a folder that a suggestion considers
 def prepare(spec: RunSpec, work: Path, report: Report, access: HostAccess | None = None) -> PreparedRun:
     """Check the dataset and the model, create or fetch what is missing, and list what every host needs.
 
-    Args:
-        work: folder on the controller for created files and caches.
-        report: receives a line for each step that takes long.
-        access: to the hosts, for what they have already (`host:/path`) or fetch from the hub.
-
-    Raises:
-        UserError: the dataset or the model is missing or damaged.
+    `work`: folder on the controller for created files and caches. `report`: receives a line for each step that takes
+    long. `access`: to the hosts, for what they have already (`host:/path`) or fetch from the hub. Raises UserError: the
+    dataset or the model is missing or damaged.
     """
     digests = Digests(work / "digests.json")
     on_hosts = files_on_hosts(spec, access)
@@ -102,13 +98,8 @@ def _check_data(
 ) -> DataReport | None:
     """Return the totals of the samples of a run; None if it has none, or if the controller lacks the model or a dataset.
 
-    Args:
-        files: datasets and models.
-        datasets: those on the controller, if it has all of them.
-        read: the samples of datasets that were just read, by their place.
-
-    Raises:
-        UserError: the run cannot train on them.
+    `files`: datasets and models. `datasets`: those on the controller, if it has all of them. `read`: the samples of
+    datasets that were just read, by their place. Raises UserError: the run cannot train on them.
     """
     model = next((file.src for file in files if file.kind == "model"), "")
     if spec.fake_data or spec.script or not datasets or not model:

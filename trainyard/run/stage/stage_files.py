@@ -44,6 +44,10 @@ def stage_files(
 ) -> dict[str, list[str]]:
     """Copy what differs to every host of the plan, claim the run, and write the run folder's small files.
 
+    Returns the paths that changed (or would change) on each host. Raises StageError: a host lacks a file afterwards;
+    RunClaimedError: another controller starts the run, or has started it since it was planned; PlanError: a value of
+    `environments` cannot be written to a file.
+
     Args:
         entries: the plan. Their `claim` is set, and their `writable`: paths of variables.
         spec: of the plan.
@@ -53,14 +57,6 @@ def stage_files(
         transfer: `auto`: from host to host where that is faster; `controller`: from the controller only.
         report: receives a warning if a relay between the hosts fails.
         staged: hosts that have all large files from an earlier start of this session: they are not asked again.
-
-    Returns:
-        The paths that changed (or would change) on each host.
-
-    Raises:
-        StageError: a host lacks a file afterwards.
-        RunClaimedError: another controller starts the run, or has started it since it was planned.
-        PlanError: a value of `environments` cannot be written to a file.
     """
     plan = packed(plan_file(entries))
     commits = {e.host: commit_request(e, plan, spec, prepared, environments.get(e.host, {}), token) for e in entries}
