@@ -74,12 +74,6 @@ class KeptEvaluation:
     files: list[FileResult]
 
 
-def kept_evaluation(result: Mapping[str, Any]) -> KeptEvaluation:
-    """Return what is kept of a result of `summarise`."""
-    subjects = list(result["tokens_per_second"])
-    return KeptEvaluation(time.time(), subjects, [_file_result(file, result) for file in result["scores"]])
-
-
 def _file_result(file: str, result: Mapping[str, Any]) -> FileResult:
     speeds, records = result["tokens_per_second"], result["questions"]
     places = {place for place, record in enumerate(records) if record["file"] == file}
@@ -106,12 +100,13 @@ def _changed_question(record: Mapping[str, Any], subjects: Sequence[str]) -> Cha
 
 
 def keep_evaluation(work: Path, result: Mapping[str, Any]) -> Path:
-    """Write a result below the folder of created files, and remove the oldest ones. Return its path.
+    """Write a result of `summarise` below the folder of created files, and remove the oldest ones. Return its path.
 
     Raises:
         OSError: it cannot be written, or is too large.
     """
-    content = to_json(plain(kept_evaluation(result)))
+    files = [_file_result(file, result) for file in result["scores"]]
+    content = to_json(plain(KeptEvaluation(time.time(), list(result["tokens_per_second"]), files)))
     if len(content) > LIMIT:
         raise OSError(0, f"it is larger than {LIMIT >> 20} MiB")
     path = work / FOLDER / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}.json"

@@ -11,7 +11,6 @@ from trainer.common.errors import UserError
 from trainer.common.formats import printable
 from trainer.common.inputs import path_kind, user_path
 from trainer.config import RunSpec
-from trainer.config.dataset_source import DatasetSource
 from trainer.data.dataset_files import is_hub_id
 from trainer.data.record_keys import ABOUT_ANSWERS
 from trainer.data.samples import read_records, source_of
@@ -34,7 +33,7 @@ def read_prompts(path: Path, system: str = "", spec: RunSpec | None = None) -> l
     """
     if not path_kind(path) and not is_hub_id(str(path)):
         raise UserError(f"prompts: no such file: {printable(path)}: give a file or folder of this machine, or a hub id")
-    source = prompt_source(path, spec)
+    source = spec.model_copy(update={"dataset": str(path)}).sources[0] if spec else source_of(path)
     chats: dict[str, list[dict[str, str]]] = {}
     try:
         for where, record in read_records(source):
@@ -50,13 +49,6 @@ def read_prompts(path: Path, system: str = "", spec: RunSpec | None = None) -> l
     if not chats:
         raise UserError(f'prompts: {path} is empty: expected one JSON object per line, such as {{"prompt": "..."}}')
     return list(chats.values())
-
-
-def prompt_source(path: Path, spec: RunSpec | None = None) -> DatasetSource:
-    """Return the dataset of prompts at a path, with the settings of a run spec."""
-    if spec is None:
-        return source_of(path)
-    return spec.model_copy(update={"dataset": str(path)}).sources[0]
 
 
 def _chat(record: Any, columns: Mapping[str, str]) -> list[dict[str, str]]:

@@ -60,8 +60,9 @@ class Exchange:
         return f"{self.root}/{FOLDER}/{self.token}/{name}"
 
     def put(self, source: Path, name: str) -> None:
-        """Copy a file of the controller to the private folder. Raises RemoteError."""
-        put_file(self.connection, source, self.path(name))
+        """Copy a file of the controller to the private folder. Raises RemoteError if that fails or takes too long."""
+        limit = PATIENCE + source.stat().st_size / MIN_RATE
+        in_time(self.connection, lambda: self.connection.put(str(source), self.path(name)), limit)
 
 
 @contextlib.contextmanager
@@ -111,12 +112,6 @@ def fetch_file(connection: HostConnection, source: str, target: Path, size: int)
         raise RemoteError(done.errors[name])
     if target.stat().st_size > size:
         raise RemoteError(f"cannot fetch {source}: it is larger than the host said")
-
-
-def put_file(connection: HostConnection, source: Path, target: str) -> None:
-    """Copy a file of the controller to the host. Raises RemoteError if that fails or takes too long."""
-    limit = PATIENCE + source.stat().st_size / MIN_RATE
-    in_time(connection, lambda: connection.put(str(source), target), limit)
 
 
 def copy_artifacts(

@@ -88,8 +88,9 @@ def train_students(
 
     def train(group: int, tell: Callable[[tuple[Any, ...]], None]) -> None:
         for index, state in jobs[group]:
-            say = _prefixed(runs[index].run, tell) if len(specs) > 1 else lambda line: tell(("line", line))
-            how: dict[str, Any] = {"home": home, "report": say, "state": state}
+            prefix = f"{runs[index].run}: " if len(specs) > 1 else ""
+            how: dict[str, Any] = {"home": home, "state": state}
+            how["report"] = lambda line, prefix=prefix: tell(("line", prefix + line))
             session = RunSession(groups[group], connect, settings[group], **how)
             try:
                 if result := session.run().get("result"):
@@ -116,10 +117,6 @@ def train_students(
         if not run.result and not run.error:
             run.error = "its process on the controller ended"
     return runs
-
-
-def _prefixed(name: str, tell: Callable[[tuple[Any, ...]], None]) -> Report:
-    return lambda line: tell(("line", f"{name}: {line}"))
 
 
 def _options_of(groups: Sequence[Sequence[Host]], options: LaunchOptions) -> list[LaunchOptions]:
@@ -206,12 +203,8 @@ def student_table(runs: Sequence[StudentRun]) -> list[str]:
         losses = ["" if loss is None else f"{loss:.4f}" for loss in (before, after)]
         ended = f"failed: {run.error}" if run.error else where
         spec, hosts = run.spec, ",".join(run.hosts)
-        shown = [printable(spec.model, 60), run.run, str(spec.seed), _learned_from(run), hosts]
+        count = run.result.get("train_samples")
+        learned = (spec.data_part or "all") + ("" if count is None else f": {counted(count, 'sample')}")
+        shown = [printable(spec.model, 60), run.run, str(spec.seed), learned, hosts]
         rows.append([*shown, *losses, change, printable(ended)])
     return ["held-out loss per token on the teacher's answers:", *(f"  {line}" for line in table(rows))]
-
-
-def _learned_from(run: StudentRun) -> str:
-    """Return the part of the answers that a student has learned from, and the number of different samples in it."""
-    count = run.result.get("train_samples")
-    return (run.spec.data_part or "all") + ("" if count is None else f": {counted(count, 'sample')}")
