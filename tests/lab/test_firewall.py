@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, run_playbook
+from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, inventory_with, remove_role, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -46,12 +45,6 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
 STOCK = (
     "sha256sum $(find /etc/ufw /etc/default -type f | sort); ufw status verbose; ls -A /var/lib/trainyard/ 2>&1 || :"
 )
-REMOVE = """
-- hosts: cluster
-  gather_facts: false
-  tasks:
-    - ansible.builtin.include_role: {name: firewall, tasks_from: remove}
-"""
 
 
 @pytest.fixture
@@ -59,14 +52,7 @@ def inventory(lab: Lab, tmp_path: Path) -> Any:
     """Write an inventory of these hosts, with additional variables for single hosts."""
 
     def write(names: list[str], **variables: dict[str, Any]) -> Path:
-        document = yaml.safe_load(lab.inventory.read_text())
-        children = document["all"]["children"]
-        for group in children.values():
-            group["hosts"] = {name: of for name, of in group["hosts"].items() if name in names}
-        for name, more in variables.items():
-            children["cluster"]["hosts"][name].update(more)
-        (tmp_path / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
-        return tmp_path / "inventory.yml"
+        return inventory_with(lab, tmp_path, {name: variables.get(name, {}) for name in names})
 
     return write
 
@@ -88,12 +74,7 @@ def stock(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[dict[str, str
 def reset_firewall(lab: Lab, hosts: list[Host], folder: Path) -> None:
     """Remove what this test or a previous one has left."""
     if any("before.json" in lab.inside(host, "ls /var/lib/trainyard/firewall 2>&1 || :") for host in hosts):
-        assert remove(lab, folder, lab.inventory).rc == 0
-
-
-def remove(lab: Lab, folder: Path, inventory: Path) -> Played:
-    (folder / "remove.yml").write_text(REMOVE)
-    return run_playbook(str(folder / "remove.yml"), inventory)
+        assert remove_role("firewall", lab.inventory, folder).rc == 0
 
 
 def firewall(inventory: Path, *arguments: str) -> Played:
@@ -177,7 +158,7 @@ def test_peers_reach_all_ports_and_other_hosts_only_ssh(
     assert HIGH in reach(lab, one.address, two.address, [str(HIGH)], one)
 
     for changed in (3, 0):
-        assert remove(lab, tmp_path, lab.inventory).count("changed") == changed
+        assert remove_role("firewall", lab.inventory, tmp_path).count("changed") == changed
     lab.inside(two, "rmdir /var/lib/trainyard")
     assert {host.name: lab.inside(host, STOCK) for host in hosts[:2]} == {n: stock[n] for n in names[:2]}
     lab.inside(one, f"ufw delete allow 8080/tcp; ufw delete allow proto tcp from {two.address}")
@@ -235,7 +216,7 @@ def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_
         found = discovered(discovery)
         assert one.address in found, found
 
-        assert remove(lab, tmp_path, lab.inventory).rc == 0
+        assert remove_role("firewall", lab.inventory, tmp_path).rc == 0
         assert "Default: allow (incoming)" in lab.inside(one, "ufw status verbose")
     finally:
         lab.inside(

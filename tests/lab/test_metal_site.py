@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
-from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
+from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with, run_playbook
 from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
@@ -43,16 +43,11 @@ def moved(lab: Lab) -> tuple[Host, Moved]:
 def inventory(lab: Lab, folder: Path) -> Path:
     """Write an inventory in which node2 gets a new address, without cluster_address, with the system's Python."""
     client = moved(lab)[1]
-    document = yaml.safe_load(lab.inventory.read_text())
-    cluster = document["all"]["children"]["cluster"]
-    for host in cluster["hosts"].values():
-        del host["cluster_address"]
-    cluster["hosts"][client.name]["netplan_address"] = f"{client.address}/24"
+    hosts: dict[str, dict[str, Any]] = {host.name: {"cluster_address": None} for host in lab.hosts}
+    hosts[client.name]["netplan_address"] = f"{client.address}/24"
     # Timeouts are long, because emulated hosts answer slowly.
-    cluster["vars"] |= {"python_env": "as-is", "cluster_python": "/usr/bin/python3", "netplan_timeout": 120}
-    cluster["vars"] |= {"firewall_fuse": 300, "nfs_dataset_delivery": "nfs"}
-    (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
-    return folder / "inventory.yml"
+    values = {"python_env": "as-is", "cluster_python": "/usr/bin/python3", "netplan_timeout": 120, "firewall_fuse": 300}
+    return inventory_with(lab, folder, hosts, nfs_dataset_delivery="nfs", **values)
 
 
 def check_network(lab: Lab) -> None:

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, run_playbook
+from lab_hosts import NEEDS_LAB, Host, Lab, Played, inventory_with, remove_role, run_playbook
+from run_hosts import kill_playbook, start_playbook
 from testbed import faults
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow, pytest.mark.long]
 
 FILES = "cd /; sha256sum $(find etc/netplan etc/cloud -type f 2>/dev/null | sort); ls -A run/netplan var/lib/trainyard 2>&1 || :"
-REMOVE = """
-- hosts: cluster
-  gather_facts: false
-  roles: [cluster]
-  tasks:
-    - ansible.builtin.include_role: {name: netplan, tasks_from: remove}
-"""
 
 
 def inventory(lab: Lab, folder: Path, **hosts: dict[str, Any]) -> Path:
     """Write an inventory of these hosts with additional variables and without cluster_address; return its path."""
-    document = yaml.safe_load(lab.inventory.read_text())
-    children = document["all"]["children"]
-    for group in children.values():
-        group["hosts"] = {name: of for name, of in group["hosts"].items() if name in hosts}
-    for name, more in hosts.items():
-        del children["cluster"]["hosts"][name]["cluster_address"]
-        children["cluster"]["hosts"][name].update(more)
-    file = folder / "inventory.yml"
-    file.write_text(yaml.safe_dump(document, sort_keys=False))
-    return file
+    return inventory_with(lab, folder, {name: {"cluster_address": None} | more for name, more in hosts.items()})
 
 
 def netplan(inventory: Path, *arguments: str) -> Played:
@@ -113,10 +95,9 @@ def test_valid_address_stays_and_unreachable_address_is_rolled_back(bare: Lab, t
     )
     lab.wait(lambda: accepts_login(lab, one, f"{net}.109"), "node1 is not at its address after a reboot")
 
-    (tmp_path / "remove.yml").write_text(REMOVE)
     for name in hosts:
         hosts[name] = {"ansible_host": hosts[name]["netplan_address"].split("/")[0]}
-    removed = run_playbook(str(tmp_path / "remove.yml"), inventory(lab, tmp_path, **hosts))
+    removed = remove_role("netplan", inventory(lab, tmp_path, **hosts), tmp_path)
     assert removed.rc == 0 and removed.count("changed") == 2, removed.stdout
     for host in lab.hosts:
         lab.inside(host, "rmdir /var/lib/trainyard 2>/dev/null || :")
@@ -124,7 +105,7 @@ def test_valid_address_stays_and_unreachable_address_is_rolled_back(bare: Lab, t
         assert addresses(lab, host, host.nic) == [f"{host.address}/24"] and accepts_login(lab, host, host.address)
         assert lab.inside(host, f"cat /sys/class/net/{host.nic}/mtu") == "1500\n"
     assert addresses(lab, three, f"{three.nic}b") == [second]
-    removed = run_playbook(str(tmp_path / "remove.yml"), lab.inventory)
+    removed = remove_role("netplan", lab.inventory, tmp_path)
     assert removed.rc == 0 and removed.count("changed") == 0, removed.stdout
 
 
@@ -139,17 +120,7 @@ def test_unconfirmed_change_is_rolled_back(bare: Lab, tmp_path: Path) -> None:
         node1=wrong | {"netplan_timeout": 15},
         node2=wrong | {"netplan_address": "10.99.0.6/24", "netplan_timeout": 110},
     )
-    argv = [
-        str(Path(sys.executable).with_name("ansible-playbook")),
-        "-i",
-        str(written),
-        "site.yml",
-        "--tags",
-        "netplan",
-    ]
-    playbook = subprocess.Popen(
-        argv, cwd=REPO, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    playbook = start_playbook(written, "site.yml", "--tags", "netplan")
     try:
         for host, address in ((one, "10.99.0.5/24"), (two, "10.99.0.6/24")):
             lab.wait(
@@ -158,8 +129,7 @@ def test_unconfirmed_change_is_rolled_back(bare: Lab, tmp_path: Path) -> None:
                 60,
             )
     finally:
-        os.killpg(playbook.pid, 9)
-        playbook.wait()
+        kill_playbook(playbook)
     lab.inside(two, "systemctl reboot --no-block", check=False)
     for host in (one, two):
         lab.wait(lambda host=host: accepts_login(lab, host, host.address), f"{host.name} is locked out", 60)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
-from lab_hosts import NEEDS_LAB, Host, Lab, Played, run_playbook
+from lab_hosts import NEEDS_LAB, Host, Lab, Played, remove_role, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -39,9 +38,6 @@ CLEAN = r"""
 rm -rf /opt/nvidia /opt/sys /root/ramdisks /etc/apt/sources.list.d/nvidia.list
 apt-get -qq purge -y nvidia-driver nvidia-kernel-dkms nvidia-open-kernel-dkms "linux-headers-$(uname -r)" >/dev/null 2>&1 || :
 """
-REMOVE = [
-    {"hosts": "cluster", "gather_facts": False, "tasks": [{"include_role": {"name": "nvidia", "tasks_from": "remove"}}]}
-]
 
 
 @pytest.fixture
@@ -108,8 +104,7 @@ def test_driver_is_installed_only_on_hosts_with_a_gpu(lab: Lab, host: Host, tmp_
     assert refused.rc != 0 and "this host needs a reboot to load it" in refused.stdout, refused.stdout
     assert lab.inside(host, "cat /root/ramdisks") == "-u\n"
 
-    (tmp_path / "remove.yml").write_text(yaml.safe_dump(REMOVE))
     for changed in (2, 0):
-        removed = run_playbook(str(tmp_path / "remove.yml"), lab.inventory)
+        removed = remove_role("nvidia", lab.inventory, tmp_path)
         assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
     assert lab.inside(host, "cat /root/ramdisks; ls /etc/modprobe.d | grep trainyard || :") == "-u\n-u\n"

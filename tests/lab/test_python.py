@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import http.server
 import os
-import signal
 import subprocess
 import threading
 import zipfile
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, Played, inventory_with, run_playbook, small_wheels
-from run_hosts import until
+from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, inventory_with, remove_role, run_playbook, small_wheels
+from run_hosts import kill_playbook, start_playbook, until
 
 from trainyard.python_env.bundle import trainer_version
 
@@ -154,28 +152,12 @@ def test_play_after_a_kill_converges(cluster: PythonCluster) -> None:
     before = cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv")
     output = cluster.folder / "killed.txt"
     with output.open("w") as sink:
-        play = subprocess.Popen(
-            [
-                VENV / "bin/ansible-playbook",
-                "-i",
-                cluster.inventory(),
-                "site.yml",
-                "--tags",
-                "storage,python",
-                "-e",
-                f"python_lock={lock}",
-            ],
-            cwd=REPO,
-            env={**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        words = ["site.yml", "--tags", "storage,python", "-e", f"python_lock={lock}"]
+        play = start_playbook(cluster.inventory(), *words, stdout=sink)
     try:
         until(lambda: "TASK [python : Install the wheels" in output.read_text(), 400, "pip to start")
     finally:
-        os.killpg(play.pid, signal.SIGKILL)
-        play.wait()
+        kill_playbook(play)
     assert cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv") == before, (
         "the old environment is in use until the end"
     )
@@ -225,13 +207,8 @@ def test_differences_are_reported_as_a_table_and_remove_cleans_up(cluster: Pytho
     assert any(row[:1] == ["pydantic"] and row[-1] == "1.9" for row in table), played.stdout
     assert played.stats["changed"].get("node1", 0) == 0 and played.stats["changed"]["node2"] > 0
 
-    playbook = cluster.folder / "remove.yml"
-    role = {"ansible.builtin.include_role": {"name": "python", "tasks_from": "remove"}}
-    playbook.write_text(
-        yaml.safe_dump([{"hosts": "cluster", "gather_facts": False, "tasks": [{"name": "Remove", **role}]}])
-    )
     for changed in (4, 0):
-        removed = run_playbook(str(playbook), cluster.inventory())
+        removed = remove_role("python", cluster.inventory(), cluster.folder)
         assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
     assert cluster.lab.inside(one, f"ls {DATA}") == ""
 

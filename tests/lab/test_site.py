@@ -7,19 +7,16 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from installed_collection import installed_collection
-from lab_hosts import NEEDS_LAB, REPO, Host, Lab, run_playbook, small_wheels
-from run_hosts import until
+from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with, run_playbook, small_wheels
+from run_hosts import kill_playbook, start_playbook, until
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -193,24 +190,14 @@ def play_site(
 ) -> int | None:
     """Run site.yml and return its exit code. With `task`, kill Ansible `delay` seconds after that task, and return None."""
     with output.open("w") as sink:
-        play = subprocess.Popen(
-            [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, "site.yml", "-e", f"@{variables}"],
-            cwd=REPO,
-            env={**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        play = start_playbook(inventory, "site.yml", "-e", f"@{variables}", stdout=sink)
     try:
         until(lambda: play.poll() is not None or (task and tasks_in(output) >= task), limit=600)
         with contextlib.suppress(subprocess.TimeoutExpired):
             play.wait(delay)
         return play.poll()
     finally:
-        if play.poll() is None:
-            os.killpg(play.pid, signal.SIGKILL)
-        play.wait()
+        kill_playbook(play)
 
 
 def tasks_in(output: Path) -> int:
@@ -266,17 +253,8 @@ def stock_hosts() -> Iterator[Lab]:
         lab.down()
 
 
-def without(lab: Lab, name: str, folder: Path) -> Path:
-    """Write the inventory of the lab without one host; return its path."""
-    document = yaml.safe_load(lab.inventory.read_text())
-    for group in document["all"]["children"].values():
-        group["hosts"].pop(name, None)
-    (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
-    return folder / "inventory.yml"
-
-
 def test_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
-    two = without(bare, "node3", tmp_path)
+    two = inventory_with(bare, tmp_path, {"node1": {}, "node2": {}})
     run_playbook("playbooks/reset.yml", bare.inventory)
     stock = state(bare, bare.host("node3"))
     assert run_playbook("site.yml", two).rc == 0

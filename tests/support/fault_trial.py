@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lab_hosts import REPO, Host, Lab
+from lab_hosts import Host, Lab
+from run_hosts import kill_playbook, start_playbook
 from testbed import faults
 
 from trainer.config import RunSpec
@@ -40,13 +38,7 @@ class Trial:
 
     def start(self) -> None:
         words = [word for name, value in self.variables.items() for word in ("-e", f"{name}={value}")]
-        program = Path(sys.executable).with_name("ansible-playbook")
-        self.process = subprocess.Popen(
-            [str(program), "-i", str(self.inventory), "train.yml", *words],
-            cwd=REPO,
-            env={**os.environ, "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+        self.process = start_playbook(self.inventory, "train.yml", *words, stdout=subprocess.PIPE)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -121,9 +113,7 @@ class Trial:
         return self.process.wait(limit)
 
     def clean(self) -> None:
-        if self.process and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        kill_playbook(self.process)
         for host in self.lab.hosts:
             faults.undo(self.lab, host)
 

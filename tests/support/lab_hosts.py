@@ -22,6 +22,7 @@ from typing import Any
 
 import ansible_runner
 import pytest
+import yaml
 from testbed import machine
 from testbed.lab import Host, Lab
 
@@ -129,15 +130,30 @@ def hosts(lab: Lab) -> Iterator[list[Host]]:
         faults.undo(lab, host)
 
 
-def inventory_with(lab: Lab, folder: Path, **variables: Any) -> Path:
-    """Write a copy of the inventory of the lab to `folder`, with these variables added to the group `cluster`; return its path."""
-    import yaml
+def inventory_with(lab: Lab, folder: Path, hosts: dict[str, dict[str, Any]] | None = None, **variables: Any) -> Path:
+    """Write a copy of the inventory of the lab to `folder`, with these variables added to the group `cluster`; return its path.
 
+    `hosts`: the hosts to keep with further variables of each, of which None removes one.
+    """
     document = yaml.safe_load(lab.inventory.read_text())
-    document["all"]["children"]["cluster"]["vars"].update(variables)
+    groups = document["all"]["children"]
+    groups["cluster"]["vars"].update(variables)
+    for group in groups.values() if hosts is not None else ():
+        group["hosts"] = {name: of for name, of in group["hosts"].items() if name in hosts}
+    for name, more in (hosts or {}).items():
+        merged = groups["cluster"]["hosts"][name] | more
+        groups["cluster"]["hosts"][name] = {key: value for key, value in merged.items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
     return folder / "inventory.yml"
+
+
+def remove_role(role: str, inventory: Path, folder: Path) -> Played:
+    """Undo one role on all hosts."""
+    tasks = [{"ansible.builtin.include_role": {"name": role, "tasks_from": "remove"}}]
+    playbook = [{"hosts": "cluster", "gather_facts": False, "roles": ["cluster"], "tasks": tasks}]
+    (folder / "remove.yml").write_text(yaml.safe_dump(playbook))
+    return run_playbook(str(folder / "remove.yml"), inventory)
 
 
 def small_wheels(folder: Path) -> Path:
@@ -167,6 +183,7 @@ __all__ = [
     "lab",
     "metal",
     "provisioned",
+    "remove_role",
     "run_playbook",
     "small_wheels",
 ]

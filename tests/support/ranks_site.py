@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from lab_hosts import Host, Lab, inventory_with
-from run_hosts import FAKE_RANK, RUN_VARIABLE, TOP, until
+from run_hosts import FAKE_RANK, RUN_VARIABLE, TOP, kill_playbook, start_playbook, until
 from testbed import faults
 
 DATA = "/home/tester/trainyard"
@@ -67,15 +65,7 @@ class Site:
     def play(self, playbook: str, *arguments: str) -> subprocess.Popen[Any]:
         self.output = self.folder / f"output-{len(self.playbooks)}.txt"
         with self.output.open("w") as sink:
-            started = subprocess.Popen(
-                [Path(sys.executable).with_name("ansible-playbook"), "-i", self.inventory, *arguments, playbook],
-                cwd=TOP,
-                env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            started = start_playbook(self.inventory, *arguments, playbook, stdout=sink)
         self.playbooks.append(started)
         return started
 
@@ -134,9 +124,7 @@ def site(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[Site]:
     here.stage()
     yield here
     for playbook in here.playbooks:
-        if playbook.poll() is None:
-            os.killpg(playbook.pid, signal.SIGKILL)
-            playbook.wait()
+        kill_playbook(playbook)
     for host in hosts:
         faults.undo(lab, host)
         lab.inside(

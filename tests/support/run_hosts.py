@@ -67,6 +67,23 @@ def local_inventory(folder: Path, variables: dict[str, Any] | None = None, **hos
     return folder / "inventory.yml"
 
 
+def start_playbook(inventory: Path, *arguments: Path | str, stdout: Any = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    """Start ansible-playbook of this checkout in a session of its own; `stdout` receives its output and errors."""
+    return subprocess.Popen(
+        [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, *arguments],
+        cwd=TOP,
+        env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def kill_playbook(process: subprocess.Popen[str] | None) -> None:
+    """Kill a playbook that still runs, with its children."""
+    if process and process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 class Bed:
     """Run folders and playbooks on hosts that are all this machine."""
 
@@ -135,18 +152,8 @@ class Bed:
     def playbook(self, playbook: Path | str, hosts: int, *arguments: str) -> subprocess.Popen[str]:
         """Start ansible-playbook; the file `output` receives its output."""
         self.output = self.folder / f"output-{len(self.started)}.txt"
-        command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(self.inventory(hosts))]
         with self.output.open("w") as sink:
-            started = subprocess.Popen(
-                [*command, *arguments, str(playbook)],
-                cwd=TOP,
-                env={**os.environ, "ANSIBLE_CONFIG": str(TOP / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+            started = start_playbook(self.inventory(hosts), *arguments, playbook, stdout=sink)
         self.started.append(started)
         return started
 
@@ -204,9 +211,7 @@ class Bed:
 
     def clean(self) -> None:
         for process in self.started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            kill_playbook(process)
         for pid in self.live_processes():
             os.kill(pid, signal.SIGKILL)
 
