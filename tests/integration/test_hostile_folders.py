@@ -240,19 +240,9 @@ def waiting_relay(folder: Path) -> tuple[str, bytes, int]:
     store, port = folder / "store", free_port()
     store.mkdir()
     file = {"target": f"{store}/a", "temporary": f"{store}/incoming/a", "size": 9, "sha256": "0", "mode": 0o644}
-    request = {
-        "files": [file | {"source": "host", "wanted": False}],
-        "address": "127.0.0.1",
-        "port": port,
-        "previous": "127.0.0.9",
-        "next": "",
-        "next_port": 0,
-        "certificate": "",
-        "key": "",
-        "cache": f"{store}/digests.json",
-        "connect": 600.0,
-        "idle": 600.0,
-    }
+    request = {"files": [file | {"source": "host", "wanted": False}], "address": "127.0.0.1", "port": port}
+    request |= {"previous": "127.0.0.9", "next": "", "next_port": 0, "certificate": "", "key": ""}
+    request |= {"cache": f"{store}/digests.json", "connect": 600.0, "idle": 600.0}
     command = f"TRAINYARD_TEST={folder}; export TRAINYARD_TEST; {remote_command('relay', sys.executable)}"
     return command, remote_input(request, "relay"), port
 

@@ -30,12 +30,8 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 @pytest.mark.slow
 def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> None:
     outer = {name: value for name, value in os.environ.items() if name not in ("ANSIBLE_CONFIG", "HF_HUB_OFFLINE")}
-    environment = outer | {
-        "PYTHONPATH": str(TOP),
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": "hf_right",
-        "ANSIBLE_NOCOLOR": "1",
-    }
+    environment = outer | {"PYTHONPATH": str(TOP), "ANSIBLE_NOCOLOR": "1"}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_right"}
 
     def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [Path(sys.executable).with_name(words[0]), *words[1:]] if words[0].startswith("ansible") else words
@@ -45,15 +41,9 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
     made = call(sys.executable, "-m", "trainyard.cli", "init", "mine")
     assert made.returncode == 0, made.stderr
     folder = tmp_path / "mine"
-    values = {
-        "model": "tiny",
-        "dataset": str(dataset(tmp_path)),
-        "max_steps": 2,
-        "epochs": 20,
-        "run": "first",
-        "merge": True,
-    }
-    done = call("ansible-playbook", "train.yml", "-e", json.dumps(values | {"push": "me/first"}))
+    values = {"model": "tiny", "dataset": str(dataset(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
+    values |= {"merge": True, "push": "me/first"}
+    done = call("ansible-playbook", "train.yml", "-e", json.dumps(values))
     assert done.returncode == 0, done.stdout[-3000:]
     assert f"pushed first (result) to {hub.url}/me/first" in done.stdout and "hf_right" not in done.stdout
     there = hub.folder / "models/me/first"
@@ -66,16 +56,8 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
     assert "| steps | 2 of 2," in card and "\nmax_steps: 2\n" in card and "| dataset | questions.jsonl" in card
     assert str(tmp_path) not in card
 
-    again_words = [
-        "ansible-playbook",
-        "playbooks/push.yml",
-        "-e",
-        "run=first",
-        "-e",
-        "push=me/all",
-        "-e",
-        "push_as=merged,gguf",
-    ]
+    push_again = ("ansible-playbook", "playbooks/push.yml", "-e")
+    again_words = (*push_again, "run=first push=me/all push_as=merged,gguf")
     again = call(*again_words)
     assert again.returncode == 0, again.stdout[-3000:]
     all_forms = hub.folder / "models/me/all"
@@ -83,13 +65,9 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
     assert (all_forms / "merged/model.safetensors").read_bytes() == merged.read_bytes()
     assert (all_forms / "README.md").read_text() == card
     assert len(GGUFReader(all_forms / "first.gguf").tensors) > 20
-    refused = call(
-        "ansible-playbook", "playbooks/push.yml", "-e", "run=first", "-e", "push=me/first", HF_TOKEN="hf_wrong"
-    )
-    assert (
-        "error: push: the hub refuses me/first (status 401): check the name and the rights of the token"
-        in refused.stdout
-    )
+    refused = call(*push_again, "run=first push=me/first", HF_TOKEN="hf_wrong")
+    why = "error: push: the hub refuses me/first (status 401): check the name and the rights of the token"
+    assert why in refused.stdout
     assert "hf_wrong" not in refused.stdout + refused.stderr
     lost = call(*again_words, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert "error: push: me/all: [Errno 111] Connection refused" in lost.stdout and "Traceback" not in lost.stdout

@@ -103,14 +103,8 @@ def test_real_servers_write_what_a_resumed_run_trains_on(folder: Path) -> None:
 
 def test_two_ranks_resume_with_the_same_completions(folder: Path) -> None:
     """Also if completions are two steps old, and each is trained on twice, in micro-batches of 4."""
-    fields = {
-        "grpo_iterations": 2,
-        "max_staleness": 2,
-        "batch_size": 4,
-        "eval_split": 0.1,
-        "eval_interval": 2,
-        "lora_dropout": 0.1,
-    }
+    fields = {"grpo_iterations": 2, "max_staleness": 2, "batch_size": 4, "lora_dropout": 0.1}
+    fields |= {"eval_split": 0.1, "eval_interval": 2}
     with real_ollama.serve([f"127.0.0.1:{free_port()}"], folder) as [client]:
         spec = fields_of(folder, [client.url]) | {"loggers": "none", "balance": "even"} | fields
         cluster = Cluster(folder, spec, cold=True)

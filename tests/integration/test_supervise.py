@@ -30,15 +30,10 @@ __all__ = ["bed"]
 
 
 def ask(verb: str, environment: dict[str, str] | None = None, **request: Any) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.supervise", verb],
-        env={**os.environ, "PYTHONPATH": str(TOP), **(environment or {})},
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-P", "-m", "trainer.supervise", verb]
+    variables = os.environ | {"PYTHONPATH": str(TOP)} | (environment or {})
+    given = json.dumps(request)
+    done = subprocess.run(command, env=variables, input=given, capture_output=True, text=True, timeout=60, check=False)
     lines = done.stdout.splitlines()
     assert len(lines) == 1, done.stdout + done.stderr
     return json.loads(lines[0])

@@ -68,19 +68,8 @@ def test_a_new_folder_trains_and_discovers_as_a_checkout(installed: Path, tmp_pa
     folder = tmp_path / "mine"
     (folder / "group_vars/all/mine.yml").write_text("progress_interval: 0.5\n")
 
-    options = [
-        "-e",
-        "model=tiny",
-        "-e",
-        f"dataset={dataset(tmp_path)}",
-        "-e",
-        "max_steps=2",
-        "-e",
-        "epochs=20",
-        "-e",
-        "run=first",
-    ]
-    trained = run(folder, installed, "ansible-playbook", "train.yml", *options)
+    values = {"model": "tiny", "dataset": str(dataset(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
+    trained = run(folder, installed, "ansible-playbook", "train.yml", "-e", json.dumps(values))
     assert trained.returncode == 0 and FINISHED in trained.stdout, trained.stdout[-2000:]
     assert (folder / "runs/first/adapter/adapter_config.json").is_file()
     assert (folder / ".trainyard/node2/runs/first").is_dir()
@@ -119,14 +108,9 @@ def test_the_installed_package_has_what_site_sends_to_hosts(installed: Path, tmp
             " requirements(shared / 'pyproject.toml', ['nvml'], True),"
             " [read_constraints(shared / name) for name in FLAVOURS.values()]]))\n"
         )
-        done = subprocess.run(
-            [python, "-c", code, tmp_path / name],
-            cwd=tmp_path,
-            env={"PATH": "/usr/bin:/bin"} | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [python, "-c", code, tmp_path / name]
+        paths = {"PATH": "/usr/bin:/bin"} | environment
+        done = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         made[name] = (json.loads(done.stdout), sorted(path.name for path in (tmp_path / name).iterdir()))
     assert made["wheel"] == made["checkout"]

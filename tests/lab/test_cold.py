@@ -32,16 +32,8 @@ class NewClone:
 
     def run(self, command: str) -> str:
         """Run a shell command as root in the copy, without sudo; return its output. It must succeed."""
-        done = subprocess.run(
-            ["bash", "-c", re.sub(r"^sudo ", "", command)],
-            cwd=self.top,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=900,
-        )
+        shell = ["bash", "-c", f"exec 2>&1 </dev/null; {re.sub('^sudo ', '', command)}"]
+        done = subprocess.run(shell, cwd=self.top, env=self.environment, stdout=subprocess.PIPE, text=True, timeout=900)
         assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
         return done.stdout
 

@@ -77,14 +77,8 @@ def test_sbatch_runs_the_script_of_config(cluster: Lab, tmp_path: Path, capsys: 
 
 
 def test_slurm_accepts_the_script_that_a_play_renders(cluster: Lab, tmp_path: Path) -> None:
-    given = {
-        "run": "slurm",
-        "model": "tiny",
-        "dataset": str(questions(tmp_path)),
-        "max_steps": 2,
-        "total_batch_size": 4,
-    }
-    given |= {"render_only": True, "render_to": str(tmp_path / "out")}
+    given = {"run": "slurm", "model": "tiny", "dataset": str(questions(tmp_path)), "max_steps": 2}
+    given |= {"total_batch_size": 4, "render_only": True, "render_to": str(tmp_path / "out")}
     played = run_playbook("train.yml", cluster.inventory, given)
     assert played.rc == 0, played.stdout
     script = (tmp_path / "out/slurm.sbatch").read_text()

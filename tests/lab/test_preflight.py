@@ -93,13 +93,9 @@ UNDO = """systemctl stop lab-load lab-run 2>/dev/null || :
 
 def preflight(inventory: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Return exit code and report of playbooks/preflight --json."""
-    done = subprocess.run(
-        [sys.executable, REPO / "playbooks/preflight", "--json", "-i", inventory, *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"},
-        timeout=300,
-    )
+    command = [sys.executable, REPO / "playbooks/preflight", "--json", "-i", inventory, *words]
+    environment = os.environ | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

@@ -86,14 +86,8 @@ def test_a_host_that_returns_takes_part_again_when_that_pays(trial: Trial, lab: 
 
 def test_elastic_run_continues_and_ends(trial: Trial, lab: Lab) -> None:
     """torchrun restarts its ranks when one dies, and the playbook ends although a launcher may wait for its peers."""
-    trial.variables |= {
-        "run": "elastic",
-        "elastic": True,
-        "retries": 3,
-        "nodes_min": 0,
-        "hosts": "node1,node2",
-        "max_steps": 40,
-    }
+    trial.variables |= {"run": "elastic", "elastic": True, "retries": 3, "nodes_min": 0, "max_steps": 40}
+    trial.variables |= {"hosts": "node1,node2"}
     trial.start()
     trial.wait_line(r"step ([5-9]|\d\d)/", 0.0)
     state = json.loads(trial.read(lab.hosts[1], "state/rank1.json") or trial.read(lab.hosts[1], "state/rank0.json"))

@@ -38,14 +38,8 @@ def main():
     done, status = count(run_dir, state, steps, interval)
     if status == "finished":
         result = {"run": run_dir.name, "status": status, "step": steps, "steps": steps, "world_size": 1, "hosts": 1}
-        result |= {
-            "loss_first": 1.0,
-            "loss_last": float(sum(done)),
-            "tokens": 1,
-            "samples": 1,
-            "tokens_per_second": 1.0,
-        }
-        write(run_dir / "result.json", result | {"adapter": "adapter"})
+        result |= {"loss_first": 1.0, "loss_last": float(sum(done)), "tokens": 1, "samples": 1}
+        write(run_dir / "result.json", result | {"tokens_per_second": 1.0, "adapter": "adapter"})
     heartbeat(run_dir, state | {"status": status, "step": len(done), "loss": float(sum(done))})
     for file in held:
         file.close()

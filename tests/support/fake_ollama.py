@@ -36,22 +36,11 @@ def model(
     name: str, family: str = "qwen2", modified: str = "2026-01-02T03:04:05.678901234Z", **more: Any
 ) -> dict[str, Any]:
     """Return an entry of /api/tags in the format of Ollama 0.12."""
-    return {
-        "name": name,
-        "model": name,
-        "modified_at": modified,
-        "size": 397821319,
-        "digest": "a8b0c51577010a279d933d14c2a8ab4b268079d44c5c8830c0a93900f1827c67",
-        "details": {
-            "parent_model": "",
-            "format": "gguf",
-            "family": family,
-            "families": [family],
-            "parameter_size": "494.03M",
-            "quantization_level": "Q4_K_M",
-        },
-        **more,
-    }
+    digest = "a8b0c51577010a279d933d14c2a8ab4b268079d44c5c8830c0a93900f1827c67"
+    details = {"parent_model": "", "format": "gguf", "family": family, "families": [family]}
+    details |= {"parameter_size": "494.03M", "quantization_level": "Q4_K_M"}
+    about = {"name": name, "model": name, "modified_at": modified, "size": 397821319, "digest": digest}
+    return about | {"details": details} | more
 
 
 @contextlib.contextmanager

@@ -37,13 +37,8 @@ def write_state(**values):
 
 
 def fail(step, kind, message, plain=False, secondary=False):
-    error = {
-        "type": kind,
-        "message": message,
-        "traceback": traceback.format_exc(),
-        "plain": plain,
-        "secondary": secondary,
-    }
+    error = {"type": kind, "message": message, "plain": plain, "secondary": secondary}
+    error["traceback"] = traceback.format_exc()
     write_state(status="failed", step=step, error=error)
     sys.exit(1)
 

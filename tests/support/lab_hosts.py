@@ -168,22 +168,3 @@ def small_wheels(folder: Path) -> Path:
     download += ["--only-binary=:all:", f"--python-version={version}"]
     subprocess.run([*download, *requirements(REPO / "pyproject.toml", [], torch=False)], check=True)
     return folder
-
-
-__all__ = [
-    "NEEDS_LAB",
-    "REPO",
-    "VENV",
-    "Host",
-    "Lab",
-    "Played",
-    "bare",
-    "hosts",
-    "inventory_with",
-    "lab",
-    "metal",
-    "provisioned",
-    "remove_role",
-    "run_playbook",
-    "small_wheels",
-]

@@ -26,12 +26,12 @@ TOP = Path(__file__).resolve().parents[2]
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
 
 
-def until(true: Callable[[], Any], limit: float = 60.0, what: str = "") -> Any:
+def until(true: Callable[[], Any], limit: float = 240.0, what: str = "") -> Any:
     """Wait up to `limit` seconds for a condition; return its value."""
     deadline = time.monotonic() + limit
     while not (value := true()):
         assert time.monotonic() < deadline, f"waited {limit} s for {what or true}"
-        time.sleep(0.02)
+        time.sleep(0.01)
     return value
 
 

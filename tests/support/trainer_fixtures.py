@@ -28,19 +28,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.safetensors").unlink()
     vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": vocabulary}
+    config = LlamaConfig(**sizes, initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -10,17 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from run_hosts import free_port
+from run_hosts import TOP, free_port, until
 from warm_torchrun import WarmTorchrun
 
 from trainer.data.samples import Sample
 
-TOP = Path(__file__).resolve().parents[2]
 # The training of a script that has an accelerator, a model and rows.
 ACCELERATED_LOOP = """\
 model, optimizer, rows = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rows)
@@ -60,15 +58,6 @@ def chat(*contents: str) -> Sample:
     """Return a chat in which user and assistant alternate."""
     roles = ("user", "assistant")
     return Sample(messages=tuple({"role": roles[i % 2], "content": text} for i, text in enumerate(contents)))
-
-
-def until(true: Callable[[], Any], limit: float = 240.0, what: str = "") -> Any:
-    """Wait until a condition is true and return its value; fail after `limit` seconds."""
-    deadline = time.monotonic() + limit
-    while not (value := true()):
-        assert time.monotonic() < deadline, f"waited {limit} s for {what or true}"
-        time.sleep(0.005)
-    return value
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

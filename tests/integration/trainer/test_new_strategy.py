@@ -76,15 +76,9 @@ def ask(tree: Path, *command: str) -> str:
 
 @pytest.mark.slow
 def test_a_new_strategy_trains(tree: Path, model_folder: Path, dataset: Path, tmp_path: Path) -> None:
-    flags = [
-        f"--model={model_folder}",
-        f"--dataset={dataset}",
-        "--seq-length=64",
-        "--epochs=2",
-        "--max-steps=3",
-        "--loggers=none",
-    ]
-    output = ask(tree, "-m", "trainer", "--strategy=toy", "--run=r", f"--data-dir={tmp_path}", *flags)
+    flags = [f"--model={model_folder}", f"--dataset={dataset}", "--seq-length=64", "--epochs=2", "--max-steps=3"]
+    flags += ["--loggers=none", f"--data-dir={tmp_path}"]
+    output = ask(tree, "-m", "trainer", "--strategy=toy", "--run=r", *flags)
     assert "run r finished at step 3/3" in output
     result = json.loads((tmp_path / "runs/r/result.json").read_text())
     assert result["strategy"] == "toy" and result["status"] == "finished"

@@ -94,15 +94,8 @@ def test_two_ranks_train_as_one(
 def test_replicas_begin_with_the_loss_of_one_rank(
     method: str, cluster: Cluster, here: Here, files: dict[str, Path]
 ) -> None:
-    fields = {
-        "method": method,
-        "dataset": files[method],
-        "total_batch_size": 8,
-        "max_steps": 8,
-        "lr": 3e-3,
-        "epochs": 2,
-        "eval_split": 0.2,
-    }
+    fields = {"method": method, "dataset": files[method], "total_batch_size": 8, "max_steps": 8}
+    fields |= {"lr": 3e-3, "epochs": 2, "eval_split": 0.2}
     assert here("one", loggers="none", **fields) == 0, here.err
     found = cluster.run(2, strategy="diloco", local_steps=2, **fields)
     assert found[0] == pytest.approx(here.losses("one")[0], rel=1e-4) and found[-1] < found[0]

@@ -325,14 +325,8 @@ def test_bytes_on_the_wire(model_folder: Path, dataset: Path, tmp_path: Path) ->
     """Per local_steps steps, diloco sends the bytes of one DDP step, half in 16 bits; averaging sends nothing."""
     fields = {"seq_length": 64, "total_batch_size": 4, "batch_size": 2, "lora_r": 128, "lr": 1e-2, "local_steps": 5}
     about = {"model": str(model_folder), "dataset": str(dataset), "steps": 15, "warm": 5}
-    several = [
-        about | {"fields": fields | more}
-        for more in (
-            {"strategy": "diloco", "comm_dtype": "32"},
-            {"strategy": "diloco", "comm_dtype": "bf16"},
-            {"strategy": "averaging"},
-        )
-    ]
+    replicas: list[dict[str, str]] = [{"strategy": "diloco", "comm_dtype": wire} for wire in ("32", "bf16")]
+    several = [about | {"fields": fields | more} for more in (*replicas, {"strategy": "averaging"})]
     wide = str(llama(tmp_path / "wide", model_folder, **WIDE))
     sharded_fields = fields | {"strategy": "fsdp", "lora_r": 0}
     several.append(about | {"model": wide, "fields": sharded_fields})
