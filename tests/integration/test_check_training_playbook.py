@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from lab_hosts import run_playbook
+from run_hosts import write_inventory
 
 SECRET = "s3cret-of-the-host"
 # Other tests of the machine may take the rendezvous port between its choice and the start.
@@ -16,15 +15,9 @@ QUICK = {"max_steps": 3, "seq_length": 32, "total_batch_size": 2, "max_restarts"
 
 @pytest.mark.slow
 def test_every_host_trains_alone_and_one_table_compares_them(tmp_path: Path) -> None:
-    variables = {
-        "ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_python": sys.executable,
-        "cluster_address": "127.0.0.1", "cluster_backend": "process", "cluster_managed": False,
-        "cluster_env": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "A_TOKEN": SECRET},
-    }  # fmt: skip
-    hosts = {f"node{n}": {"cluster_data_dir": str(tmp_path / f"node{n}")} for n in (1, 2, 3)}
-    hosts["node3"]["cluster_python"] = "/nonexistent/python"
-    path = tmp_path / "hosts.yml"
-    path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
+    own: dict[str, dict[str, object]] = {"node1": {}, "node2": {}, "node3": {"cluster_python": "/nonexistent/python"}}
+    secret = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "A_TOKEN": SECRET}
+    path = write_inventory(tmp_path, own, cluster_env=secret)
 
     checked = run_playbook("playbooks/check_training.yml", path, QUICK, "--check", "--limit", "node1")
     assert checked.rc == 0 and not (tmp_path / "node1").exists(), checked.stdout

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from fake_target import serve_target
 from fake_teacher import Teacher, serve
-from run_hosts import TOP, Bed, bed, free_port, until
-from ssh_server import Server, control_folder, server
+from run_hosts import TOP, Bed, bed, free_port, until, write_inventory
+from ssh_server import Server, control_folder, server, ssh_variables
 from test_run_session import dataset, local, session_of_plan
 
 __all__ = ["bed", "control_folder", "server"]
@@ -31,36 +31,15 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANSIBLE_CONFIG", raising=False)  # the program finds it
 
 
-def inventory(folder: Path, **variables: Any) -> Path:
-    """Write an inventory of two hosts that are this machine."""
-    names = {name: {"cluster_data_dir": str(folder / name)} for name in ("node1", "node2")}
-    common = {
-        "ansible_connection": "local",
-        "ansible_python_interpreter": sys.executable,
-        "cluster_python": "{{ ansible_playbook_python }}",
-        "cluster_address": "127.0.0.1",
-        "cluster_backend": "process",
-        "cluster_managed": False,
-    }
-    document = {"cluster": {"hosts": names, "vars": common | variables}}
-    path = folder / "inventory.yml"
-    path.write_text(yaml.safe_dump(document))
-    return path
-
-
 @pytest.fixture
 def hosts(server: Server, bed: Bed) -> Path:
-    login = server.login
-    return inventory(
-        bed.folder,
-        ansible_connection="ssh",
-        ansible_host=login.address,
-        ansible_user=login.user,
-        ansible_port=login.port,
-        ansible_ssh_private_key_file=login.key_file,
-        ansible_ssh_common_args=" ".join(login.extra_arguments),
-        ansible_ssh_control_path_dir=os.environ["XDG_CACHE_HOME"],
-    )
+    control = Path(os.environ["XDG_CACHE_HOME"])
+    return inventory(bed.folder, **ssh_variables(server.login, control))
+
+
+def inventory(folder: Path, **variables: Any) -> Path:
+    python = "{{ ansible_playbook_python }}"
+    return write_inventory(folder, {"node1": {}, "node2": {}}, cluster_python=python, **variables)
 
 
 def command(*words: object) -> list[str]:
@@ -102,16 +81,8 @@ def words_of_run(bed: Bed, hosts: Path, steps: int) -> list[object]:
     spec = bed.folder / "spec.yml"
     fields = {"run": "r", "seq_length": 64, "total_batch_size": 4, "checkpoint_interval": 2, "eval_interval": 0}
     spec.write_text(yaml.safe_dump(fields | {"dataset": str(dataset(bed.folder)), "epochs": 10_000, "loggers": "none"}))
-    return [
-        spec,
-        "-i",
-        hosts,
-        f"--max_steps={steps}",
-        "per-device-train-batch-size=2",
-        "lr=1e-3",
-        "--progress-interval",
-        "0.2",
-    ]
+    words = [f"--max_steps={steps}", "per-device-train-batch-size=2", "lr=1e-3", "--progress-interval", "0.2"]
+    return [spec, "-i", hosts, *words]
 
 
 @pytest.mark.slow

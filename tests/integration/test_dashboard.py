@@ -28,14 +28,13 @@ from dashboard_site import (
     start_fake_ranks,
     start_training,
     take_pictures,
-    write_inventory,
 )
 from fake_slurm import FakeSlurm, busy_queue
-from run_hosts import Bed, command_line, until
+from run_hosts import Bed, command_line, until, write_inventory
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
-from ssh_server import Server, server
+from ssh_server import Server, server, ssh_variables
 
 from trainer.supervise.processes import descendants, environ, is_running
 
@@ -80,15 +79,9 @@ class Site(Dashboard):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[Site]:
     bed = Bed(tmp_path_factory.mktemp("dashboard"))
-    login = server.login
-    over_ssh: dict[str, object] = {
-        "ansible_connection": "ssh",
-        "ansible_host": login.address,
-        "ansible_user": login.user,
-    }
-    over_ssh |= {"ansible_port": login.port, "ansible_ssh_private_key_file": login.key_file}
-    over_ssh["ansible_ssh_common_args"] = " ".join(login.extra_arguments)
-    inventory = write_inventory(bed, {"node1": {}, "node2": over_ssh}, queue_state="present")
+    inventory = write_inventory(
+        bed.folder, {"node1": {}, "node2": ssh_variables(server.login, bed.folder / "cp")}, queue_state="present"
+    )
     slurm = FakeSlurm(bed.folder / "slurm", bed.folder / "node1")
     busy_queue(slurm)
     for number in range(3):
@@ -99,7 +92,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[S
     training = start_training(bed, inventory, "real", 5000, *often, path=programs)
     process, port, token = serve(inventory, programs)
     try:
-        yield Site(process, port, token, bed, training, login.port, slurm)
+        yield Site(process, port, token, bed, training, server.login.port, slurm)
     finally:
         end(process, training)
         bed.clean()

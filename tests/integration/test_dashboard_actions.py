@@ -25,10 +25,9 @@ from dashboard_site import (
     shown_text,
     start_training,
     take_pictures,
-    write_inventory,
 )
 from fake_nvidia_smi import write_nvidia_smi
-from run_hosts import TOP, Bed, free_port, until
+from run_hosts import TOP, Bed, free_port, until, write_inventory
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
@@ -65,7 +64,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, ollamas: list[OllamaClient]) 
     """A dashboard of two local hosts with an Ollama each, and a run of them."""
     bed = Bed(tmp_path_factory.mktemp("actions"))
     ports = {f"node{i}": {"ollama_port": int(client.url.rpartition(":")[2])} for i, client in enumerate(ollamas, 1)}
-    inventory = write_inventory(bed, ports, ollama_state="present")
+    inventory = write_inventory(bed.folder, ports, ollama_state="present")
     ended_run(bed, "hostile", time.time() - 10)
     # From another folder than the dashboard: the path of the dataset is relative to it.
     training = start_training(bed, inventory, RUN, STEPS, "--checkpoint-interval=10")

@@ -20,10 +20,9 @@ from dashboard_site import (
     serve,
     shown_text,
     take_pictures,
-    write_inventory,
 )
 from hostile_host import SCRIPT
-from run_hosts import Bed, until
+from run_hosts import Bed, until, write_inventory
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 
@@ -39,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     python = bed.folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     python.chmod(0o755)
-    inventory = write_inventory(bed, {"node1": {}, "evil": {"cluster_python": str(python)}})
+    inventory = write_inventory(bed.folder, {"node1": {}, "evil": {"cluster_python": str(python)}})
     ended_run(bed, "honest", time.time() - 10)
     process, port, token = serve(inventory)
     try:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard_site import ENVIRONMENT, PROGRAM, certificate_file, end, write_inventory
-from run_hosts import TOP, Bed
+from dashboard_site import ENVIRONMENT, PROGRAM, certificate_file, end
+from run_hosts import TOP, Bed, write_inventory
 
 from trainer.common.errors import UserError
 from trainyard.dashboard import server
@@ -33,7 +33,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
 
 def start(bed: Bed, *more: str) -> tuple[subprocess.Popen[str], str]:
     """Start a dashboard over TLS; return its process, and the line with its URL."""
-    inventory = write_inventory(bed, {"node1": {}})
+    inventory = write_inventory(bed.folder, {"node1": {}})
     tls = bed.folder / "tls.pem"
     words = ["dashboard", "-i", str(inventory), "--dashboard-port=0", f"--dashboard-listen={ADDRESS}"]
     words += [f"--certfile={tls if tls.exists() else certificate_file(tls)}", *more]
@@ -139,7 +139,7 @@ def test_wrong_options_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_former_options_say_what_replaces_them(bed: Bed, tmp_path: Path) -> None:
-    inventory = write_inventory(bed, {"node1": {}})
+    inventory = write_inventory(bed.folder, {"node1": {}})
 
     def said(*words: str) -> str:
         command = [*PROGRAM, "dashboard", "--check", "-i", str(inventory), *words]

@@ -21,9 +21,8 @@ from dashboard_site import (
     shown_text,
     tab_to,
     take_pictures,
-    write_inventory,
 )
-from run_hosts import TOP, Bed, free_port, until
+from run_hosts import TOP, Bed, free_port, until, write_inventory
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -52,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with real_ollama.serve([place], bed.folder) as [client]:
         for name in ("one", "two"):
             real_ollama.create(client, name)
-        inventory = write_inventory(bed, {"node1": {"ollama_port": int(place.rpartition(":")[2])}, "node2": {}})
+        inventory = write_inventory(bed.folder, {"node1": {"ollama_port": int(place.rpartition(":")[2])}, "node2": {}})
         process, port, token = serve(inventory)
         try:
             yield Site(process, port, token, bed)

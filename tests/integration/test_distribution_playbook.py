@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from lab_hosts import Played, run_playbook
+from run_hosts import write_inventory
 
 pytestmark = pytest.mark.slow
 
@@ -15,16 +14,9 @@ pytestmark = pytest.mark.slow
 def site(folder: Path, text: str, managed: bool = True) -> Played:
     """Run site.yml with the role storage alone, which creates a folder."""
     (folder / "os-release").write_text(text)
-    variables = {
-        "ansible_connection": "local",
-        "ansible_python_interpreter": sys.executable,
-        "cluster_address": "127.0.0.1",
-        "cluster_data_dir": str(folder / "data"),
-        "cluster_managed": managed,
-    }
-    (folder / "hosts.yml").write_text(yaml.safe_dump({"cluster": {"hosts": {"node1": variables}}}))
+    inventory = write_inventory(folder, {"data": {}}, cluster_managed=managed)
     extra = {"_cluster_os_release": str(folder / "os-release")}
-    return run_playbook("site.yml", folder / "hosts.yml", extra, "--tags storage")
+    return run_playbook("site.yml", inventory, extra, "--tags storage")
 
 
 def test_a_distribution_without_apt_is_refused_before_the_first_change(tmp_path: Path) -> None:
@@ -32,7 +24,7 @@ def test_a_distribution_without_apt_is_refused_before_the_first_change(tmp_path:
     assert played.rc != 0 and played.count("changed") == 0
     (line,) = [line for line in played.stdout.splitlines() if line.startswith("error: ")]
     assert line.startswith(
-        "error: node1: site.yml does not support Fedora Linux 41 {{ 6 * 7 }}\\x1b[2J: its roles install"
+        "error: data: site.yml does not support Fedora Linux 41 {{ 6 * 7 }}\\x1b[2J: its roles install"
     )
     assert not (tmp_path / "data").exists()
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from interpreters import interpreter
 from lab_hosts import run_playbook
+from run_hosts import write_inventory
 
 PYTHON = interpreter("3.10")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="this machine has no Python 3.10")]
@@ -18,17 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="this mach
 
 @pytest.fixture
 def inventory(tmp_path: Path) -> Path:
-    variables = {
-        "ansible_connection": "local",
-        "ansible_python_interpreter": PYTHON,
-        "cluster_python": PYTHON,
-        "cluster_address": "127.0.0.1",
-        "cluster_data_dir": str(tmp_path / "data"),
-        "cluster_backend": "process",
-    }
-    path = tmp_path / "hosts.yml"
-    path.write_text(yaml.safe_dump({"cluster": {"hosts": {"jammy": variables}}}))
-    return path
+    python = {"ansible_python_interpreter": PYTHON, "cluster_python": PYTHON, "cluster_managed": True}
+    return write_inventory(tmp_path, {"jammy": {"cluster_data_dir": str(tmp_path / "data")}}, **python)
 
 
 def play(folder: Path, inventory: Path, tasks: list[dict[str, Any]], **more: Any) -> Any:
@@ -42,11 +34,7 @@ def test_modules_run_and_a_second_run_changes_nothing(tmp_path: Path, inventory:
         {"user_folder": {"paths": [str(tmp_path / "made")], "owner": getpass.getuser()}},
         {"nvidia_info": {"branch": 580, "sysfs": str(tmp_path)}},
         {"machine_identity_info": {}},
-        {
-            "ansible.builtin.command": {"argv": ["{{ ansible_python_interpreter }}", "-V"]},
-            "register": "v",
-            "changed_when": False,
-        },
+        {"ansible.builtin.command": "{{ ansible_python_interpreter }} -V", "register": "v", "changed_when": False},
         {"ansible.builtin.assert": {"that": "v.stdout is match('Python 3.10')"}},
     ]
     first, second = play(tmp_path, inventory, tasks), play(tmp_path, inventory, tasks)

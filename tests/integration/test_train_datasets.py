@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from dataset_folder import CASES, Case, write, write_cases
 from lab_hosts import run_playbook
-from run_hosts import local_inventory
+from run_hosts import local_inventory, unreachable_inventory
 from trainer_runs import records, write_jsonl
 
 pytest.importorskip("datasets")
@@ -24,9 +23,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
 @pytest.mark.slow
 def test_a_dataset_that_needs_columns_is_refused_before_any_host(case: Case, tmp_path: Path) -> None:
-    inventory = tmp_path / "nowhere.yml"
-    hosts = {f"node{n}": {"ansible_host": f"127.0.0.{n}", "ansible_port": 1} for n in (1, 2)}
-    inventory.write_text(yaml.safe_dump({"cluster": {"hosts": hosts}}))
+    inventory = unreachable_inventory(tmp_path)
     write(tmp_path / case.name, case.content)
     played = run_playbook("train.yml", inventory, {"dataset": str(tmp_path / case.name)})
     (line,) = [line for line in played.stdout.splitlines() if "error: " in line]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from lab_hosts import Played, run_playbook
-from run_hosts import TOP, free_port, local_inventory, until
+from run_hosts import TOP, free_port, local_inventory, unreachable_inventory, until
 from safetensors.numpy import load_file
 from tables import table
 
@@ -54,15 +54,6 @@ def dataset(tmp_path: Path) -> Path:
 def inventory(tmp_path: Path) -> Path:
     """inventory/local.yml, but with data dirs and a port of the test's own: another test process may start a run at the same time."""
     return local_inventory(tmp_path, {"master_port": free_port()})
-
-
-@pytest.fixture
-def nowhere(tmp_path: Path) -> Path:
-    """Two unreachable hosts: the controller detects every error of a run on them."""
-    path = tmp_path / "nowhere.yml"
-    hosts = {f"node{n}": {"ansible_host": f"127.0.0.{n}", "ansible_port": 1} for n in (1, 2)}
-    path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts}}))
-    return path
 
 
 def run_dir(inventory: Path, host: str, run: str) -> Path:
@@ -118,8 +109,8 @@ def test_bad_input_is_one_line(said: dict[str, Any], words: list[str], bad_files
 @pytest.mark.parametrize(
     ("said", "words"), [({"lrr": 1}, ["-e lrr", "'lr'"]), ({"hosts": "nobody"}, ["no host matches nobody", "node1"])]
 )
-def test_bad_input_ends_the_playbook_before_any_host(said: dict[str, Any], words: list[str], nowhere: Path) -> None:
-    played = run_playbook("train.yml", nowhere, said)
+def test_bad_input_ends_the_playbook_before_any_host(said: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    played = run_playbook("train.yml", unreachable_inventory(tmp_path), said)
     assert played.rc != 0
     assert played.count("dark") == 0
     line = error_line(played)
@@ -128,10 +119,8 @@ def test_bad_input_ends_the_playbook_before_any_host(said: dict[str, Any], words
 
 
 @pytest.mark.slow
-def test_an_unreachable_host_is_named(nowhere: Path, dataset: Path) -> None:
-    document = yaml.safe_load(nowhere.read_text())
-    document["cluster"]["vars"] = {"cluster_data_dir": "/tmp/trainyard-none"}
-    nowhere.write_text(yaml.safe_dump(document))
+def test_an_unreachable_host_is_named(tmp_path: Path, dataset: Path) -> None:
+    nowhere = unreachable_inventory(tmp_path, cluster_data_dir="/tmp/trainyard-none")
     played = run_playbook("train.yml", nowhere, {"dataset": str(dataset)} | SMALL)
     assert played.rc != 0
     assert "node1, node2 do not answer" in error_line(played)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from run_hosts import free_port, until
-from ssh_server import Server, control_folder, server
+from ssh_server import Server, control_folder, server, ssh_variables
 from tables import table
 
 from trainyard.ansible_adapter import Inventory
@@ -43,17 +43,6 @@ from trainyard.wire.remote_archive import remote_archive, remote_command, remote
 __all__ = ["control_folder", "server"]
 
 HOSTILE = 'it\'s "quoted" $HOME `id` \\ ; * \t\n\u00e9'  # every character that a shell may treat specially
-
-
-def ssh_variables(login: Login, folder: Path) -> dict[str, Any]:
-    return {
-        "ansible_host": login.address,
-        "ansible_user": login.user,
-        "ansible_port": login.port,
-        "ansible_ssh_private_key_file": login.key_file,
-        "ansible_ssh_common_args": " ".join(login.extra_arguments),
-        "ansible_ssh_control_path_dir": str(folder / "cp"),
-    }
 
 
 @pytest.fixture(params=["local", "ssh"])
@@ -248,7 +237,11 @@ def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
     inventory = tmp_path / "hosts.yml"
     hosts = {
         "node1": {"ansible_connection": "local", "cluster_address": "10.0.0.1"},
-        "node2": {**ssh_variables(server.login, tmp_path), "cluster_address": "10.0.0.2", "cluster_managed": False},
+        "node2": {
+            **ssh_variables(server.login, tmp_path / "cp"),
+            "cluster_address": "10.0.0.2",
+            "cluster_managed": False,
+        },
     }
     variables = {
         "base": "/srv",

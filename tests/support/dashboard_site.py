@@ -9,12 +9,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from browser import screenshot, set_size
 from run_hosts import TOP, Bed, until
 from selenium.common.exceptions import StaleElementReferenceException
@@ -84,16 +82,6 @@ def certificate_file(path: Path) -> Path:
     """Write a certificate and its key into one PEM file; return its path."""
     path.touch(0o600)
     path.write_text("".join(make_transfer_key()))
-    return path
-
-
-def write_inventory(bed: Bed, own: Mapping[str, Mapping[str, object]], **variables: object) -> Path:
-    """Write an inventory of local hosts with folders in the bed; `own` are the variables of each host."""
-    here = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
-    here |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
-    hosts = {name: {"cluster_data_dir": str(bed.folder / name), **more} for name, more in own.items()}
-    path = bed.folder / "inventory.yml"
-    path.write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": here | variables}}))
     return path
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,22 @@ def local_inventory(folder: Path, variables: dict[str, Any] | None = None, **hos
         known[name] = (known[name] or {}) | {"cluster_data_dir": str(folder / name)} | hosts.get(name, {})
     (folder / "inventory.yml").write_text(yaml.safe_dump(document, sort_keys=False))
     return folder / "inventory.yml"
+
+
+def write_inventory(folder: Path, own: Mapping[str, Mapping[str, object]], **variables: object) -> Path:
+    """Write an inventory of hosts that are this machine, with folders in `folder`; `own` are the variables of each host."""
+    here = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "cluster_managed": False}
+    here |= {"cluster_python": sys.executable, "cluster_address": "127.0.0.1", "cluster_backend": "process"}
+    hosts = {name: {"cluster_data_dir": str(folder / name), **more} for name, more in own.items()}
+    (folder / "inventory.yml").write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": here | variables}}))
+    return folder / "inventory.yml"
+
+
+def unreachable_inventory(folder: Path, **variables: object) -> Path:
+    """Write an inventory of two hosts that do not answer: the controller detects every error of a run on them."""
+    hosts = {f"node{n}": {"ansible_host": f"127.0.0.{n}", "ansible_port": 1} for n in (1, 2)}
+    (folder / "nowhere.yml").write_text(yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}}))
+    return folder / "nowhere.yml"
 
 
 def start_playbook(inventory: Path, *arguments: Path | str, stdout: Any = subprocess.DEVNULL) -> subprocess.Popen[str]:

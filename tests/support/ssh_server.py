@@ -62,6 +62,13 @@ def serve_ssh(folder: Path, addresses: Sequence[str] = ("127.0.0.1",)) -> Iterat
         yield Server(Login(addresses[0], getpass.getuser(), port, str(folder / "user"), known), folder)
 
 
+def ssh_variables(login: Login, control: Path) -> dict[str, object]:
+    """Return the variables of an inventory for a login; `control`: the folder of shared connections."""
+    found = {"ansible_host": login.address, "ansible_user": login.user, "ansible_port": login.port}
+    found |= {"ansible_ssh_private_key_file": login.key_file, "ansible_ssh_control_path_dir": str(control)}
+    return found | {"ansible_connection": "ssh", "ansible_ssh_common_args": " ".join(login.extra_arguments)}
+
+
 @contextlib.contextmanager
 def sshd(command: list[str], log: Path) -> Iterator[None]:
     """Run an sshd; its messages are added to a log."""
