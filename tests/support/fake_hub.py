@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from threaded_server import QuietHandler
+
 _API = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)(?:/revision/[^/?]+)?(?:\?.*)?")
 _TREE = re.compile(r"/api/(models|datasets)/([^/?]+/[^/?]+)/tree/[^/?]+.*")
 _UPLOAD = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main.*")
@@ -32,7 +34,7 @@ class FakeHub:
         self.folder, self.sent, self.downloads = folder, 0, []  # type: ignore[var-annotated]
         self.created: list[dict[str, Any]] = []
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
@@ -43,9 +45,6 @@ class FakeHub:
 
             def do_HEAD(self) -> None:
                 hub.answer(self, body=False)
-
-            def log_message(self, *_: Any) -> None:
-                """Print nothing."""
 
         self.server = ThreadingHTTPServer((address, port), Handler)
         self.url = f"http://{address}:{self.server.server_address[1]}"

@@ -9,10 +9,11 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from threaded_server import QuietHandler, running
 
 
 class Target:
@@ -63,18 +64,11 @@ class Target:
         return next((known for known in self.models if known.lower() == name.lower()), name)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     target: Target
 
-    def log_message(self, *_: Any) -> None:
-        return
-
-    def reply(self, status: int, *lines: dict[str, Any]) -> None:
-        data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def send(self, status: int, *lines: dict[str, Any]) -> None:
+        self.reply(status, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _body(self) -> bytes:
         self.target.log.append(f"{self.command} {self.path}")
@@ -82,16 +76,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self._body()
-        self.reply(200 if self.path.rpartition("/")[2] in self.target.blobs else 404)
+        self.send(200 if self.path.rpartition("/")[2] in self.target.blobs else 404)
 
     def do_GET(self) -> None:
         self._body()
         models = [{"name": name, "digest": self.target.digest(name)} for name in self.target.models]
-        self.reply(200, {"version": self.target.version} if self.path == "/api/version" else {"models": models})
+        self.send(200, {"version": self.target.version} if self.path == "/api/version" else {"models": models})
 
     def do_DELETE(self) -> None:
         known = self.target.models.pop(self.target.listed(json.loads(self._body())["model"]), None)
-        self.reply(200 if known else 404)
+        self.send(200 if known else 404)
 
     def do_POST(self) -> None:
         data, target = self._body(), self.target
@@ -99,20 +93,20 @@ class _Handler(BaseHTTPRequestHandler):
             digest = self.path.rpartition("/")[2]
             right = digest == f"sha256:{hashlib.sha256(data).hexdigest()}"
             target.blobs |= {digest} if right else set()
-            return self.reply(201 if right else 400, {})
+            return self.send(201 if right else 400, {})
         body = json.loads(data)
         if self.path == "/api/create":
             error = target.create(body)
-            return self.reply(400, {"error": error}) if error else self.reply(200, {"status": "success"})
+            return self.send(400, {"error": error}) if error else self.send(200, {"status": "success"})
         if self.path == "/api/copy":
             target.models[target.listed(body["destination"])] = target.models[target.listed(body["source"])]
-            return self.reply(200)
+            return self.send(200)
         if self.path == "/api/show":
-            return self.reply(200, target.show(body["model"], body["verbose"]))
+            return self.send(200, target.show(body["model"], body["verbose"]))
         question = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
         text = target.answer(target.models[body["model"]], question)
         last = {"done": True, "done_reason": "stop", "eval_count": 1}
-        return self.reply(
+        return self.send(
             200, {"message": {"content": text}, **last} if "messages" in body else {"response": text, **last}
         )
 
@@ -123,10 +117,5 @@ def serve_target(address: str, version: str, answer: Callable[[dict[str, Any], s
     target = Target(version, answer)
     server = ThreadingHTTPServer((address, 0), type("Handler", (_Handler,), {"target": target}))
     target.url = f"http://{address}:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with running(server):
         yield target
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -19,9 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from threaded_server import QuietHandler
 
 DIGEST = hashlib.sha256(b"teacher").hexdigest()
 
@@ -86,29 +88,23 @@ def text_of(body: dict[str, Any]) -> str:
     return " ".join(f"w{draw.randrange(10_000)}" for _ in range(24))
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     teacher: Teacher
     slots: threading.Semaphore
     lock = threading.Lock()
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
     def do_GET(self) -> None:
-        if self.path == "/api/version":
-            self._reply({"version": self.teacher.version})
-        else:
-            self._reply({"models": [{"name": self.teacher.model, "digest": self.teacher.digest}]})
+        models = {"models": [{"name": self.teacher.model, "digest": self.teacher.digest}]}
+        version = {"version": self.teacher.version}
+        self.reply(200, json.dumps(version if self.path == "/api/version" else models))
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.asked()
         if self.path == "/api/show":
-            self._reply(self.teacher.shown)
-            return
+            return self.reply(200, json.dumps(self.teacher.shown))
         if body.get("model") != self.teacher.model:
-            self._reply({"error": "model not found"}, 404)
-            return
+            return self.reply(404, json.dumps({"error": "model not found"}))
         start = time.monotonic()
         with self.slots:
             queued = time.monotonic() - start
@@ -120,22 +116,11 @@ class _Handler(BaseHTTPRequestHandler):
         last = {"message": {"role": "assistant", "content": text[half:]}, "done": True, "done_reason": "stop"}
         last |= {"total_duration": int(total * 1e9), "eval_duration": int((total - queued) * 1e9), "eval_count": 24}
         first = {"message": {"role": "assistant", "content": text[:half]}, "done": False}
-        data = "".join(json.dumps(line) + "\n" for line in (first, last)).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
         # Before the answer is sent: a client that has an answer finds its question in the log, whatever is killed.
         if self.teacher.log:
             with self.lock, Path(self.teacher.log).open("a") as log:
                 log.write(question_of(body) + "\n")
-        self.wfile.write(data)
-
-    def _reply(self, value: dict[str, Any], status: int = 200) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        return self.reply(200, "".join(json.dumps(line) + "\n" for line in (first, last)))
 
 
 class _Server(ThreadingHTTPServer):
