@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_hosts import NEEDS_LAB, REPO, Host, Lab, Played, inventory_with, remove_role, run_playbook
+from lab_hosts import NEEDS_LAB, OLLAMA, REPO, Host, Lab, Played, inventory_with, remove_role, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -164,19 +164,6 @@ def test_peers_reach_all_ports_and_other_hosts_only_ssh(
     lab.inside(one, f"ufw delete allow 8080/tcp; ufw delete allow proto tcp from {two.address}")
 
 
-SERVER = r"""
-import http.server
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = b'{"version": "0.12.3"}' if self.path.endswith("version") else b'{"models": []}'
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-http.server.ThreadingHTTPServer(("0.0.0.0", 11434), Answer).serve_forever()
-"""
-
-
 def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_hosts(
     lab: Lab, hosts: list[Host], inventory: Any, tmp_path: Path
 ) -> None:
@@ -207,10 +194,10 @@ def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_
         assert firewall(inventory(names)).count("changed") == 0
 
         lab.inside(one, "systemctl stop test-listener")
-        lab.inside(
-            one,
-            f"cat > /run/server.py <<'P'{SERVER}P\nsystemd-run -q --collect --unit=test-ollama /usr/bin/python3 /run/server.py",
+        serve = (
+            "systemd-run -q --collect --unit=test-ollama -E OLLAMA_HOST=0.0.0.0:11434 /usr/bin/python3 /run/server.py"
         )
+        lab.inside(one, f"cat > /run/server.py <<'P'\n{OLLAMA}P\n{serve}")
         discovery = tmp_path / "ollama.yml"
         discovery.write_text(f"plugin: ollama\nnetworks: []\nthis_machine: false\nhosts: [{one.address}]\n")
         found = discovered(discovery)

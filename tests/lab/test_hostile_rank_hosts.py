@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ import pytest
 from dashboard_site import Dashboard, end, serve
 from fault_trial import questions
 from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
+from ranks_site import export
 from run_hosts import until
 from testbed.root import DATA_DIR
-
-from trainyard.wire.remote_archive import remote_command, remote_input
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -98,7 +95,9 @@ def test_links_in_place_of_logs_and_checkpoints_show_nothing(cluster: tuple[Lab,
     said += pages(inventory, "/runs/failed", "/runs/ended")
     status = run_playbook("playbooks/status.yml", inventory, {})
     assert "ended" in status.stdout and "failed" in status.stdout, status.stdout
-    said += [status.stdout, json.dumps(status.events), export(lab, f"{DATA_DIR}/runs/ended", digest)]
+    exported = export(lab, head, f"{DATA_DIR}/runs/ended", digest, "")
+    assert b"error" in exported.stdout, exported
+    said += [status.stdout, json.dumps(status.events), (exported.stdout + exported.stderr).decode()]
     assert (tmp_path / "copy/ended/output/plain.txt").read_text() == "copied"
     said += [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert [text for text in said if SECRET in text] == []
@@ -119,16 +118,3 @@ def pages(inventory: Path, *paths: str) -> list[str]:
 def shown(board: Dashboard, path: str, session: str) -> str:
     status, _, text = board.ask("GET", path, Cookie=session)
     return text if status == 200 else ""
-
-
-def export(lab: Lab, run_dir: str, digest: str) -> str:
-    """Return what the verb for an export says about a run whose adapter it cannot read."""
-    head = lab.hosts[0]
-    trainer = lab.inside(head, f"ls {DATA_DIR}/store/trainers/*.zip | head -n 1").strip()
-    wanted = {"run_dir": run_dir, "weights": digest, "quantize": "", "converter": "", "converter_id": "x"}
-    request = {"trainer": trainer, "digest": lab.inside(head, f"sha256sum {trainer}").split()[0], "run_dir": run_dir}
-    request |= {"reads": [], "backend": "auto", "limit": 300, "input": wanted}
-    command = [*map(str, lab.ssh(head)), remote_command("gguf_export", sys.executable)]
-    done = subprocess.run(command, input=remote_input(request, "gguf_export"), capture_output=True, timeout=300)
-    assert b"error" in done.stdout, done
-    return (done.stdout + done.stderr).decode()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
+import ranks_site
 from lab_hosts import NEEDS_LAB, VENV, Lab, inventory_with, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.long]  # they test the lab
@@ -18,24 +17,21 @@ def lab(bare: Lab) -> Lab:
 
 def as_user(lab: Lab, name: str, command: str) -> str:
     """Return the output of a command that the user of the hosts runs over SSH."""
-    argv = [str(word) for word in lab.ssh(lab.host(name))]
-    done = subprocess.run([*argv, command], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done
-    return done.stdout
+    return ranks_site.as_user(lab, lab.host(name), command)
 
 
 @pytest.mark.parametrize("name", ["node1", "node2", "node3"])
 def test_host_is_a_stock_server(lab: Lab, name: str) -> None:
     host = lab.host(name)
-    assert as_user(lab, name, "hostname").strip() == name
-    assert f"127.0.1.1 {name}\n" in as_user(lab, name, "cat /etc/hosts")
-    assert as_user(lab, name, "cat /proc/1/comm").strip() == "systemd"
-    assert as_user(lab, name, "systemctl is-system-running").strip() == "running"
+    assert as_user(lab, name, "hostname") == name
+    assert f"127.0.1.1 {name}" in as_user(lab, name, "cat /etc/hosts")
+    assert as_user(lab, name, "cat /proc/1/comm") == "systemd"
+    assert as_user(lab, name, "systemctl is-system-running") == "running"
     assert "uid=1000" in as_user(lab, name, "id")
-    assert as_user(lab, name, "sudo -n id -u").strip() == "0"
+    assert as_user(lab, name, "sudo -n id -u") == "0"
     assert "passwordauthentication no" in as_user(lab, name, "sudo sshd -T")
-    assert as_user(lab, name, "sudo ufw status").strip() == "Status: inactive"
-    assert as_user(lab, name, "ls /var/lib/systemd/linger 2>/dev/null || true").strip() == ""
+    assert as_user(lab, name, "sudo ufw status") == "Status: inactive"
+    assert as_user(lab, name, "ls /var/lib/systemd/linger 2>/dev/null || true") == ""
     assert f"{host.address}/24" in as_user(lab, name, f"ip -4 -brief address show {host.nic}")
     installed = as_user(lab, name, "dpkg-query --show --showformat='${Package}\\n'").split()
     assert not {"nfs-common", "nfs-kernel-server", "chrony", "slurmd", "docker.io"} & set(installed)

@@ -17,7 +17,7 @@ import pytest
 from fault_trial import questions
 from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with, run_playbook
 from queued_runs import tiny_spec
-from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, site
+from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, export, site
 from run_hosts import TOP, until
 from tables import table
 
@@ -284,19 +284,7 @@ def test_runs_are_trained_merged_and_exported_in_units(lab: Lab, hosts: list[Hos
     first = hosts[0]
     assert lab.inside(first, f"ls {DATA}/runs/both/adapter/adapter_model.safetensors").strip()
     assert "inductor" not in lab.inside(first, "ls -a /home/tester /home/tester/.cache || :")
-    stored_trainer = lab.inside(first, f"ls -t {DATA}/store/trainers/*.zip | head -1").strip()
-    digest = lab.inside(first, f"sha256sum {stored_trainer}").split()[0]
     weights = lab.inside(first, f"sha256sum {DATA}/runs/one/adapter/adapter_model.safetensors").split()[0]
-    wanted = {
-        "run_dir": f"{DATA}/runs/one",
-        "weights": weights,
-        "quantize": "f16",
-        "converter": "",
-        "converter_id": "x",
-    }
-    request = {"trainer": stored_trainer, "digest": digest, "run_dir": f"{DATA}/runs/one", "reads": []}
-    request |= {"backend": "auto", "limit": 300, "input": wanted}
-    command = [*map(str, lab.ssh(first)), remote_command("gguf_export", sys.executable)]
-    done = subprocess.run(command, input=remote_input(request, "gguf_export"), capture_output=True, timeout=300)
+    done = export(lab, first, f"{DATA}/runs/one", weights, "f16")
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["gguf"]["bytes"] and answer["answers"]["prompts"], (answer, done.stderr)

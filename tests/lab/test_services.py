@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
+from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook, with_ollama
 from tables import table
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -188,24 +188,9 @@ HOSTILE = table("services")["hostile"]
 
 def test_ollama_runs_in_a_sandbox(lab: Lab, hosts: list[Host], keys: None, tmp_path: Path) -> None:
     """The unit has an exposure below 5, a server works in it, and values of the operator are only values."""
-    (tmp_path / "ollama").write_text(STAND_IN)
-    (tmp_path / "ollama").chmod(0o755)
-    with tarfile.open(tmp_path / "ollama.tgz", "w:gz") as tar:
-        tar.add(tmp_path / "ollama", "./bin/ollama")
     store = "/home/models of 100%/$ollama"
-    made = run_playbook(
-        "site.yml",
-        lab.inventory,
-        {
-            "ollama_state": "present",
-            "ollama_version": "0.0.1",
-            "ollama_archive": str(tmp_path / "ollama.tgz"),
-            "ollama_sha256": hashlib.sha256((tmp_path / "ollama.tgz").read_bytes()).hexdigest(),
-            "ollama_models": store,
-            "ollama_environment": HOSTILE,
-        },
-        "--tags ollama --limit node1",
-    )
+    variables = with_ollama(tmp_path, STAND_IN) | {"ollama_models": store, "ollama_environment": HOSTILE}
+    made = play(lab, "ollama --limit node1", **variables)
     try:
         assert made.rc == 0, made.stdout
         exposure = lab.inside(hosts[0], "systemd-analyze security --no-pager ollama.service | tail -1")
@@ -223,7 +208,7 @@ def test_ollama_runs_in_a_sandbox(lab: Lab, hosts: list[Host], keys: None, tmp_p
         written = lab.inside(hosts[0], "ls -d /*/written /home/*/*/written /evil 2>/dev/null || :").split("\n")[:-1]
         assert written == [f"{store}/written"]
     finally:
-        gone = run_playbook("site.yml", lab.inventory, {"ollama_state": "absent"}, "--tags ollama --limit node1")
+        gone = play(lab, "ollama --limit node1", ollama_state="absent")
         lab.inside(hosts[0], "rm -rf '/home/models of 100%'")
     assert gone.rc == 0, gone.stdout
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import random
 import subprocess
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from installed_collection import installed_collection
-from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with, run_playbook, small_wheels
+from lab_hosts import NEEDS_LAB, OLLAMA, Host, Lab, inventory_with, run_playbook, small_wheels, with_ollama
 from run_hosts import kill_playbook, start_playbook, until
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -24,19 +22,7 @@ DATA = "/home/tester/trainyard"
 # A kill takes two minutes: 3 are a test, 10 are a measurement. The seed determines the tasks at which the kills happen.
 KILLS = int(os.environ.get("TRAINYARD_KILLS", "3"))
 SEED = int(os.environ.get("TRAINYARD_SEED", "20261121"))
-OLLAMA = "http://{}:11434/api/version"
-# A program that answers only Ollama's request for the version.
-STAND_IN = r"""#!/usr/bin/python3
-import http.server, os
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(b'{"version": "stand-in"}')
-host, _, port = os.environ["OLLAMA_HOST"].rpartition(":")
-http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
-"""
+VERSION_URL = "http://{}:11434/api/version"
 # Prints every file, link and folder of a host by path: kind, mode, owner, contents. Runs on the host.
 STATE = r"""
 import hashlib, json, os, stat, sys
@@ -117,11 +103,6 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("everything")
     (folder / "datasets").mkdir()
     (folder / "datasets/one.jsonl").write_text('{"text": "one"}\n')
-    program = folder / "ollama"
-    program.write_text(STAND_IN)
-    program.chmod(0o755)
-    with tarfile.open(folder / "ollama.tgz", "w:gz") as archive:
-        archive.add(program, "./bin/ollama")
     return {
         "netplan_address": "{{ ansible_host }}/24",
         "python_env": "venv",
@@ -130,11 +111,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "cluster_python": "{{ cluster_data_dir }}/venv/bin/python",
         "nfs_dataset_delivery": "copy",
         "nfs_copy_from": str(folder / "datasets"),
-        "ollama_state": "present",
-        "ollama_version": "0.0.1",
-        "ollama_archive": str(folder / "ollama.tgz"),
-        "ollama_sha256": hashlib.sha256((folder / "ollama.tgz").read_bytes()).hexdigest(),
-    }
+    } | with_ollama(folder, OLLAMA)
 
 
 def check_cluster(lab: Lab) -> None:
@@ -149,8 +126,10 @@ def check_cluster(lab: Lab) -> None:
             host, f"{DATA}/venv/bin/python -I -c 'import trainer.config.run_spec'; test -s {DATA}/datasets/one.jsonl"
         )
         # From the host itself: the firewall rejects other sources.
-        ask = f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{OLLAMA.format(host.address)}\").read())'"
-        assert "stand-in" in lab.inside(host, ask)
+        ask = (
+            f"python3 -c 'import urllib.request as u; print(u.urlopen(\"{VERSION_URL.format(host.address)}\").read())'"
+        )
+        assert "0.12.3" in lab.inside(host, ask)
         # The keys of the workers copy folders of the head, and open no shell.
         assert all(login_between(lab, host, peer) != peer.name for peer in lab.hosts)
 

@@ -11,9 +11,11 @@ A test file sets `pytestmark = NEEDS_LAB` and uses one of these fixtures. Every 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -154,6 +156,32 @@ def remove_role(role: str, inventory: Path, folder: Path) -> Played:
     playbook = [{"hosts": "cluster", "gather_facts": False, "roles": ["cluster"], "tasks": tasks}]
     (folder / "remove.yml").write_text(yaml.safe_dump(playbook))
     return run_playbook(str(folder / "remove.yml"), inventory)
+
+
+# Answers as Ollama that has no models.
+OLLAMA = r"""#!/usr/bin/python3
+import http.server, os
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"version": "0.12.3", "models": []}')
+host, _, port = os.environ["OLLAMA_HOST"].rpartition(":")
+http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
+"""
+
+
+def with_ollama(folder: Path, program: str) -> dict[str, str]:
+    """Write an archive of Ollama that has a stand-in as its program to `folder`; return the variables of the role that install it."""
+    file, archive = folder / "ollama", folder / "ollama.tgz"
+    file.write_text(program)
+    file.chmod(0o755)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(file, "./bin/ollama")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    where = {"ollama_archive": str(archive), "ollama_sha256": digest}
+    return {"ollama_state": "present", "ollama_version": "0.0.1"} | where
 
 
 def small_wheels(folder: Path) -> Path:

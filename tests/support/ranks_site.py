@@ -18,6 +18,8 @@ from lab_hosts import Host, Lab, inventory_with
 from run_hosts import FAKE_RANK, RUN_VARIABLE, TOP, kill_playbook, start_playbook, until
 from testbed import faults
 
+from trainyard.wire.remote_archive import remote_command, remote_input
+
 DATA = "/home/tester/trainyard"
 RUN_DIR = f"{DATA}/runs/r"
 UNIT = "'trainyard-r-*.service'"
@@ -132,6 +134,16 @@ def site(lab: Lab, hosts: list[Host], tmp_path: Path) -> Iterator[Site]:
             f"for p in $(grep -lsaz {RUN_VARIABLE}={RUN_DIR} /proc/[0-9]*/environ); do kill -9 $(echo $p | cut -d/ -f3); done",
             False,
         )
+
+
+def export(lab: Lab, host: Host, run_dir: str, weights: str, quantize: str) -> subprocess.CompletedProcess[bytes]:
+    """Export a run as GGUF on its host, by the trainer that is stored there; `weights`: the digest of the adapter."""
+    trainer = lab.inside(host, f"ls -t {DATA}/store/trainers/*.zip | head -n 1").strip()
+    wanted = {"run_dir": run_dir, "weights": weights, "quantize": quantize, "converter": "", "converter_id": "x"}
+    request = {"trainer": trainer, "digest": lab.inside(host, f"sha256sum {trainer}").split()[0], "run_dir": run_dir}
+    request |= {"reads": [], "backend": "auto", "limit": 300, "input": wanted}
+    command = [*map(str, lab.ssh(host)), remote_command("gguf_export", sys.executable)]
+    return subprocess.run(command, input=remote_input(request, "gguf_export"), capture_output=True, timeout=300)
 
 
 def as_user(lab: Lab, host: Host, command: str) -> str:
