@@ -15,9 +15,9 @@ import pytest
 import yaml
 from fake_target import serve_target
 from fake_teacher import Teacher, serve
-from run_hosts import TOP, Bed, bed, free_port, until, write_inventory
+from run_hosts import TOP, Bed, bed, free_port, questions, until, write_inventory
 from ssh_server import Server, control_folder, server, ssh_variables
-from test_run_session import dataset, local, session_of_plan
+from test_run_session import local, session_of_plan
 
 __all__ = ["bed", "control_folder", "server"]
 
@@ -80,7 +80,9 @@ def words_of_run(bed: Bed, hosts: Path, steps: int) -> list[object]:
     """Return the arguments of a small run, from a file, a flag, a name of another tool and an assignment."""
     spec = bed.folder / "spec.yml"
     fields = {"run": "r", "seq_length": 64, "total_batch_size": 4, "checkpoint_interval": 2, "eval_interval": 0}
-    spec.write_text(yaml.safe_dump(fields | {"dataset": str(dataset(bed.folder)), "epochs": 10_000, "loggers": "none"}))
+    spec.write_text(
+        yaml.safe_dump(fields | {"dataset": str(questions(bed.folder)), "epochs": 10_000, "loggers": "none"})
+    )
     words = [f"--max_steps={steps}", "per-device-train-batch-size=2", "lr=1e-3", "--progress-interval", "0.2"]
     return [spec, "-i", hosts, *words]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from installed_collection import installed_collection
-from run_hosts import TOP
-from test_run_session import dataset
+from run_hosts import TOP, questions
 
 from tools.collection import filter_names
 
@@ -54,7 +53,7 @@ def run(project: tuple[Path, dict[str, str]], program: str, *words: str) -> subp
 
 
 def test_a_run_of_the_collection(project: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    values = {"model": "tiny", "dataset": str(dataset(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
+    values = {"model": "tiny", "dataset": str(questions(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
     done = run(project, "ansible-playbook", "trainyard.cluster.train", "-e", json.dumps(values))
     assert done.returncode == 0 and "run first finished: 2 of 2 steps on 2 ranks" in done.stdout, (
         done.stdout[-3000:] + done.stderr

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import interpreter
-from run_hosts import TOP
-from test_run_session import dataset
+from run_hosts import TOP, questions
 
 from tools.lock import read_pins
 from trainyard.python_env.uv_settings import environment_of_uv
@@ -59,7 +58,7 @@ def test_a_run_and_the_plugins_work_without_deprecations(newest: Path, tmp_path:
     """The fixture `deprecations` reads what Ansible reports."""
     print(run(newest, tmp_path, "ansible", "--version"))
     run(newest, tmp_path, "python", "-m", "trainyard.cli", "init", ".")
-    options = ["-e", "model=tiny", "-e", f"dataset={dataset(tmp_path)}", "-e", "max_steps=2", "-e", "epochs=20"]
+    options = ["-e", "model=tiny", "-e", f"dataset={questions(tmp_path)}", "-e", "max_steps=2", "-e", "epochs=20"]
     options += ["-e", f"cluster_python={sys.executable}", "-e", "run=first"]
     trained = run(newest, tmp_path, "ansible-playbook", "train.yml", *options)
     assert "run first finished: 2 of 2 steps on 2 ranks" in trained

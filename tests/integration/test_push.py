@@ -13,8 +13,7 @@ import pytest
 import yaml
 from fake_hub import FakeHub
 from gguf import GGUFReader
-from run_hosts import TOP, free_port
-from test_run_session import dataset
+from run_hosts import TOP, free_port, questions
 
 from trainer.common.errors import UserError
 from trainyard.workflows.push_run import PushOptions, check_push
@@ -41,7 +40,7 @@ def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> N
     made = call(sys.executable, "-m", "trainyard.cli", "init", "mine")
     assert made.returncode == 0, made.stderr
     folder = tmp_path / "mine"
-    values = {"model": "tiny", "dataset": str(dataset(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
+    values = {"model": "tiny", "dataset": str(questions(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
     values |= {"merge": True, "push": "me/first"}
     done = call("ansible-playbook", "train.yml", "-e", json.dumps(values))
     assert done.returncode == 0, done.stdout[-3000:]

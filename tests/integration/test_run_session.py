@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from receiver import receiver
-from run_hosts import Bed, bed, free_port, parent_of, until
+from run_hosts import Bed, bed, free_port, parent_of, questions, until
 from ssh_server import control_folder, server
 from tables import table
 
@@ -179,16 +179,9 @@ def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> Non
     assert not bed.live_processes()
 
 
-def dataset(folder: Path) -> Path:
-    path = folder / "questions.jsonl"
-    rows = [{"instruction": f"What follows {n}?", "input": "", "output": f"It is {n + 1}."} for n in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.slow
 def test_every_host_of_a_pipeline_receives_the_files_of_the_model(bed: Bed) -> None:
-    fields = SMALL | {"run": "layers", "model": "tiny", "dataset": str(dataset(bed.folder)), "max_steps": 2}
+    fields = SMALL | {"run": "layers", "model": "tiny", "dataset": str(questions(bed.folder)), "max_steps": 2}
     lines: list[str] = []
     session = session_of_spec(bed, fields | {"strategy": "pipeline", "batch_size": 1}, lines)
     assert session.run()["result"]["step"] == 2, lines
@@ -201,7 +194,7 @@ def test_every_host_of_a_pipeline_receives_the_files_of_the_model(bed: Bed) -> N
 def test_a_run_from_spec_to_result_that_survives_a_killed_rank(
     bed: Bed, connect: Connect, events: tuple[str, list[dict[str, Any]]]
 ) -> None:
-    fields = SMALL | {"run": "whole", "dataset": str(dataset(bed.folder)), "epochs": 100, "max_steps": 40}
+    fields = SMALL | {"run": "whole", "dataset": str(questions(bed.folder)), "epochs": 100, "max_steps": 40}
     lines: list[str] = []
     # A port that no other test can take between the plan of this run and its start, which would cost another restart.
     how: dict[str, Any] = {"max_restarts": 2, "restart_delay": 0.1, "master_port": free_port()}
@@ -253,7 +246,7 @@ def test_a_host_without_its_python_is_named(
 ) -> None:
     here = hosts(bed.folder)
     here[1] = Host("node2", "127.0.0.1", str(bed.folder / "node2"), "/nonexistent/python", backend="process")
-    spec = make_spec(SMALL | {"dataset": str(dataset(bed.folder))}, "the test")
+    spec = make_spec(SMALL | {"dataset": str(questions(bed.folder))}, "the test")
     options = LaunchOptions(notify=(events[0],))
     session = RunSession(here, connect, options, spec=spec, home=bed.folder, report=lambda line: None)
     for preview, announced in ((True, []), (False, ["failed"])):

@@ -1,4 +1,4 @@
-"""train.yml with datasets of several formats: the check before a host is contacted, and a run on two hosts."""
+"""train.yml with datasets of several formats on two hosts."""
 
 from __future__ import annotations
 
@@ -6,33 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from dataset_folder import CASES, Case, write, write_cases
+from dataset_folder import write_cases
 from lab_hosts import run_playbook
-from run_hosts import local_inventory, unreachable_inventory
+from run_hosts import local_inventory
 from trainer_runs import records, write_jsonl
 
 pytest.importorskip("datasets")
-REFUSED = {case.name: case for case in CASES if case.name in ("qa.csv", "unknown-from.jsonl")}
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
-@pytest.mark.slow
-def test_a_dataset_that_needs_columns_is_refused_before_any_host(case: Case, tmp_path: Path) -> None:
-    inventory = unreachable_inventory(tmp_path)
-    write(tmp_path / case.name, case.content)
-    played = run_playbook("train.yml", inventory, {"dataset": str(tmp_path / case.name)})
-    (line,) = [line for line in played.stdout.splitlines() if "error: " in line]
-    assert played.rc != 0 and played.count("dark") == 0 and str(case.expect) in line
-    if case.columns:
-        (wanted,) = [word for word in line.split() if word.startswith("columns=")]
-        columns = wanted.removeprefix("columns=").rstrip('",')
-        played = run_playbook("train.yml", inventory, {"dataset": str(tmp_path / case.name), "columns": columns})
-        assert "do not answer" in played.stdout, "the dataset is accepted as the message says"
 
 
 @pytest.mark.slow

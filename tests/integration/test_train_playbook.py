@@ -10,16 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from lab_hosts import Played, run_playbook
-from run_hosts import TOP, free_port, local_inventory, unreachable_inventory, until
+from lab_hosts import run_playbook
+from run_hosts import TOP, free_port, local_inventory, questions, start_playbook, unreachable_inventory, until
 from safetensors.numpy import load_file
 from tables import table
 
@@ -42,12 +40,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl"
-    rows = [
-        {"instruction": f"What follows {n}?", "input": "", "output": f"After {n} comes {n + 1}."} for n in range(60)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return questions(tmp_path)
 
 
 @pytest.fixture
@@ -60,10 +53,9 @@ def run_dir(inventory: Path, host: str, run: str) -> Path:
     return inventory.parent / host / "runs" / run
 
 
-def error_line(played: Played) -> str:
-    errors = [line for line in played.stdout.splitlines() if "error: " in line]
-    assert len(errors) == 1, played.stdout
-    assert "Traceback" not in played.stdout
+def error_line(output: str) -> str:
+    errors = [line for line in output.splitlines() if "error: " in line]
+    assert len(errors) == 1 and "Traceback" not in output, output
     return errors[0]
 
 
@@ -113,7 +105,7 @@ def test_bad_input_ends_the_playbook_before_any_host(said: dict[str, Any], words
     played = run_playbook("train.yml", unreachable_inventory(tmp_path), said)
     assert played.rc != 0
     assert played.count("dark") == 0
-    line = error_line(played)
+    line = error_line(played.stdout)
     for word in words:
         assert word in line
 
@@ -123,7 +115,7 @@ def test_an_unreachable_host_is_named(tmp_path: Path, dataset: Path) -> None:
     nowhere = unreachable_inventory(tmp_path, cluster_data_dir="/tmp/trainyard-none")
     played = run_playbook("train.yml", nowhere, {"dataset": str(dataset)} | SMALL)
     assert played.rc != 0
-    assert "node1, node2 do not answer" in error_line(played)
+    assert "node1, node2 do not answer" in error_line(played.stdout)
 
 
 @pytest.mark.slow
@@ -161,7 +153,7 @@ def test_a_run_from_one_command(inventory: Path, dataset: Path) -> None:
     assert again.count("changed") == 0, again.stdout
 
     other_spec = run_playbook("train.yml", inventory, said | {"lr": "1e-3"})
-    assert other_spec.rc != 0 and "lr: was 0.01, now 0.001" in error_line(other_spec)
+    assert other_spec.rc != 0 and "lr: was 0.01, now 0.001" in error_line(other_spec.stdout)
 
 
 @pytest.mark.slow
@@ -172,23 +164,11 @@ def test_check_mode_touches_nothing(inventory: Path, dataset: Path) -> None:
     assert not (inventory.parent / "node1").exists() and not (inventory.parent / "node2").exists()
 
 
-class Background:
-    """A playbook that runs in parallel to the test, and its result."""
-
-    def __init__(self, inventory: Path, said: dict[str, Any]) -> None:
-        self.ended = 0.0
-        self.played: Played | None = None
-        self._thread = threading.Thread(target=self._run, args=(inventory, said))
-        self._thread.start()
-
-    def _run(self, inventory: Path, said: dict[str, Any]) -> None:
-        self.played = run_playbook("train.yml", inventory, said)
-        self.ended = time.monotonic()
-
-    def wait(self) -> Played:
-        self._thread.join(300)
-        assert self.played, "the playbook did not end"
-        return self.played
+def start(inventory: Path, said: dict[str, Any]) -> tuple[subprocess.Popen[str], Path]:
+    """Start a run; return its playbook and the file of the output."""
+    output = inventory.parent / "output.txt"
+    with output.open("w") as sink:
+        return start_playbook(inventory, "train.yml", "-e", json.dumps(said), stdout=sink), output
 
 
 def step_of(folder: Path, rank: int) -> int:
@@ -212,17 +192,13 @@ def test_a_first_start_that_fails_is_restarted(inventory: Path, dataset: Path) -
     runs = inventory.parent / "node2/runs"
     runs.mkdir()
     said = {"run": "patient", "dataset": str(dataset), "max_restarts": 9, **SMALL}
-    output = inventory.parent / "output.txt"
-
-    def told(words: str) -> None:
-        until(lambda: words in output.read_text(), 120, words)
-
-    with (runs / ".start").open("w") as lock, output.open("w") as sink:
+    with (runs / ".start").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        playing = subprocess.Popen(
-            ["ansible-playbook", "-i", str(inventory), "train.yml", "-e", json.dumps(said)],
-            cwd=Path(__file__).parents[2], stdout=sink, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        playing, output = start(inventory, said)
+
+        def told(words: str) -> None:
+            until(lambda: words in output.read_text(), 120, words)
+
         told("failed: node2: there is no Python at")
         python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         python.chmod(0o755)
@@ -251,10 +227,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path, small_disk: Path) -> None:
     said = {"run": "full", "dataset": str(dataset), **SMALL, "max_steps": 400, "epochs": 100}
-    playing = Background(inventory, said)
+    playing, output = start(inventory, said)
     folder = run_dir(inventory, "node2", "full")
-    until(lambda: step_of(folder, 1) >= 4 or playing.played, 120, "step 4")
-    assert not playing.played, playing.played.stdout
+    until(lambda: step_of(folder, 1) >= 4 or playing.poll() is not None, 120, "step 4")
+    assert playing.poll() is None, output.read_text()
     filler = small_disk / "filler"
     # The rank must not run meanwhile: the space that it frees for its error message would be filled again.
     pid = json.loads((folder / "state" / "rank1.json").read_text())["pid"]
@@ -264,9 +240,8 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
         while True:
             file.write(b"\0" * 65536)
     os.kill(pid, signal.SIGCONT)
-    played = playing.wait()
-    assert played.rc != 0, played.stdout
-    line = error_line(played)
+    assert playing.wait(300) != 0, output.read_text()
+    line = error_line(output.read_text())
     # The last is for a failed write of torch.save, which hides the error of the system.
     reasons = ("No space left on device", "no space left on the disk", "the disk is full or not writable")
     assert "node2" in line and any(reason in line for reason in reasons) and "free disk space" in line, line
@@ -274,19 +249,14 @@ def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path
     assert kept and not list((folder / "checkpoints").glob(".tmp-*"))
     refused = run_playbook("train.yml", inventory, said)
     assert refused.rc != 0, refused.stdout
-    line = error_line(refused)
+    line = error_line(refused.stdout)
     assert "MB free in" in line and "the run needs about" in line, line
     filler.unlink()
     shutil.rmtree(inventory.parent / "node1" / "runs" / "full" / "checkpoints")  # the head's copies are not needed
     # (node1's spec is kept with its checkpoints: without them the folder is free for the same run)
-    playing = Background(inventory, said | {"max_steps": 400})
-    until(
-        lambda: "resuming from step" in (run_dir(inventory, "node1", "full") / "logs" / "rank0.log").read_text(),
-        120,
-        "a resume",
-    )
-    subprocess.run(
-        ["ansible-playbook", "-i", str(inventory), "playbooks/stop.yml", "-e", "run=full", "-e", "force=true"],
-        cwd=Path(__file__).parents[2], capture_output=True, check=True,
-    )  # fmt: skip
-    playing.wait()
+    playing, output = start(inventory, said)
+    log = run_dir(inventory, "node1", "full") / "logs/rank0.log"
+    until(lambda: "resuming from step" in log.read_text(), 120, "a resume")
+    stopped = start_playbook(inventory, "playbooks/stop.yml", "-e", "run=full", "-e", "force=true")
+    assert stopped.wait(120) == 0
+    playing.wait(300)

@@ -12,8 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from run_hosts import TOP
-from test_run_session import dataset
+from run_hosts import TOP, questions
 
 pytestmark = pytest.mark.slow
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("ANSIBLE_CONFIG", "PYTHONPATH")}
@@ -68,7 +67,7 @@ def test_a_new_folder_trains_and_discovers_as_a_checkout(installed: Path, tmp_pa
     folder = tmp_path / "mine"
     (folder / "group_vars/all/mine.yml").write_text("progress_interval: 0.5\n")
 
-    values = {"model": "tiny", "dataset": str(dataset(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
+    values = {"model": "tiny", "dataset": str(questions(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
     trained = run(folder, installed, "ansible-playbook", "train.yml", "-e", json.dumps(values))
     assert trained.returncode == 0 and FINISHED in trained.stdout, trained.stdout[-2000:]
     assert (folder / "runs/first/adapter/adapter_config.json").is_file()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_trial import questions
 from lab_hosts import NEEDS_LAB, VENV, Lab, inventory_with, run_playbook
+from run_hosts import questions
 from testbed.root import USER
 
 from trainer.__main__ import main
@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def test_sbatch_runs_the_script_of_config(cluster: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`trainer config slurm` on two nodes, from a folder that they share, without trainyard."""
     lab, head, folder = cluster, cluster.hosts[0], f"{SHARED}/config"
-    data = questions(tmp_path)
+    data = questions(tmp_path, 600)
     flags = ["--model=tiny", f"--dataset={data.name}", "--run=r", "--max-steps=2", "--loggers=none", "--seq-length=64"]
     flags += ["--total-batch-size=4", "--batch-size=2", "--time=10", "--env=GLOO_LOG_LEVEL=INFO"]
     assert main(["config", "slurm", "--hosts=2", "--no-gpu", *flags]) == 0
@@ -77,7 +77,7 @@ def test_sbatch_runs_the_script_of_config(cluster: Lab, tmp_path: Path, capsys: 
 
 
 def test_slurm_accepts_the_script_that_a_play_renders(cluster: Lab, tmp_path: Path) -> None:
-    given = {"run": "slurm", "model": "tiny", "dataset": str(questions(tmp_path)), "max_steps": 2}
+    given = {"run": "slurm", "model": "tiny", "dataset": str(questions(tmp_path, 600)), "max_steps": 2}
     given |= {"total_batch_size": 4, "render_only": True, "render_to": str(tmp_path / "out")}
     played = run_playbook("train.yml", cluster.inventory, given)
     assert played.rc == 0, played.stdout

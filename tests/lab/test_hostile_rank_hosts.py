@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from dashboard_site import Dashboard, end, serve
-from fault_trial import questions
 from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
 from ranks_site import export
-from run_hosts import until
+from run_hosts import questions, until
 from testbed.root import DATA_DIR
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -63,7 +62,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Pat
 def train(cluster: tuple[Lab, Path], folder: Path, run: str, script: str, **more: Any) -> Played:
     """Let a rank run this code; `more` are launch options."""
     (folder / "hostile.py").write_text(script)
-    spec = {"script": str(folder / "hostile.py"), "run": run, "dataset": str(questions(folder))}
+    spec = {"script": str(folder / "hostile.py"), "run": run, "dataset": str(questions(folder, 600))}
     return run_playbook("train.yml", cluster[1], spec | more)
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from fake_nvidia_smi import write_nvidia_smi
-from fault_trial import questions
 from lab_hosts import NEEDS_LAB, REPO, VENV, Host, Lab, Played, inventory_with, run_playbook
 from outsider import SCAN
 from queued_runs import tiny_spec
+from run_hosts import questions
 from testbed.root import DATA_DIR, USER
 
 from trainyard.cli import __main__ as program
@@ -207,7 +207,7 @@ def test_only_the_program_that_was_added_drives_a_queued_run(
         played = run_playbook("playbooks/queue.yml", inventory, {"do": verb, "run": "queued", **more})
         assert played.rc == 0, played.stdout
 
-    change("add", **tiny_spec("queued", questions(tmp_path), 100_000), time_limit=30, cores=1)
+    change("add", **tiny_spec("queued", questions(tmp_path, 600), 100_000), time_limit=30, cores=1)
     lab.wait(lambda: state() == "running", "the run does not start", 150)
     change("cancel")
     lab.wait(lambda: state() == "cancelled", "the run has not ended", 120)

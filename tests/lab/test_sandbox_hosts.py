@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_trial import questions
 from lab_hosts import NEEDS_LAB, Host, Lab, inventory_with, run_playbook
 from queued_runs import tiny_spec
 from ranks_site import DATA, RUN_DIR, UNIT, Site, as_user, export, site
-from run_hosts import TOP, until
+from run_hosts import TOP, questions, until
 from tables import table
 
 from trainer.common.files import sha256_file
@@ -276,7 +275,7 @@ def test_runs_are_trained_merged_and_exported_in_units(lab: Lab, hosts: list[Hos
     stored = run_playbook("site.yml", inventory, {}, "--tags", "storage")
     assert stored.rc == 0, stored.stdout
     for run, host in (("one", "node1"), ("two", "node2")):  # the adapter of the second one is copied
-        spec = tiny_spec(run, questions(tmp_path), 3) | {"lora_r": 4}
+        spec = tiny_spec(run, questions(tmp_path, 600), 3) | {"lora_r": 4}
         trained = run_playbook("train.yml", inventory, spec, "--limit", host)
         assert trained.rc == 0, trained.stdout
     merged = run_playbook("playbooks/merge.yml", inventory, {"runs": "one,two", "run": "both"})

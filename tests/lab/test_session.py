@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_trial import Trial, questions, run_variables
+from fault_trial import Trial, run_variables
 from lab_hosts import NEEDS_LAB, Host, Lab, run_playbook
+from run_hosts import questions
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -19,7 +20,7 @@ pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 @pytest.fixture
 def trial(provisioned: Lab, hosts: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    one = Trial(provisioned, provisioned.inventory, run_variables("faulty", questions(tmp_path), 90))
+    one = Trial(provisioned, provisioned.inventory, run_variables("faulty", questions(tmp_path, 600), 90))
     yield one
     one.clean()
     run_playbook("playbooks/stop.yml", one.inventory, {"run": one.variables["run"]})

@@ -161,14 +161,6 @@ class Trial:
         return [json.loads(line)["step"] for line in self.read(self.run_hosts()[0], "metrics.jsonl").splitlines()]
 
 
-def questions(folder: Path) -> Path:
-    """Write a dataset of 600 short samples to `folder`; return its path."""
-    rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(600)]
-    path = folder / "questions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def run_variables(run: str, dataset: Path, steps: int) -> dict[str, Any]:
     """Return the variables of train.yml for a run that restarts after every fault.
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fake_nvidia_smi import write_nvidia_smi
-from fault_trial import questions
 from lab_hosts import VENV, Host, Lab, inventory_with, run_playbook
+from run_hosts import questions
 from testbed.root import DATA_DIR, USER
 
 from trainer.spec import make_spec
@@ -142,7 +142,7 @@ class QueueLab:
 
     def add(self, run: str, steps: int, **asked: Any) -> QueuedRun:
         """Add a run of the model `tiny` with one thread per rank; see `add_run`."""
-        spec = tiny_spec(run, questions(self.folder), steps)
+        spec = tiny_spec(run, questions(self.folder, 600), steps)
         options = {"run_env": {"OMP_NUM_THREADS": "1"}}
         return add_run(self.lab, self.inventory, self.folder, spec, options=options, **asked)
 

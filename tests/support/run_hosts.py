@@ -55,6 +55,14 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
+def questions(folder: Path, count: int = 60) -> Path:
+    """Write a dataset of short samples to `folder`; return its path."""
+    rows = [{"instruction": f"What follows {n}?", "output": f"After {n} comes {n + 1}."} for n in range(count)]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def local_inventory(folder: Path, variables: dict[str, Any] | None = None, **hosts: dict[str, Any]) -> Path:
     """Write inventory/local.yml with data folders in `folder`; `hosts` are further variables of node1 and node2."""
     document = yaml.safe_load((TOP / "inventory/local.yml").read_text())

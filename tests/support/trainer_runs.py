@@ -34,14 +34,14 @@ for _ in range(4):
 WORDS = ["the", "a", "cat", "dog", "runs", "sits", "red", "blue", "tree", "house", "over", "under", "with", "from", "time", "day", "night", "sun", "moon", "star", "ä", "猫", "🚂"]  # fmt: skip
 
 
+def words(draw: random.Random, most: int) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+
 def records(count: int, seed: int = 1) -> list[dict[str, str]]:
     """Return Alpaca records of different lengths."""
     draw = random.Random(seed)
-
-    def words(most: int) -> str:
-        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
-
-    return [{"instruction": words(8), "output": words(20)} for _ in range(count)]
+    return [{"instruction": words(draw, 8), "output": words(draw, 20)} for _ in range(count)]
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
@@ -71,6 +71,11 @@ def losses(run_dir: Path) -> list[float]:
     metrics = lines(run_dir / "metrics.jsonl")
     assert [record["step"] for record in metrics] == list(range(1, len(metrics) + 1))
     return [record["loss"] for record in metrics]
+
+
+def metrics(run_dir: Path) -> list[dict[str, float]]:
+    """Return what the method measured in every step."""
+    return [record["metrics"] for record in lines(run_dir / "metrics.jsonl")]
 
 
 # Runs in this process ---------------------------------------------------------------------------------------------------
@@ -105,6 +110,13 @@ class Here:
                 dist.destroy_process_group()
             output = self._capsys.readouterr()
             self.out, self.err = output.out, output.err
+
+    @property
+    def error(self) -> str:
+        """The one-line error of a failed start."""
+        errors = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and "Traceback" not in self.err, self.err
+        return errors[0].removeprefix("error: ")
 
     def run_dir(self, run: str = "r") -> Path:
         return self.folder / "runs" / run

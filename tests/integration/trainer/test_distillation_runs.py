@@ -17,13 +17,6 @@ from trainer.spec import make_spec
 FEW = {"max_steps": 6, "eval_split": 0.1}
 
 
-def error(here: Here) -> str:
-    """Return the one-line error of a failed start."""
-    errors = [line for line in here.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in here.err, here.err
-    return errors[0]
-
-
 # A teacher model ----------------------------------------------------------------------------------------------------------
 
 
@@ -87,9 +80,9 @@ def test_an_unusable_teacher_is_one_line(here: Here, teacher: Path, tmp_path: Pa
         (tmp_path / "none", "teacher: no such folder"),
     ):
         assert here(teacher=folder, distill_alpha=0.5, **FEW) == 1
-        assert why in error(here)
+        assert why in here.error
     assert here(teacher=teacher, distill_alpha=0.5, seq_length=1024, **FEW) == 1
-    assert "512 positions" in error(here)
+    assert "512 positions" in here.error
 
 
 @pytest.mark.slow

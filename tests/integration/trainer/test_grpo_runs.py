@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tables import table
-from trainer_runs import WORDS, Cluster, Here, lines, losses, write_jsonl
+from trainer_runs import WORDS, Cluster, Here, lines, losses, metrics, write_jsonl
 
 FIELDS = table("grpo_runs")["fields"]
 REWARD = """
@@ -41,10 +41,6 @@ def reward(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(REWARD, encoding="utf-8")
     return path
-
-
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [record["metrics"] for record in lines(run_dir / "metrics.jsonl")]
 
 
 def test_a_run_writes_its_rewards(here: Here, prompts: Path, reward: Path) -> None:

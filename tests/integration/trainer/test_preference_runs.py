@@ -10,19 +10,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tables import table
-from trainer_runs import WORDS, Cluster, Here, lines, write_jsonl
-
-Metrics = list[dict[str, float]]
+from trainer_runs import Cluster, Here, lines, metrics, words, write_jsonl
 
 
 def records(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Return records that are pairs, with the keys of a labelled answer beside them."""
     draw = random.Random(seed)
-
-    def words(most: int) -> str:
-        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
-
-    return [{"prompt": words(6) + " ", "chosen": words(9) + " yes", "rejected": words(12)} for _ in range(count)]
+    return [
+        {"prompt": words(draw, 6) + " ", "chosen": words(draw, 9) + " yes", "rejected": words(draw, 12)}
+        for _ in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +33,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for name in ("chosen", "rejected")
     ]
     return {"dpo": pairs, "orpo": pairs, "kto": write_jsonl(folder / "labels.jsonl", labels)}
-
-
-def metrics(run_dir: Path) -> Metrics:
-    return [record["metrics"] for record in lines(run_dir / "metrics.jsonl")]
 
 
 @pytest.mark.slow

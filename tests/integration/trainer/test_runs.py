@@ -29,13 +29,6 @@ FEW = {"max_steps": 6}
 INTERRUPTED = "interrupted: start the run again to resume from its newest checkpoint"
 
 
-def error(here: Here) -> str:
-    """Return the one-line error of a failed start, which is also in its heartbeat."""
-    errors = [line for line in here.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in here.err, here.err
-    return errors[0].removeprefix("error: ")
-
-
 @pytest.mark.slow
 def test_the_files_of_a_finished_run(here: Here) -> None:
     assert here(epochs=2, loggers="tensorboard", checkpoint_interval=5, eval_interval=5, eval_split=0.1) == 0, here.err
@@ -132,7 +125,7 @@ def test_torch_compile_without_a_compiler(here: Here, tmp_path: Path, monkeypatc
     cpp_builder.get_cpp_compiler.cache_clear() if hasattr(cpp_builder.get_cpp_compiler, "cache_clear") else None
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "none"),))
     assert here(torch_compile=True, **FEW) == 1
-    assert error(here) == "torch_compile: no C++ compiler found: install g++, or set torch_compile=false"
+    assert here.error == "torch_compile: no C++ compiler found: install g++, or set torch_compile=false"
 
 
 def test_a_dataset_of_one_sample(here: Here, tmp_path: Path) -> None:
@@ -284,16 +277,16 @@ def test_a_different_spec_with_the_same_name_is_rejected(here: Here) -> None:
     kept = (here.run_dir() / "spec.yml").read_text()
     assert here(lr=0.5, **FEW) == 1
     changed = "(lr: was 0.01, now 0.5): repeat the options with which it was started, set another run name with run=, or delete"
-    assert error(here) == f"run r exists with another spec {changed} {here.run_dir()}"
+    assert here.error == f"run r exists with another spec {changed} {here.run_dir()}"
     assert (here.run_dir() / "spec.yml").read_text() == kept
     assert here(resume="never", **FEW) == 1
-    assert "has checkpoints in" in error(here) and "resume is never" in error(here)
+    assert "has checkpoints in" in here.error and "resume is never" in here.error
     assert here(checkpoint_keep=5, **FEW) == 0, "a resumed run may change this field"
     for name in ("spec.yml", "result.json"):  # as on a host whose folder another host's run has left
         (here.run_dir() / name).unlink()
     assert here(lr=0.5, **FEW) == 1
     (path,) = re.findall(
-        r"checkpoint: (\S+) on \S+ is of another spec \(lr: was 0.01, now 0.5\): repeat the", error(here)
+        r"checkpoint: (\S+) on \S+ is of another spec \(lr: was 0.01, now 0.5\): repeat the", here.error
     )
     assert Path(path).parent == here.run_dir() / "checkpoints"
     (here.run_dir() / "spec.yml").unlink()
@@ -308,12 +301,12 @@ def test_a_changed_dataset_or_base_model_is_rejected(here: Here, tmp_path: Path)
     assert len(here.losses()) < 100
     write_jsonl(data, records(61))
     assert here(**fields) == 1
-    assert error(here).startswith(f"dataset: {data} or its encoding has changed since run r started: restore")
+    assert here.error.startswith(f"dataset: {data} or its encoding has changed since run r started: restore")
     write_jsonl(data, records(60))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     assert here(**fields) == 1
-    assert error(here).startswith(f"model: the config.json or the weights of {model} have changed since run r started")
+    assert here.error.startswith(f"model: the config.json or the weights of {model} have changed since run r started")
 
 
 @pytest.mark.slow
@@ -347,22 +340,22 @@ def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
 )
 def test_an_error_that_a_user_can_fix_is_one_line(fields: dict[str, Any], why: str, here: Here) -> None:
     assert here(**fields) == 1
-    assert why in error(here)
+    assert why in here.error
     assert not (here.run_dir() / "result.json").exists()
     state = json.loads((here.run_dir() / "state" / "rank0.json").read_text())
-    assert state["status"] == "failed" and state["error"]["plain"] and state["error"]["message"] == error(here)
+    assert state["status"] == "failed" and state["error"]["plain"] and state["error"]["message"] == here.error
 
 
 def test_an_invalid_spec_is_reported_first(here: Here) -> None:
     assert here(lr="fast") == 2
-    assert error(here).startswith("run spec: lr: expected a number > 0 and <= 1e+38, got 'fast'")
+    assert here.error.startswith("run spec: lr: expected a number > 0 and <= 1e+38, got 'fast'")
     assert not here.run_dir().exists()
 
 
 def test_a_folder_that_is_not_writable(here: Here) -> None:
     here.folder.joinpath("runs").write_text("a file where a folder should be")
     assert here(**FEW) == 1
-    assert error(here).startswith("cannot write: ")
+    assert here.error.startswith("cannot write: ")
 
 
 # What a restarted rank does: it opens the loggers again, and records a later step.

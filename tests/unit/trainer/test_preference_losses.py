@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tables import table
-from trainer_runs import WORDS
+from trainer_runs import words
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import RunSpec
@@ -25,10 +25,6 @@ from trainer.models.model import add_lora, lora_config
 from trainer.spec import make_spec
 
 PAIRS, PAD = 6, 2
-
-
-def words(draw: random.Random, most: int) -> str:
-    return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
 
 
 def records(kind: str) -> list[dict[str, Any]]:
