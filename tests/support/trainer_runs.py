@@ -78,6 +78,13 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
     return [record["metrics"] for record in lines(run_dir / "metrics.jsonl")]
 
 
+def undo_end(*run_dirs: Path) -> None:
+    """Remove the result and the newest checkpoint of finished runs: the next start resumes from the one before."""
+    for run_dir in run_dirs:
+        (run_dir / "result.json").unlink()
+        shutil.rmtree(max((run_dir / "checkpoints").glob("step-*")))
+
+
 # Runs in this process ---------------------------------------------------------------------------------------------------
 
 

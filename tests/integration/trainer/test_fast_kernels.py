@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from run_hosts import free_port
 from small_models import assert_equal_work, batch, loss_and_gradient, small_model
-from trainer_runs import TOP, WIDE, Here, llama
+from trainer_runs import TOP, WIDE, Here, llama, undo_end
 
 from trainer.common.errors import UserError
 from trainer.costs.cost import Layout
@@ -100,8 +99,7 @@ def test_a_quantized_run_resumes(here: Here) -> None:
     state = torch.load(newest / "optimizer.pt", weights_only=True)["optimizer"]["state"]
     moments = [entry["__bnb_optimizer_quant_state__"]["state1"] for entry in state.values()]
     assert any(moment.dtype == torch.uint8 for moment in moments)
-    shutil.rmtree(newest)
-    (here.run_dir("straight") / "result.json").unlink()
+    undo_end(here.run_dir("straight"))
     assert here("straight", max_steps=6, **fields) == 0, here.err
     assert here.losses("straight") == pytest.approx(losses, rel=1e-6)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import shutil
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tables import table
-from trainer_runs import WORDS, Cluster, Here, lines, losses, metrics, write_jsonl
+from trainer_runs import WORDS, Cluster, Here, lines, losses, metrics, undo_end, write_jsonl
 
 FIELDS = table("grpo_runs")["fields"]
 REWARD = """
@@ -100,8 +99,7 @@ def test_a_resumed_run_repeats_its_steps(fields: dict[str, Any], here: Here, pro
     assert here("straight", **fields) == 0, here.err
     straight, shown = here.losses("straight"), lines(here.run_dir("straight") / "completions.jsonl")
     weights = here.result("straight")["adapter_sha256"]
-    (here.run_dir("straight") / "result.json").unlink()
-    shutil.rmtree(here.run_dir("straight") / "checkpoints/step-00000004")
+    undo_end(here.run_dir("straight"))
     assert here("straight", **fields) == 0, here.err
     assert "resuming from step 2" in here.out and here.losses("straight") == straight
     assert here.result("straight")["adapter_sha256"] == weights

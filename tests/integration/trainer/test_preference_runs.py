@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from tables import table
-from trainer_runs import Cluster, Here, lines, metrics, words, write_jsonl
+from trainer_runs import Cluster, Here, lines, metrics, undo_end, words, write_jsonl
 
 
 def records(count: int, seed: int = 1) -> list[dict[str, Any]]:
@@ -103,8 +102,7 @@ def test_a_resumed_run_is_bit_equal(fields: dict[str, Any], here: Here, files: d
     fields = {"method": "dpo", "max_steps": 6, "checkpoint_interval": 3, "lora_dropout": 0.1} | fields
     fields |= {"dataset": files[fields["method"]]} | ({"lora_dropout": 0.0} if "lora_r" in fields else {})
     assert here("straight", **fields) == here(**fields) == 0, here.err
-    shutil.rmtree(here.run_dir() / "checkpoints" / "step-00000006")
-    (here.run_dir() / "result.json").unlink()
+    undo_end(here.run_dir())
     assert here(**fields) == 0, here.err
     assert "resuming from step 3 of 6" in here.out
     assert here.losses() == here.losses("straight") and metrics(here.run_dir()) == metrics(here.run_dir("straight"))

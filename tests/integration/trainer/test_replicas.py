@@ -21,7 +21,7 @@ from run_hosts import free_port
 from safetensors.torch import load_file
 from test_fast_kernels import CAN_UNSHARE, CPU, UNSHARE_NETWORK
 from test_torchrun import assert_every_sample_once, weights
-from trainer_runs import TOP, WIDE, Cluster, Here, llama
+from trainer_runs import TOP, WIDE, Cluster, Here, llama, undo_end
 from transformers import AutoModelForCausalLM
 
 from trainer.common.errors import UserError
@@ -124,9 +124,8 @@ def test_diloco_resumes_at_a_sync(here: Here) -> None:
     assert here("straight", **fields) == 0, here.err
     # Syncs after steps 4, 8 and 10 (the end); at 8 and 10, a checkpoint was due since the previous sync.
     assert set(complete_checkpoints(here.run_dir("straight") / "checkpoints")) == {8, 10}
-    shutil.rmtree(here.run_dir("straight") / "checkpoints" / "step-00000010")
     kept, wanted = here.losses("straight"), weights(here.run_dir("straight"))
-    (here.run_dir("straight") / "result.json").unlink()
+    undo_end(here.run_dir("straight"))
     assert here("straight", **fields) == 0, here.err
     assert "resuming from step 8 of 10" in here.out
     assert here.losses("straight") == kept and weights(here.run_dir("straight")) == wanted
@@ -310,9 +309,7 @@ def test_replicas_of_several_ranks(lora_r: int, quantize: str, cluster: Cluster)
     assert_every_sample_once(cluster, FOUR)
     ended = digests("r")
     assert len(set(ended)) == 1
-    for host in (0, 1):
-        (cluster.run_dir(host) / "result.json").unlink()
-        shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000010")
+    undo_end(*(cluster.run_dir(host) for host in (0, 1)))
     assert cluster.run(2, 2, **fields) == pytest.approx(wanted, rel=1e-4)
     assert "resuming from step 5 of 10" in cluster.logs()
     assert digests("r") == ended

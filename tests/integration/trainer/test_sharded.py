@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from trainer_runs import Cluster, Here, losses
+from trainer_runs import Cluster, Here, losses, undo_end
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer.common.files import sha256_file
@@ -163,10 +163,7 @@ def train_as_ddp(cluster: Cluster, here: Here, close: float, **fields: Any) -> N
     ddp = {name: value for name, value in few.items() if not name.startswith(("strategy", "fsdp", "deepspeed"))}
     assert here("ddp", **ddp, max_steps=6) == 0, here.err
     cluster.run(2, **few, max_steps=6)
-    shutil.rmtree(cluster.run_dir() / "checkpoints" / "step-00000006")
-    shutil.rmtree(cluster.run_dir(1) / "checkpoints" / "step-00000006")
-    for host in (0, 1):
-        (cluster.run_dir(host) / "result.json").unlink()
+    undo_end(*(cluster.run_dir(host) for host in (0, 1)))
     found = cluster.run(2, **few, max_steps=6)
     assert "resuming from step 3 of 6" in cluster.logs()
     assert found == pytest.approx(here.losses("ddp"), rel=close)
@@ -286,9 +283,7 @@ def test_a_rank_of_zero_3_reads_only_its_shard(lora: int, cluster: Cluster, here
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     fields = few | {"strategy": "deepspeed", "deepspeed_stage": 3, "model": "./model"}
     assert cluster.run(2, **fields) == pytest.approx(here.losses("ddp"), rel=1e-3)
-    for host in (0, 1):
-        shutil.rmtree(cluster.run_dir(host) / "checkpoints" / "step-00000006")
-        (cluster.run_dir(host) / "result.json").unlink()
+    undo_end(*(cluster.run_dir(host) for host in (0, 1)))
     assert cluster.run(2, **fields) == pytest.approx(here.losses("ddp"), rel=1e-3)
     assert "resuming from step 3 of 6" in cluster.logs()
     result = json.loads((cluster.run_dir() / "result.json").read_text())
@@ -302,8 +297,7 @@ def test_a_rank_of_zero_3_reads_only_its_shard(lora: int, cluster: Cluster, here
 def test_fsdp_resumes_bit_equal(fields: dict[str, Any], here: Here) -> None:
     fields = {"strategy": "fsdp", "max_steps": 6, "checkpoint_interval": 3} | fields
     assert here("straight", **fields) == here(**fields) == 0, here.err
-    shutil.rmtree(here.run_dir() / "checkpoints" / "step-00000006")
-    (here.run_dir() / "result.json").unlink()
+    undo_end(here.run_dir())
     assert here(**fields) == 0, here.err
     assert "resuming from step 3 of 6" in here.out
     assert here.losses() == here.losses("straight")
