@@ -11,16 +11,7 @@ from pathlib import Path
 import hostile_host
 import pytest
 from browser import browser, console_errors, set_size
-from dashboard_site import (
-    Dashboard,
-    body,
-    check_accessible,
-    end,
-    ended_run,
-    serve,
-    shown_text,
-    take_pictures,
-)
+from dashboard_site import Dashboard, body, check_accessible, end, ended_run, serve, shown_text, take_pictures
 from hostile_host import SCRIPT
 from run_hosts import Bed, until, write_inventory
 from selenium.webdriver.chrome.webdriver import WebDriver

@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 import real_ollama
 from browser import browser, console_errors
-from dashboard_site import (
-    HEADING,
-    Dashboard,
-    body,
-    end,
-    press_keys,
-    serve,
-    shown_text,
-    tab_to,
-    take_pictures,
-)
+from dashboard_site import HEADING, Dashboard, body, end, press_keys, serve, shown_text, tab_to, take_pictures
 from run_hosts import TOP, Bed, free_port, until, write_inventory
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.by import By
