@@ -20,15 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 def uv(machine: str, python: str, command: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command of uv pip for another machine; no wheel is downloaded."""
-    argv = [
-        UV,
-        "pip",
-        command,
-        "--no-config",
-        f"--python-version={python}",
-        f"--python-platform={machine}-manylinux_2_28",
-    ]
-    argv += ["--only-binary=:all:", *words]
+    argv = [UV, "pip", command, "--no-config", f"--python-version={python}", "--only-binary=:all:"]
+    argv += [f"--python-platform={machine}-manylinux_2_28", *words]
     return subprocess.run(argv, capture_output=True, text=True, check=False, env=ENVIRONMENT)
 
 

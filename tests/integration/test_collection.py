@@ -124,15 +124,12 @@ def test_ansible_test_finds_nothing(project: tuple[Path, dict[str, str]]) -> Non
     pip.write_text("import ensurepip\nensurepip.bootstrap()\n")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     skipped = [word for name in ("ansible-doc", "import", "pslint", "shellcheck") for word in ("--skip-test", name)]
+    program = Path(sys.executable).with_name("ansible-test")
+    command = [program, "sanity", "--color", "no", "--python", python, *skipped]
+    top = folder / "collections/ansible_collections/trainyard/cluster"
+    known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
     done = subprocess.run(
-        [Path(sys.executable).with_name("ansible-test"), "sanity", "--color", "no", "--python", python, *skipped],
-        cwd=folder / "collections/ansible_collections/trainyard/cluster",
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        | environment
-        | {"HOME": str(home)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        command, cwd=top, env=known | {"HOME": str(home)}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and 'Running sanity test "validate-modules"' in done.stdout, done.stdout[-4000:]
+    output = done.stdout + done.stderr
+    assert done.returncode == 0 and 'Running sanity test "validate-modules"' in output, output[-4000:]

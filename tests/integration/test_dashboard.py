@@ -247,15 +247,8 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
 
 def test_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:
     """Screenshots of every page lie in the folder that TRAINYARD_SCREENSHOTS names, or in the test's own."""
-    pages = {
-        "nodes": "/",
-        "runs": "/runs",
-        "events": "/events",
-        "queue": "/queue",
-        "run": "/runs/real",
-        "tensorboard": "/runs/old-1",
-        "compare": "/runs/real?with=old-1",
-    }
+    pages = {"nodes": "/"} | {name: f"/{name}" for name in ("runs", "events", "queue")}
+    pages |= {"run": "/runs/real", "tensorboard": "/runs/old-1", "compare": "/runs/real?with=old-1"}
     session = site.session()
     until(lambda: site.ask("GET", "/runs/real", Cookie=session)[0] == 200, 120, "the real run")
     for name, path in pages.items():

@@ -85,15 +85,9 @@ class Site:
     def keep_answers(self, stop: str = "") -> None:
         """Write the answers that the run's host would otherwise compute. `stop`: what ends them."""
         prompts = [{"messages": [{"role": "user", "content": question}]} for question in ANSWERS]
-        record = {
-            "weights": self.weights,
-            "created": "2026-01-02T03:04:05",
-            "max_tokens": 32,
-            "bos": "<|begin|>",
-            "stop": stop,
-        }
+        record = {"weights": self.weights, "created": "2026-01-02T03:04:05", "max_tokens": 32, "stop": stop}
         (self.run_dir / "deploy").mkdir(exist_ok=True)
-        record |= {"prompts": prompts, "answers": list(ANSWERS.values())}
+        record |= {"bos": "<|begin|>", "prompts": prompts, "answers": list(ANSWERS.values())}
         (self.run_dir / "deploy/answers.json").write_text(json.dumps(record))
 
     def deployment(self, urls: list[str], check: bool = False, **more: Any) -> Deployment:

@@ -95,12 +95,8 @@ def test_the_circle_of_students(bed: Path, model_folder: Path) -> None:
     rows = [{"prompt": f"What follows {n}?", "answer": f"number {n}" if n % 2 else "nothing"} for n in range(6)]
     (bed / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     subjects = ["base", *runs, "both", f"ollama:{MODEL}"]
-    asked = {
-        "subjects": ",".join(subjects),
-        "questions": str(bed / "questions.jsonl"),
-        "save": str(bed / "scores.json"),
-    }
-    scored = play(bed, "evaluate", **asked)
+    asked = {"subjects": ",".join(subjects), "questions": str(bed / "questions.jsonl")}
+    scored = play(bed, "evaluate", **asked, save=str(bed / "scores.json"))
     assert scored.rc == 0, scored.stdout
     scores = {row["subject"]: row for row in json.loads((bed / "scores.json").read_text())["scores"]["questions"]}
     assert list(scores) == subjects and all(f"\n  {name} " in scored.stdout for name in subjects)

@@ -86,11 +86,8 @@ def test_a_run_of_before_is_shown_and_resumed(folder: Path) -> None:
         shutil.copytree(GOLDEN / "run" / host, target)
         for path in target.rglob("*"):
             if path.suffix in {".yml", ".json", ""} and path.is_file() and "checkpoints" not in path.parts:
-                path.write_text(
-                    path.read_text()
-                    .replace("{TOP}/.trainyard/node2", str(homes["node2"]))
-                    .replace("{TOP}", str(folder))
-                )
+                text = path.read_text().replace("{TOP}/.trainyard/node2", str(homes["node2"]))
+                path.write_text(text.replace("{TOP}", str(folder)))
     assert "121/200" in trainyard("status", "before", cwd=folder)
     shown = trainyard("train", "--spec", str(GOLDEN / "run/before.yml"), cwd=folder)
     assert "from the checkpoint of step 121" in shown and "step 200/200" in shown, shown

@@ -43,12 +43,8 @@ def newest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(newest: Path, folder: Path, *words: str) -> str:
     """Run a program of the environment; return its output. It must succeed."""
     environment = {name: value for name, value in os.environ.items() if name != "ANSIBLE_CONFIG"}
-    environment |= {
-        "PATH": f"{newest}:/usr/bin:/bin",
-        "PYTHONPATH": str(TOP),
-        "ANSIBLE_NOCOLOR": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment |= {"PATH": f"{newest}:/usr/bin:/bin", "PYTHONPATH": str(TOP)}
+    environment |= {"ANSIBLE_NOCOLOR": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{words}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout + done.stderr

@@ -161,13 +161,8 @@ def test_stop_kills_processes_that_outlived_their_supervisor(bed: Bed) -> None:
 def test_a_verb_that_is_killed_leaves_a_run_that_can_be_stopped_and_started(bed: Bed, verb: str) -> None:
     """At moments of its work: the run trains afterwards or has ended, and a stop leaves no process."""
     bed.make_run(1)
-    request = {
-        "run_dir": str(bed.run_dir(0)),
-        "ranks": [0],
-        "backend": "process",
-        "command": plain_rank(),
-        "grace": 2.0,
-    }
+    request = {"run_dir": str(bed.run_dir(0)), "ranks": [0], "backend": "process", "grace": 2.0}
+    request["command"] = plain_rank()
     for delay in (0.0, 0.1, 0.2, 0.4):
         if verb == "stop":
             start(bed, plain_rank())

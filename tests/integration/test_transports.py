@@ -235,35 +235,20 @@ def test_no_shared_connection_if_the_socket_path_is_too_long(
 def test_hosts_of_an_inventory(tmp_path: Path, server: Server) -> None:
     """Templates and the group's variables are resolved as in a play."""
     inventory = tmp_path / "hosts.yml"
-    hosts = {
-        "node1": {"ansible_connection": "local", "cluster_address": "10.0.0.1"},
-        "node2": {
-            **ssh_variables(server.login, tmp_path / "cp"),
-            "cluster_address": "10.0.0.2",
-            "cluster_managed": False,
-        },
-    }
-    variables = {
-        "base": "/srv",
-        "cluster_data_dir": "{{ base }}/{{ inventory_hostname }}/",
-        "cluster_python": "{{ base }}/venv/bin/python",
-        "cluster_processes": 2,
-        "ansible_python_interpreter": "/usr/bin/python3.11",
-    }
+    over_ssh = ssh_variables(server.login, tmp_path / "cp") | {"cluster_managed": False}
+    hosts: dict[str, dict[str, object]] = {"node1": {"ansible_connection": "local", "cluster_address": "10.0.0.1"}}
+    hosts["node2"] = over_ssh | {"cluster_address": "10.0.0.2"}
+    variables = {"base": "/srv", "cluster_data_dir": "{{ base }}/{{ inventory_hostname }}/", "cluster_processes": 2}
+    variables["cluster_python"] = "{{ base }}/venv/bin/python"
+    variables["ansible_python_interpreter"] = "/usr/bin/python3.11"
     inventory.write_text(
         yaml.safe_dump({"cluster": {"hosts": hosts, "vars": variables}, "other": {"hosts": {"x": {}}}})
     )
     read = Inventory([str(inventory)])
     first, second = read.hosts
-    assert first == Host(
-        "node1",
-        "10.0.0.1",
-        "/srv/node1",
-        "/srv/venv/bin/python",
-        processes=2,
-        system_python="/usr/bin/python3.11",
-        ollama_urls=("http://127.0.0.1:11434", "http://10.0.0.1:11434"),
-    )
+    urls = ("http://127.0.0.1:11434", "http://10.0.0.1:11434")
+    known: dict[str, Any] = {"processes": 2, "system_python": "/usr/bin/python3.11", "ollama_urls": urls}
+    assert first == Host("node1", "10.0.0.1", "/srv/node1", "/srv/venv/bin/python", **known)
     assert (second.name, second.managed) == ("node2", False)
     assert replace(second.login, extra_arguments=second.login.extra_arguments[-4:]) == server.login
     assert read.connect(second).transport.execute("echo there")[1] == b"there\n"

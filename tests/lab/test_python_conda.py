@@ -39,13 +39,8 @@ def python_package(folder: Path) -> Path:
     files["bin/python"] = files[f"bin/python{SHORT}"]
     paths = []
     for name, data in files.items():
-        entry = {
-            "_path": name,
-            "path_type": "hardlink",
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "size_in_bytes": len(data),
-        }
-        paths.append(entry)
+        entry = {"_path": name, "path_type": "hardlink", "size_in_bytes": len(data)}
+        paths.append(entry | {"sha256": hashlib.sha256(data).hexdigest()})
     files["info/index.json"] = json.dumps(ABOUT).encode()
     files["info/paths.json"] = json.dumps({"paths": paths, "paths_version": 1}).encode()
     files["info/files"] = "\n".join(entry["_path"] for entry in paths).encode()

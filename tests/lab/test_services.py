@@ -96,12 +96,8 @@ def tags(host: Host) -> dict[str, str]:
 
 @pytest.mark.long
 def test_ollama_install_upgrade_pull_and_removal(lab: Lab, hosts: list[Host], keys: None, archive: Path) -> None:
-    wanted = {
-        "ollama_state": "present",
-        "ollama_version": "0.5.4",
-        "ollama_archive": str(archive),
-        "ollama_sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
-    }
+    wanted = {"ollama_state": "present", "ollama_version": "0.5.4", "ollama_archive": str(archive)}
+    wanted["ollama_sha256"] = hashlib.sha256(archive.read_bytes()).hexdigest()
     before = [state(lab, host) for host in hosts]
     checked = run_playbook("site.yml", lab.inventory, wanted, "--tags ollama", "--check")
     assert checked.rc == 0, checked.stdout

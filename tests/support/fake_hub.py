@@ -87,11 +87,8 @@ class FakeHub:
             answer = {"url": f"{self.url}/{name}"}
         elif found := _UPLOAD.fullmatch(handler.path):
             if found[2] == "preupload":
-                answer = {
-                    "files": [
-                        one | {"uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]
-                    ]
-                }
+                how = {"uploadMode": "regular", "shouldIgnore": False}
+                answer = {"files": [one | how for one in json.loads(body)["files"]]}
             else:
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
@@ -122,18 +119,9 @@ class FakeHub:
         return digest.hexdigest()
 
     def about(self, repository: Path, name: str) -> dict[str, Any]:
-        siblings = [
-            {"rfilename": str(path.relative_to(repository)), "size": path.stat().st_size}
-            for path in self.files(repository)
-        ]
-        return {
-            "_id": "1",
-            "id": name,
-            "sha": self.commit(repository),
-            "siblings": siblings,
-            "tags": [],
-            "downloads": 1,
-        }
+        siblings = [{"rfilename": file["path"], "size": file["size"]} for file in self.tree(repository)]
+        about = {"_id": "1", "id": name, "sha": self.commit(repository), "siblings": siblings}
+        return about | {"tags": [], "downloads": 1}
 
     def tree(self, repository: Path) -> list[dict[str, Any]]:
         return [

@@ -62,11 +62,8 @@ def serve(servers: list[Server]) -> Iterator[None]:
 
 def body(server: Server, path: str) -> bytes:
     """Return the body of Ollama's reply to `path`."""
-    replies = {
-        "/api/version": {"version": server.version},
-        "/api/tags": {"models": server.models},
-        "/api/ps": {"models": server.loaded},
-    }
+    replies: dict[str, Any] = {"/api/tags": {"models": server.models}, "/api/ps": {"models": server.loaded}}
+    replies["/api/version"] = {"version": server.version}
     return json.dumps(replies[path]).encode()
 
 

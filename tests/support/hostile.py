@@ -32,19 +32,9 @@ HOSTILE_STRINGS: list[str] = [*(f"a{char}b" for char in LINE_BREAKS), *TERMINAL_
 UNENCODABLE_STRINGS: list[str] = ["\ud800", "a\udfffb", "\udc80\udcff"]
 """Lone surrogates: JSON can express them, UTF-8 cannot."""
 
-HOSTILE_BYTES: list[bytes] = [
-    b"\xff\xfe\xfd",
-    b"\xef\xbb\xbf{}",
-    b"\xc0\x80",
-    b"\xed\xa0\x80",
-    b"\xf4\x90\x80\x80",
-    b"\x00" * 64,
-    "text".encode("utf-16"),
-    b"\x1f\x8b\x08\x00",
-    b"PK\x03\x04",
-    b"\xe2\x80",
-]
+HOSTILE_BYTES: list[bytes] = [b"\xff\xfe\xfd", b"\xef\xbb\xbf{}", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80"]
 """Bytes that are not UTF-8, or that start like a file of another format."""
+HOSTILE_BYTES += [b"\x00" * 64, "text".encode("utf-16"), b"\x1f\x8b\x08\x00", b"PK\x03\x04", b"\xe2\x80"]
 
 NUMBERS: list[Any] = [
     *(0, -1, 1, 2**31, 2**63, 2**64, 10**30, 10**400, 10**5000, 0.5, 1e-320, 1e308, 1e300, -1e308),

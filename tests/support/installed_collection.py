@@ -31,9 +31,5 @@ def installed_collection(folder: Path) -> dict[str, str]:
     install = [galaxy, "collection", "install", "--offline", "-p", folder / "collections", archive]
     subprocess.run(install, env=os.environ | environment, check=True)
     (folder / "ansible.cfg").write_text(CONFIG, encoding="utf-8")
-    return environment | {
-        "ANSIBLE_CONFIG": str(folder / "ansible.cfg"),
-        "ANSIBLE_STDOUT_CALLBACK": "trainyard.cluster.trainyard",
-        "ANSIBLE_CALLBACK_PLUGINS": "",
-        "ANSIBLE_ROLES_PATH": "",
-    }
+    own = {"ANSIBLE_CONFIG": str(folder / "ansible.cfg"), "ANSIBLE_CALLBACK_PLUGINS": "", "ANSIBLE_ROLES_PATH": ""}
+    return environment | own | {"ANSIBLE_STDOUT_CALLBACK": "trainyard.cluster.trainyard"}

@@ -63,26 +63,16 @@ def run_playbook(
 
     `timeout` is in seconds. A failed playbook raises nothing: check `rc`.
     """
+    # ansible-runner wraps the callback and does not read its name from ansible.cfg.
+    known = {"ANSIBLE_STDOUT_CALLBACK": "trainyard", "ANSIBLE_CALLBACK_PLUGINS": str(REPO / "plugins/callback")}
+    known |= {"ANSIBLE_CONFIG": str(REPO / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+    known |= {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"} | (environment or {})
+    program = str(REPO / playbook) if playbook.endswith(".yml") else playbook
     with tempfile.TemporaryDirectory(prefix="trainyard-runner-") as folder:
         done = ansible_runner.run(
-            private_data_dir=folder,
-            project_dir=str(REPO),
-            playbook=str(REPO / playbook) if playbook.endswith(".yml") else playbook,
-            inventory=str(inventory),
-            extravars=extra_vars or {},
-            cmdline=" ".join(arguments),
-            envvars={
-                "ANSIBLE_CONFIG": str(REPO / "ansible.cfg"),
-                # ansible-runner wraps the callback and does not read its name from ansible.cfg.
-                "ANSIBLE_STDOUT_CALLBACK": "trainyard",
-                "ANSIBLE_CALLBACK_PLUGINS": str(REPO / "plugins/callback"),
-                "ANSIBLE_NOCOLOR": "1",
-                "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
-                **(environment or {}),
-            },
-            timeout=int(timeout),
-            quiet=True,
-        )
+            private_data_dir=folder, project_dir=str(REPO), playbook=program, inventory=str(inventory), envvars=known,
+            extravars=extra_vars or {}, cmdline=" ".join(arguments), timeout=int(timeout), quiet=True,
+        )  # fmt: skip
         events = list(done.events)
         return Played(done.rc, done.stdout.read(), done.stats or {}, events)
 

@@ -19,13 +19,8 @@ from trainyard.wire.connection import Host, HostConnection
 
 NOW = 1763690000.0
 RUN = "r"
-FILES = {
-    "result.json": b"{}",
-    "adapter/adapter_model.safetensors": b"weights",
-    "logs/rank0.log": b"line\n",
-    "logs/rank1.log": b"line\n",
-    "logs/torchrun.1.log": b"line\n",
-}
+FILES = {"result.json": b"{}", "adapter/adapter_model.safetensors": b"weights"}
+FILES |= dict.fromkeys(("logs/rank0.log", "logs/rank1.log", "logs/torchrun.1.log"), b"line\n")
 
 Lie = Callable[[str, dict[str, Any], dict[str, Any]], Any]
 """Takes the verb, the request and the honest answer; returns an answer, or the bytes of the whole output."""
@@ -154,16 +149,10 @@ def heartbeat(number: int) -> dict[str, Any]:
 def read_files(number: int, request: dict[str, Any]) -> dict[str, Any]:
     names = {name: len(data) for name, data in FILES.items()} | {f"state/rank{number}.json": 2}
     texts = {"result.json": json.dumps(RESULT), "spec.yml": "model: /srv/model\n"}
-    patterns = request.get("sha256") or ["*"]
-    return {
-        "text": {name: texts.get(name) for name in request.get("text", [])},
-        "sizes": names,
-        "sha256": {
-            name: hashlib.sha256(data).hexdigest()
-            for name, data in FILES.items()
-            if "sha256" in request and any(fnmatchcase(name, pattern) for pattern in patterns)
-        },
-    }
+    patterns = (request["sha256"] or ["*"]) if "sha256" in request else []
+    wanted = [name for name in FILES if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    digests = {name: hashlib.sha256(FILES[name]).hexdigest() for name in wanted}
+    return {"text": {name: texts.get(name) for name in request.get("text", [])}, "sizes": names, "sha256": digests}
 
 
 STEP = "step-00000005"

@@ -50,19 +50,14 @@ class Site:
     def plan(self, steps: int = 2000, pause: float = 0.1, torchrun: bool = False) -> list[dict[str, Any]]:
         worker = [f"{RUN_DIR}/fake_rank.py", str(steps), str(pause)]
         launcher = ["-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1", "--master-port=29471"]
-        where = [f"--master-addr={self.lab.hosts[0].address}"]
-        return [
-            {
-                "host": host.name,
-                "node_rank": rank,
-                "ranks": [rank],
-                "run_dir": RUN_DIR,
-                "command": [sys.executable, *launcher, *where, f"--node-rank={rank}", *worker]
-                if torchrun
-                else ["/usr/bin/env", f"RANK={rank}", sys.executable, *worker],
-            }
-            for rank, host in enumerate(self.lab.hosts)
-        ]
+        launcher += [f"--master-addr={self.lab.hosts[0].address}"]
+        plan: list[dict[str, Any]] = []
+        for rank, host in enumerate(self.lab.hosts):
+            alone = ["/usr/bin/env", f"RANK={rank}", sys.executable]
+            command = [sys.executable, *launcher, f"--node-rank={rank}"] if torchrun else alone
+            plan.append({"host": host.name, "node_rank": rank, "ranks": [rank], "run_dir": RUN_DIR})
+            plan[-1]["command"] = [*command, *worker]
+        return plan
 
     def play(self, playbook: str, *arguments: str) -> subprocess.Popen[Any]:
         self.output = self.folder / f"output-{len(self.playbooks)}.txt"

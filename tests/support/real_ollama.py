@@ -60,12 +60,8 @@ def serve(
         clients = []
         for number, place in enumerate(places):
             settings = {"OLLAMA_HOST": place, "OLLAMA_MODELS": str(folder / f"models{number}"), "HOME": str(folder)}
-            words = [
-                "env",
-                *(f"{key}={value}" for key, value in settings.items()),
-                str(programs[number % len(programs)]),
-            ]
-            words.append("serve")
+            words = ["env", *(f"{key}={value}" for key, value in settings.items())]
+            words += [str(programs[number % len(programs)]), "serve"]
             stack.enter_context(daemon(None, prefix(number, words), folder / f"log{number}"))
             clients.append(OllamaClient(f"http://{place}"))
         for client in clients:

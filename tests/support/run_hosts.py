@@ -147,28 +147,18 @@ class Bed:
         self, hosts: int, steps: int = 1000, pause: float = 0.1, run: str = "r", torchrun: bool = False
     ) -> list[PlanEntry]:
         port = free_port()
-        return [
-            PlanEntry(
-                f"node{i + 1}",
-                i,
-                [i],
-                "127.0.0.1",
-                run_dir=str(self.run_dir(i, run)),
-                command=self.command(i, hosts, steps, pause, torchrun, port),
-                backend="process",
-            )
-            for i in range(hosts)
-        ]
+        plan = [PlanEntry(f"node{i + 1}", i, [i], "127.0.0.1", backend="process") for i in range(hosts)]
+        for i, entry in enumerate(plan):
+            entry.run_dir = str(self.run_dir(i, run))
+            entry.command = self.command(i, hosts, steps, pause, torchrun, port)
+        return plan
 
     # Ansible
 
     def inventory(self, hosts: int) -> Path:
         names = {f"node{i + 1}": {"cluster_data_dir": str(self.folder / f"node{i + 1}")} for i in range(hosts)}
-        variables = {
-            "ansible_connection": "local",
-            "ansible_python_interpreter": sys.executable,
-            "cluster_python": sys.executable,
-        }
+        variables = dict.fromkeys(("ansible_python_interpreter", "cluster_python"), sys.executable)
+        variables["ansible_connection"] = "local"
         file = self.folder / f"inventory-{len(self.started)}.yml"
         file.write_text(yaml.safe_dump({"cluster": {"hosts": names, "vars": variables}}))
         return file

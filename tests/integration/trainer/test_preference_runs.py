@@ -41,14 +41,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ids=lambda fields: ",".join(f"{name}={value}" for name, value in fields.items()),
 )
 def test_a_run_learns_to_prefer(here: Here, files: dict[str, Path], fields: dict[str, Any]) -> None:
-    common = {
-        "dataset": files[fields["method"]],
-        "epochs": 4,
-        "eval_split": 0.2,
-        "eval_interval": 8,
-        "eval_start": True,
-    }
-    assert here(loggers="tensorboard", **common, **fields) == 0, here.err
+    fields = fields | {"dataset": files[fields["method"]], "epochs": 4, "loggers": "tensorboard"}
+    assert here(**fields, eval_split=0.2, eval_interval=8, eval_start=True) == 0, here.err
     found, result = metrics(here.run_dir()), here.result()
     margins = [step["rewards/margins"] for step in found if "rewards/margins" in step]
     assert margins[-1] > max(0.0, margins[0]) + 0.1

@@ -382,16 +382,8 @@ def test_every_logger_has_the_steps_and_continues_after_a_restart(tmp_path: Path
     known = os.environ | {"PYTHONPATH": f"{TOP}:{packages}", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in known.items() if name != "MLFLOW_TRACKING_URI"}
     run = tmp_path / "mine"
-    words = [
-        "--run-dir",
-        run,
-        "--run",
-        "mine",
-        "--model",
-        "tiny",
-        "--dataset",
-        write_jsonl(tmp_path / "d.jsonl", records(60)),
-    ]
+    words = ["--run-dir", run, "--run", "mine", "--model", "tiny"]
+    words += ["--dataset", write_jsonl(tmp_path / "d.jsonl", records(60))]
     words += ["--max-steps", "3", "--epochs", "20", "--loggers", "wandb,trackio,mlflow", "--wandb-project", "yard"]
     subprocess.run(
         [sys.executable, "-m", "trainer", "train", *words], env=environment, check=True, stdout=subprocess.PIPE
