@@ -97,7 +97,7 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     assert (would.returncode, would.stdout.splitlines()[-1]) == (0, "would start r on node1, node2")
     rendered = run("train", *this_run, "--render-only", f"--render-to={bed.folder / 'out'}")
     scripts = sorted((bed.folder / "out").iterdir())
-    assert rendered.returncode == 0 and [file.name for file in scripts] == ["node1.sh", "node2.sh", "slurm.sbatch"]
+    assert rendered.returncode == 0 and [file.name for file in scripts] == ["node1.sh", "node2.sh", "r.sbatch"]
     assert not any(subprocess.run(["bash", "-n", file], check=False).returncode for file in scripts)
     assert not bed.run_dir(0).exists()
     ended = answer("train", *this_run)
