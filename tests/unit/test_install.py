@@ -129,7 +129,7 @@ WITH_VALUE = set(table("install_lines")["with_value"])
 END = re.compile(r"\s{2,}|\s#|,? (?:or|in|from|on|which|ansible-galaxy)\b|; |[,;]? *\\$|\\n|\"|\)")
 URL = re.compile(r"https?://([^\s\"'`<>)\]}|,/\\]+)(/[^\s\"'`<>)\]}|,\\]*)?")
 EXAMPLE = re.compile(
-    r"10\.0\.0\.\d+(:\d+)?|127\.0\.0\.1(:.*)?|localhost:6006|ntfy\.example\.org|\[?address\]?(\[?:port)?|node1:11434|[{\[(.].*|",
+    r"10\.0\.0\.\d+(:\d+)?|127\.0\.0\.1(:.*)?|localhost:6006|git-lfs|ntfy\.example\.org|\[?address\]?(\[?:port)?|node1:11434|[{\[(.].*|",
     re.IGNORECASE,
 )
 HOSTS = set(table("install_lines")["hosts"])
