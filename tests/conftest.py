@@ -1,7 +1,5 @@
 """Settings of every test run, and the list of skipped tests for the summary of tools/run-tests."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """The results of the GPU checks: bounds, missing runs, and the tables in docs/benchmarks.md."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

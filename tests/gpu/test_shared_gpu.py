@@ -1,7 +1,5 @@
 """The backend and the device of ranks that share a GPU, with a stand-in for CUDA."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

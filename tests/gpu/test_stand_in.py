@@ -1,7 +1,5 @@
 """The driver of the GPU checks as a process, on this machine's CPU: the small checks, from the inputs to the files."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

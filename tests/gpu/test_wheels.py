@@ -1,7 +1,5 @@
 """The archive of `make gpu-wheels`, and the one-line refusals of `make test-gpu`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A model with tokens of single bytes, such as `tiny`, mostly draws bytes that are no text, and Ollama loses the answer behind them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

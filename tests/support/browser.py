@@ -1,7 +1,5 @@
 """Headless Chromium by Selenium, for tests of pages and for pictures of them."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 from collections.abc import Iterator

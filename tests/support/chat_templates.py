@@ -1,7 +1,5 @@
 """Chat templates of the field, reductions of what they do, and records of many situations: what `template_loss` tries. The data is in chat_templates.yml."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

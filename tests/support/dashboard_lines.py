@@ -1,7 +1,5 @@
 """Lines of a host's sampler, and the state and pages that a dashboard makes of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A dashboard in a process of its own, as tests and benchmarks use it, and checks of its pages in a browser."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """A folder of realistic datasets in all formats and shapes, with the expected result or error of each."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -4,8 +4,6 @@ Run it as a program to serve on a port: `python fake_hub.py ADDRESS PORT FOLDER`
 datasets/OWNER/NAME.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A stand-in for nvidia-smi: a shell script that shows GPUs which this machine does not have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _SCRIPT = """#!/bin/sh

@@ -1,7 +1,5 @@
 """A stand-in for the queue host and the hosts of its runs, for tests of what the controller adds; tests/lab has real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The lines have the form that Slurm 22.05 prints (tests/unit/test_queue_front_sta
 use the real Slurm.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

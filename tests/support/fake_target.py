@@ -3,8 +3,6 @@
 It refuses the form of /api/create that its version does not have, blobs whose digest is wrong, and models that are missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

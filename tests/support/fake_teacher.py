@@ -6,8 +6,6 @@ Prints `ready`. An answer takes `seconds` (a random time around it with `spread`
 question alone. Every question that was answered completely is a line of the log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """A run on lab hosts under faults, and checks of its result. tests/lab/test_session.py uses it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -5,8 +5,6 @@ A template of the subset consists of actions only; there is no text between them
 `end`. Conditions use `and`, `not`, `eq`, `len` and `slice`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

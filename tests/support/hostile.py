@@ -1,7 +1,5 @@
 """Hostile strings: text that has broken parsers, templates, shells, terminals or files; strategies of hostile values; and limits for a reader."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import operator

@@ -1,7 +1,5 @@
 """The collection trainyard.cluster, built from this checkout and installed in a folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Interpreters of other Python versions on this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

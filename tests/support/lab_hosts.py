@@ -9,8 +9,6 @@ A test file sets `pytestmark = NEEDS_LAB` and uses one of these fixtures. Every 
     metal        two hosts under qemu for the module
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

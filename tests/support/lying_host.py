@@ -1,7 +1,5 @@
 """A host that answers the controller's requests as a test defines: a transport in this process, without a host."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

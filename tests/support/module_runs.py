@@ -1,7 +1,5 @@
 """Run an Ansible module in this process, and act as an unprivileged user."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -4,8 +4,6 @@ It imports nothing of the trainer, packs nothing, and runs in one process. All t
 of every step, as the run recorded them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """A run of `fake_rank.py` on the hosts of a lab, over SSH and under systemd."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

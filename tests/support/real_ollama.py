@@ -1,7 +1,5 @@
 """Real servers of the `ollama` on PATH and of other versions below .trainyard, each with a store of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

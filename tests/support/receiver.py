@@ -1,7 +1,5 @@
 """A web server that keeps what it receives by POST."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer

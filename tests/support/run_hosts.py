@@ -1,7 +1,5 @@
 """Test hosts: inventory hosts on this machine, each with its own data folder, and runs of `fake_rank.py` on them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

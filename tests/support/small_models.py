@@ -1,7 +1,5 @@
 """Models with a few thousand random weights, their batches, and the comparison of losses and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

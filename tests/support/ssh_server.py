@@ -1,7 +1,5 @@
 """An OpenSSH server on loopback addresses for tests of transports, with keys of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import getpass

@@ -1,7 +1,5 @@
 """Tables of inputs and expected results for parametrized tests: YAML files in tests/data."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

@@ -4,8 +4,6 @@ The trained text is compared with the roles' markers, which are written down her
 `trainer` decides what is right.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A server of the standard library that answers in a thread of the test."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Small tokenizers of the kinds that models have, for chats in the style of ChatML; the letters of byte-level ones, and tokens of a teacher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 LINES = ["user assistant system model tool name arguments word value \n\n \n the answer is a1word u1word"] * 50

@@ -1,7 +1,5 @@
 """Fixtures: small models and datasets, and runs of them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Helpers for tests of the trainer: datasets, runs in this process, and hosts on this machine with real torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

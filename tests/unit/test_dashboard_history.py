@@ -1,7 +1,5 @@
 """Logs on the dashboard, the records of how runs were started, kept evaluations, and the board of Grafana."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The routes of the dashboard over HTTP: who gets in, which forms it takes, and what it sends while a page is open."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """Clients that open many connections, or send no request, do not keep others out; also without TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

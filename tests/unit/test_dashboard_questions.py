@@ -1,7 +1,5 @@
 """Questions to models from the dashboard: who is asked, the limits, and servers that belong to an attacker."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

@@ -1,7 +1,5 @@
 """The queue on the dashboard: how its page presents an answer of the queue host, and when it queries the host."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

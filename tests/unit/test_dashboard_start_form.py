@@ -1,7 +1,5 @@
 """The form that starts a run: what it takes, what it refuses, and that nothing starts without a plan that was shown."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

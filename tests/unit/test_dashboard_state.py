@@ -1,7 +1,5 @@
 """The dashboard's state from the lines of hosts: bounded, and without paths that a host chooses."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -4,8 +4,6 @@ Every input is accepted or refused with an error of the project, whose message i
 Inputs are valid examples with mutations, so that they pass the first checks of a parser.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The permitted connections to and from the ranks of a run."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

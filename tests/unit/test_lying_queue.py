@@ -1,7 +1,5 @@
 """Queue hosts and login hosts that lie: every operation ends with a result or one line, and they choose no path and no option."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

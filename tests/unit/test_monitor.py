@@ -1,8 +1,6 @@
 """The evaluation of the statuses of hosts: the cause among its consequences, a stall, progress lines, the status
 table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of a queued run on their way to other hosts. The hosts are folders of this machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

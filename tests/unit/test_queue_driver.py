@@ -1,7 +1,5 @@
 """The driver of a queued run: how an allocation ends, and what becomes of the run. Slurm and the hosts are scripted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state of the queue host, as Slurm 22.05 of Debian 12 printed it on a lab host, and the reasons as text."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Leases of the queue: Slurm's words for a job, and the step that holds a host."""
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Slurm's view of the hosts: nodes from hostile facts, and versions that do not fit together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The programs that the role queue installs on a host are complete: they import nothing that is not installed with them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the controller gives the queue host about the logins of hosts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

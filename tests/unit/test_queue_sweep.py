@@ -1,7 +1,5 @@
 """Sweeps: the grid, and the names of the runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The variables and groups of discovered machines: their names, their limits, and that their cost is linear."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator

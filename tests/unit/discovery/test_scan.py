@@ -1,7 +1,5 @@
 """The scan with real servers, hostile servers, timeouts and kernel tables."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Servers that other people set up: refusals, limits, thinking, truncation and names, for teachers and for subjects."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """Models with experts: where adapters go, and the auxiliary loss of their config; and samples whose rotary embedding depends on their length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
