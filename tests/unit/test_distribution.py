@@ -42,17 +42,8 @@ def test_what_the_line_says_is_missing_is_what_the_roles_install() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("", "a distribution without /etc/os-release"),
-        ("ID=void\n", "void"),
-        ("ID='alpine'\nPRETTY_NAME='Alpine Linux v3.20'\n", "Alpine Linux v3.20"),
-        ('ID=x\nPRETTY_NAME="\x1b[2J\u202eevil"\n', "\\x1b[2J\\u202eevil"),
-        ("ID=x\nPRETTY_NAME=" + "A" * 4000, "A" * 77 + "..."),
-        ('ID="debian-like"\nID_LIKE=not-debian\nPRETTY_NAME="Imitation of debian"\n', "Imitation of debian"),
-        ('ID=x\nPRETTY_NAME="open quote\nID_LIKE="\n', '"open quote'),
-    ],
-)  # fmt: skip
+    ("text", "shown"), [*table("distribution")["hostile_texts"], ("ID=x\nPRETTY_NAME=" + "A" * 4000, "A" * 77 + "...")]
+)
 def test_a_hostile_text_is_one_printable_line(text: str, shown: str) -> None:
     error = distribution_error(text)
     assert error.startswith(f"site.yml does not support {shown}: ")

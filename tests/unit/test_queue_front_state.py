@@ -106,10 +106,7 @@ def test_the_record_of_the_driver_says_how_a_run_has_ended() -> None:
     assert "finished" in row and "1:00" in row
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    table("queue_words")["refusals"],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "said"), table("queue_words")["refusals"])
 def test_what_no_host_satisfies_is_refused(fields: dict[str, Any], said: str) -> None:
     found = refusal(Request(run="r", **fields), state().nodes)
     assert said in found and bool(found) == bool(said)

@@ -54,28 +54,9 @@ def names(found: dict[str, Any]) -> list[str]:
 
 
 def test_only_models_of_equal_architecture_vocabulary_and_shape_are_found(server: Target, tmp_path: Path) -> None:
-    adapter = {"modelfile": "FROM fits:1\nADAPTER /blob\n"}
-    infos: dict[str, Any] = {
-        "fits:1": info(tokens=[*TOKENS, "[PAD4]"]),
-        "family:1": info("qwen2"),
-        "layers:1": info(block_count=5),
-        "width:1": info(embedding_length=384),
-        "inner:1": info(feed_forward_length=True),
-        "keys:1": info(**{"attention.head_count_kv": None}),
-        "text:1": info(block_count="4"),
-        "token:1": info(tokens=["<s>", "a", "b", "ba"]),
-        "fewer:1": info(tokens=TOKENS[:3]),
-        "none:1": info(tokens=None),
-        "adapter:1": info() | {"made": adapter},
-        "system:1": info() | {"made": {"system": "Answer in French."}},
-        "other:trainyard-check": info(),
-        "mine:trainyard-old": info(),
-        "mine:latest": info(),
-        "../../etc/passwd:1": info(),
-        'x"\nFROM y': info(),
-        "bert:1": {"general.architecture": "bert"},
-        "broken:1": {"general.architecture": ["llama"]},
-    }
+    split = {name: (how, how.pop("made", None)) for name, how in table("adapter_base")["infos"].items()}
+    known = {name: info(**sizes) | ({"made": made} if made else {}) for name, (sizes, made) in split.items()}
+    infos: dict[str, Any] = known | table("adapter_base")["raw_infos"]
     found = state(server, tmp_path, infos)
     assert names(found) == ["fits:1"] and found["bases"][0]["tokens"] == tokens_digest(TOKENS)
     assert (found["models"], found["read"], found["adapters"]) == (16, 14, True)

@@ -135,10 +135,7 @@ def test_each_spelling_finds_the_model_of_another_owner(name: str, tmp_path: Pat
         state = ollama(request_of(target, tmp_path, name, step="state", base="", like=None, tokens=0))
         assert state["digest"] == target.digest("mine:latest") and state["record"] is None and state["models"] == 0
         found = ollama(request_of(target, tmp_path, name, step="remove", check=False))
-        assert found == {
-            "changed": False,
-            "foreign": True,
-        }
+        assert found == {"changed": False, "foreign": True}
         assert target.models == {"mine:latest": {"owner": "user"}}
         assert OllamaClient(target.url).digest(name) == state["digest"]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from threaded_server import running
 
 from trainer.common.errors import UserError
@@ -122,21 +123,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # What a failure means ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("status", "page", "why"),
-    [
-        (
-            503,
-            b"<html><head><title>x</title></head><h1>503 Unavailable</h1></html>",
-            "HTTP status 503: 503 Unavailable",
-        ),
-        (429, b'{"error": "you have reached your session usage limit"}', "session usage limit"),
-        (502, b"bad gateway", "HTTP status 502: bad gateway"),
-        (200, b'{"message": ', "no server has answered .* is not JSON"),
-    ],
-)
-def test_a_server_that_never_answers_ends_with_its_reason(quick: None, status: int, page: bytes, why: str) -> None:
-    with serve(lambda body, number: (status, page)) as server, pytest.raises(UserError, match=why):
+@pytest.mark.parametrize(("status", "page", "why"), table("servers_as_they_are")["failures"])
+def test_a_server_that_never_answers_ends_with_its_reason(quick: None, status: int, page: str, why: str) -> None:
+    with serve(lambda body, number: (status, page.encode())) as server, pytest.raises(UserError, match=why):
         scored(server, question("1?", "1"))
 
 

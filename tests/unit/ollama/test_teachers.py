@@ -31,17 +31,7 @@ OTHER = "b" * 64
 
 
 def test_trust_of_the_inventory() -> None:
-    variables = {
-        "node1": {"cluster_address": "10.0.0.1"},
-        "node2": {"cluster_address": "fd00::2", "ollama_port": 11500, "discovered_ready": True},
-        "node3": {
-            "discovered_url": "http://10.0.0.3:11434",
-            "discovered_ready": False,
-        },  # another machine has its address
-        "10.0.0.9": {"discovered_url": "http://10.0.0.9:11434", "discovered_ready": False},
-        "10.0.0.8": {"discovered_url": "http://10.0.0.8:11434", "discovered_ready": True},  # not of the cluster
-        "same": {"discovered_url": "http://10.0.0.1:11434", "discovered_ready": True},
-    }
+    variables = table("teachers")["variables"]
     assert candidates(["node1", "node2", "node3"], ["10.0.0.9", "10.0.0.8", "same"], variables) == [
         Candidate("node1", "http://10.0.0.1:11434", True),
         Candidate("node2", "http://[fd00::2]:11500", True),

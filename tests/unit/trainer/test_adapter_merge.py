@@ -106,15 +106,7 @@ def test_other_adapters_of_peft(adapter: dict[str, Any], tmp_path: Path) -> None
     assert_close(logits(merged(tmp_path, precision="32-true")), logits(model), rtol=0, atol=1e-5)
 
 
-EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4},
-    "gpt_oss": {"num_local_experts": 4},
-    "llama4_text": {"num_local_experts": 4, "attention_chunk_size": 16, "intermediate_size_mlp": 48},
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    },
-}  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = table("adapter_merge")["experts"]
 
 
 def experts(folder: Path, kind: str) -> Any:

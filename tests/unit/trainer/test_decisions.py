@@ -28,6 +28,7 @@ ONE = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "n
 ONE |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
 SMALL = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMALL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+MODELS = {"EIGHT": EIGHT, "SEVEN": SEVEN, "ONE": ONE, "SMALL": SMALL}
 
 
 def card(gib: int, capability: float, count: int = 1, host_gib: int = 32, four_bits: bool = True) -> dict[str, Any]:
@@ -40,43 +41,7 @@ def cpu(gib: int, bfloat16: bool = False) -> dict[str, Any]:
     return card(0, 0.0, 1, gib, four_bits=False) | {"bfloat16": bfloat16}
 
 
-LIMITED = [card(24, 8.9), card(16, 8.9), card(12, 8.6)]
-# cluster: hosts, model, fields of the user -> precision, batch_size, gradient_checkpointing, quantize, strategy
-CLUSTERS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], tuple[Any, ...]]] = {
-    "three cards of 8 GB, 1B": ([card(8, 8.6)] * 3, ONE, {}, ("bf16-mixed", 2, False, "none", "ddp")),
-    "three cards of 8 GB, 8B": ([card(8, 8.6)] * 3, EIGHT, {}, ("bf16-mixed", 1, True, "none", "pipeline")),
-    "24 + 16 + 12 GB, 8B": (LIMITED, EIGHT, {}, ("bf16-mixed", 8, True, "none", "pipeline")),
-    "24 + 16 + 12 GB, 8B, ddp": (LIMITED, EIGHT, {"strategy": "ddp"}, ("bf16-mixed", 8, True, "nf4", "ddp")),
-    "one card of 8 GB, 8B": ([card(8, 8.6)], EIGHT, {}, ("bf16-mixed", 2, True, "nf4", "ddp")),
-    "24 + 12 GB, long rows": (
-        [card(24, 8.9), card(12, 8.6)], ONE, {"seq_length": 4096}, ("bf16-mixed", 1, False, "none", "ddp"),
-    ),
-    "one card of 12 GB, 8B": ([card(12, 8.9)], EIGHT, {"seq_length": 512}, ("bf16-mixed", 16, True, "nf4", "ddp")),
-    "two cards of 8 GB, 7B, fsdp": (
-        [card(8, 8.6)] * 2, SEVEN, {"strategy": "fsdp"}, ("bf16-mixed", 8, True, "nf4", "fsdp"),
-    ),
-    "two cards of 12 GB, 7B, fsdp": (
-        [card(12, 8.6)] * 2, SEVEN, {"strategy": "fsdp"}, ("bf16-mixed", 4, True, "none", "fsdp"),
-    ),
-    "two cards of 6 GB in one host, 7B": ([card(6, 8.6, 2)], SEVEN, {}, ("bf16-mixed", 2, True, "nf4", "ddp")),
-    "two cards of 5 GB in one host, 7B": ([card(5, 8.6, 2)], SEVEN, {}, ("bf16-mixed", 4, True, "nf4", "fsdp")),
-    "four V100": ([card(16, 7.0, 4)], ONE, {}, ("fp16-mixed", 2, False, "none", "ddp")),
-    "a V100 beside a 4090": ([card(16, 7.0), card(24, 8.9)], ONE, {}, ("fp16-mixed", 2, False, "none", "ddp")),
-    "two P100": ([card(16, 6.0)] * 2, ONE, {}, ("32-true", 2, False, "none", "ddp")),
-    "two laptops": ([cpu(8), cpu(16)], SMALL, {}, ("32-true", 4, False, "none", "ddp")),
-    "two servers": ([cpu(8, True), cpu(16, True)], SMALL, {}, ("bf16-mixed", 4, False, "none", "ddp")),
-    "a laptop beside a server": ([cpu(8), cpu(16, True)], SMALL, {}, ("32-true", 4, False, "none", "ddp")),
-    "two servers, tiny": (
-        [cpu(8, True)] * 2, SMALL | {"hidden_size": 256}, {}, ("32-true", 4, False, "none", "ddp"),
-    ),
-    "two laptops, 1B": ([cpu(8), cpu(16)], ONE, {}, ("32-true", 4, True, "none", "ddp")),
-    "one H100, 8B": ([card(80, 9.0)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
-    "one H100, full weights": ([card(80, 9.0)], ONE, {"lora_r": 0}, ("bf16-mixed", 16, False, "none", "ddp")),
-    "unified memory of 119 GB": ([card(119, 12.1)], EIGHT, {}, ("bf16-mixed", 8, False, "none", "ddp")),
-    "eight A100, full weights, fsdp": (
-        [card(80, 8.0, 8, 512)], EIGHT, {"lora_r": 0, "strategy": "fsdp"}, ("bf16-mixed", 4, False, "none", "fsdp"),
-    ),
-}  # fmt: skip
+CLUSTERS: dict[str, dict[str, Any]] = table("decisions")["clusters"]
 
 
 def decided(spec: RunSpec) -> tuple[Any, ...]:
@@ -93,9 +58,11 @@ def test_a_pair_needs_the_memory_of_two_rows() -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_decisions_for_a_cluster(cluster: str) -> None:
-    hosts, model, fields, expected = CLUSTERS[cluster]
-    spec, lines = decide(make_spec({"model": "x"} | fields, "here"), hosts, read_shape(model))
-    assert decided(spec) == expected
+    case = CLUSTERS[cluster]
+    hosts = [card(*host["card"]) if "card" in host else cpu(*host["cpu"]) for host in case["hosts"]]
+    model = MODELS[case["model"]] | case.get("shape", {})
+    spec, lines = decide(make_spec({"model": "x"} | case.get("fields", {}), "here"), hosts, read_shape(model))
+    assert decided(spec) == tuple(case["decided"])
     gpus = all(host["gpu_mib"] for host in hosts)
     assert spec.automatic in ((), ("torch_compile",)) if gpus else spec.automatic == (), "ranks know the steps"
     assert not any(line.startswith("warning") for line in lines)

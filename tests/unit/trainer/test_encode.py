@@ -42,17 +42,7 @@ TALK = chat("the cat runs", "a red tree", "the moon ä", "猫 sits 🚂")
 
 # Like those of models that call tools: JSON of the tools in front, and of the calls in an answer.
 WITH_TOOLS = table("encode")["with_tools"]
-CALLS = to_sample(
-    {
-        "messages": [
-            {"role": "user", "content": "the sun"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
-            {"role": "tool", "content": "red"},
-            {"role": "assistant", "content": "a star"},
-        ],
-        "tools": [{"type": "function", "function": {"name": "add"}}],
-    }
-)
+CALLS = to_sample(table("encode")["calls"])
 
 
 class Encoder(encode.Encoder):

@@ -114,12 +114,7 @@ def test_a_failure_does_not_fail_the_run(here: Here, monkeypatch: pytest.MonkeyP
 def test_prompts(tmp_path: Path) -> None:
     """They are different, bounded and spread; the prompt of a text is its first half, that of a chat its question."""
     rows: list[Any] = [{"text": "one two three four"}] * 2
-    rows += [
-        {"text": "a " * 40},
-        *records(100),
-        {"instruction": "x" * 3000, "output": "y"},
-        {"text": "alone"},
-    ]
+    rows += [{"text": "a " * 40}, *records(100), {"instruction": "x" * 3000, "output": "y"}, {"text": "alone"}]
     prompts = greedy_answers.choose_prompts(read_samples(write_jsonl(tmp_path / "d.jsonl", rows)), 200)
     assert prompts[0] == {"prompt": "one two"} and prompts[1] == {"prompt": "a a a a a a a a a a a a"}
     assert {"prompt": "alone"} in prompts and all(len(json.dumps(prompt)) < 2100 for prompt in prompts)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tables import table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.common.errors import UserError
@@ -16,21 +17,8 @@ from trainer.models.model import add_lora, isolates_packed_samples
 from trainer.models.router_loss import RouterLoss
 from trainer.spec import make_spec
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "head_dim": 8, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "shared_intermediate_size": 16,
-}  # fmt: skip
-DEEPSEEK = {
-    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": DEEPSEEK,
-    "glm4_moe": DEEPSEEK | {"num_key_value_heads": 2},
-    "llama4_text": {"attention_chunk_size": 16, "intermediate_size_mlp": 48},
-    "qwen3_moe": {"decoder_sparse_step": 2, "norm_topk_prob": True},  # every second layer is dense
-}
+SIZES = table("experts")["sizes"]
+OTHERS: dict[str, dict[str, Any]] = table("experts")["others"]  # every second layer of qwen3_moe is dense
 
 
 def model_of(kind: str, **more: Any) -> Any:
@@ -55,33 +43,13 @@ def adapted(kind: str, **fields: Any) -> tuple[set[str], str]:
     return {name.partition("layers.")[2].partition(".")[2] for name in names}, found.left_out
 
 
-STACKS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-DENSE = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
-SHARED = {f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
 ALL = "all-linear"
 
 
-@pytest.mark.parametrize(
-    ("kind", "targets", "wanted", "missing"),
-    [
-        ("deepseek_v3", ALL, STACKS | DENSE | SHARED, ""),
-        ("deepseek_v3", "gate_proj,up_proj,down_proj", STACKS | DENSE | SHARED, ""),
-        ("glm4_moe", ALL, STACKS | DENSE | SHARED, ""),
-        ("qwen3_moe", ALL, STACKS | DENSE, ""),
-        ("olmoe", ALL, STACKS, ""),
-        ("mixtral", ALL, STACKS, ""),
-        ("qwen2_moe", ALL, STACKS, "mlp.gate: "),
-        ("qwen2_moe", "gate_proj,up_proj,down_proj", STACKS, ""),
-        ("gpt_oss", ALL, STACKS, "mlp.router: "),
-        ("gpt_oss", "down_proj,q_proj", {"mlp.experts.down_proj", "self_attn.q_proj"}, ""),
-        ("granitemoe", ALL, set(), "router"),
-        ("llama4_text", ALL, {"feed_forward.experts.gate_up_proj", "feed_forward.shared_expert.up_proj"}, "feed_forward.router: "),
-        ("llama", ALL, DENSE, ""),
-    ],
-)  # fmt: skip
-def test_adapters_are_where_the_targets_say(kind: str, targets: str, wanted: set[str], missing: str) -> None:
+@pytest.mark.parametrize(("kind", "targets", "wanted", "missing"), table("experts")["where_adapters_are"])
+def test_adapters_are_where_the_targets_say(kind: str, targets: str, wanted: list[str], missing: str) -> None:
     found, line = adapted(kind, lora_targets=targets)
-    assert wanted <= found
+    assert set(wanted) <= found
     assert (f"no adapter in {missing}" in line if missing.endswith(": ") else missing in line) if missing else not line
 
 

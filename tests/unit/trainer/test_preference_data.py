@@ -23,19 +23,7 @@ USER, GOOD = {"role": "user", "content": "Q"}, {"role": "assistant", "content": 
 BAD = {"role": "assistant", "content": "B"}
 CHAT_PAIR = ((USER, GOOD), (USER, BAD))
 SHARE = {"conversations": [{"from": "human", "value": "Q"}]}
-PAIRS: list[dict[str, Any]] = [
-    {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-    {"prompt": [USER], "chosen": GOOD, "rejected": BAD},
-    {"prompt": [USER], "chosen": "A", "rejected": "B"},
-    {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
-    {"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    {"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]},
-    {**SHARE, "chosen": {"from": "gpt", "value": "A"}, "rejected": {"from": "gpt", "value": "B"}},
-    {"messages": [USER], "chosen": "A", "rejected": "B"},
-    {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
-]
+PAIRS: list[dict[str, Any]] = table("preference_data")["pairs"]
 
 
 @pytest.mark.parametrize("record", PAIRS, ids=[str(index) for index in range(len(PAIRS))])
@@ -80,20 +68,7 @@ def test_an_implicit_prompt_of_chats_is_that_of_trl() -> None:
     assert sample.silent == {1}
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        *table("preference_data")["a_record_that_is_no_pair_is_refused"],
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are equal: remove the record"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "no message in common.*give a prompt"),
-        (
-            {"prompt": "X", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-            "'prompt' 'X' is none of .*keep_going=prompt",
-        ),
-        ({"prompt": "Q", "messages": [USER], "chosen": "A", "rejected": "B"}, "has messages and prompt"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.parametrize(("record", "said"), table("preference_data")["no_pairs"], ids=lambda value: str(value)[:40])
 def test_a_record_that_is_no_pair_is_refused(record: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said) as error:
         to_pair(record)

@@ -237,14 +237,7 @@ def test_the_reference_has_no_dropout(adapted: Any, tokenizer: Any) -> None:
     assert [grad for _, grad in seen] == [True, False] and module.training
 
 
-DROPOUT: dict[str, dict[str, Any]] = {
-    "bloom": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
-    "gpt_neox": {"hidden_dropout": 0.5, "attention_dropout": 0.5, "intermediate_size": 64},
-    "llama": {"attention_dropout": 0.5, "intermediate_size": 64},
-    "opt": {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32},
-    "phi": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attention_dropout": 0.5, "intermediate_size": 64},
-}
+DROPOUT: dict[str, dict[str, Any]] = table("preference_losses")["dropout"]
 
 
 @pytest.mark.parametrize("recomputing", [False, True])

@@ -99,17 +99,7 @@ def test_what_ends_a_turn(template: str | None, end: str) -> None:
         assert config.eos_token_id == (known if unchanged else [*([known] if known == 7 else known), added])
 
 
-@pytest.mark.parametrize(
-    ("row", "fields", "warns"),
-    [
-        ("zero", {}, True),
-        ("mean", {}, True),
-        ("twin", {}, True),
-        ("own", {}, False),
-        ("zero", {"lora_targets": "lm_head,embed_tokens"}, False),
-        ("zero", {"lora_r": 0}, False),
-    ],
-)
+@pytest.mark.parametrize(("row", "fields", "warns"), table("tokenizer_output")["an_end_that_was_never_trained"])
 def test_an_end_of_a_turn_that_was_never_trained(row: str, fields: dict[str, Any], warns: bool) -> None:
     tokenizer = make_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
