@@ -9,7 +9,6 @@ from tables import table
 
 from plugins.filter.firewall import firewall_problems, firewall_rules
 from plugins.module_utils.ssh_session import SshSession
-from plugins.module_utils.ufw import Rule
 from plugins.modules import ufw_rules
 
 PEERS = {"node1": "10.0.0.1", "node2": "10.0.0.2"}
@@ -56,13 +55,6 @@ def ufw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
             return 3, "", ""
         return 0, (tmp_path / "iptables").read_text() if argv[0] == "iptables" else "", ""
 
-    def add(self: Any, rule: Rule, first: bool) -> None:
-        add_rule(self, rule, first)
-        with ufw_rules.FILES[rule.family].open("a") as file:
-            file.write(f"### tuple ### {' '.join(rule[1:8])} comment={rule.comment.encode().hex()}\n")
-
-    add_rule = ufw_rules.Firewall.add
-    monkeypatch.setattr(ufw_rules.Firewall, "add", add)
     monkeypatch.setattr(ufw_rules.AnsibleModule, "run_command", run_command)
     return commands
 
@@ -95,7 +87,6 @@ def test_rules_that_the_kernel_lost_are_loaded_again(
     run_module(ufw_rules, capsys)
     assert "ufw --force enable" not in ufw
     (tmp_path / "iptables").write_text("-P INPUT ACCEPT\n")
-    (tmp_path / "user.rules").unlink()
     ufw.clear()
     # ufw cannot add a rule to chains that the kernel does not have.
     result = run_module(ufw_rules, capsys, rules=[{"source": "10.0.0.2", "why": "peer"}])
