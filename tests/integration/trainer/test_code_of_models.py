@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_runs import Here
 
 from trainer.__main__ import main
 from trainer.common.errors import UserError
@@ -48,7 +49,7 @@ def evil(request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path, mon
     return folder
 
 
-def test_no_code_of_a_model_runs(evil: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_of_a_model_runs(evil: Path, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Callable[[], Any]] = [lambda: load_causal_model(str(evil)), lambda: load_tokenizer(str(evil))]
     for call in calls:
         try:
@@ -57,8 +58,9 @@ def test_no_code_of_a_model_runs(evil: Path, tmp_path: Path, monkeypatch: pytest
             assert "\n" not in str(error) and ("never runs here" in str(error) or "cannot load" in str(error))
     monkeypatch.chdir(tmp_path)
     Path("data.jsonl").write_text(json.dumps({"text": "one two three"}) + "\n")
-    for words in (["data"], ["plan"], ["--run", "r", "--max_steps", "1", "--loggers", "none"]):
-        main([*words, "--model", str(evil), "--dataset", "data.jsonl", "--seq_length", "32"])
+    for command in ("data", "plan"):
+        main([command, "--model", str(evil), "--dataset", "data.jsonl", "--seq_length", "32"])
+    here(model=str(evil), dataset="data.jsonl", seq_length=32, max_steps=1)
     assert not (tmp_path / "canary").exists()
 
 
