@@ -39,7 +39,7 @@ def hosts(server: Server, bed: Bed) -> Path:
 
 def inventory(folder: Path, **variables: Any) -> Path:
     python = "{{ ansible_playbook_python }}"
-    return write_inventory(folder, {"node1": {}, "node2": {}}, cluster_python=python, **variables)
+    return write_inventory(folder, {"node1": {}, "node2": {}}, **{"cluster_python": python, **variables})
 
 
 def command(*words: object) -> list[str]:
@@ -95,11 +95,11 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     assert planned["plan"][0]["spec"]["lr"] == 1e-3 and planned["phase"] == "new"
     would = run("train", *this_run, "--check")
     assert (would.returncode, would.stdout.splitlines()[-1]) == (0, "would start r on node1, node2")
+    assert not bed.run_dir(0).exists()
     rendered = run("train", *this_run, "--render-only", f"--render-to={bed.folder / 'out'}")
     scripts = sorted((bed.folder / "out").iterdir())
     assert rendered.returncode == 0 and [file.name for file in scripts] == ["node1.sh", "node2.sh", "r.sbatch"]
     assert not any(subprocess.run(["bash", "-n", file], check=False).returncode for file in scripts)
-    assert not bed.run_dir(0).exists()
     ended = answer("train", *this_run)
     assert (ended["run"], ended["status"], ended["result"]["step"]) == ("r", "finished", 6)
     assert ended["result"]["world_size"] == 2 and not bed.live_processes()
