@@ -87,8 +87,6 @@ class CallbackModule(Default):
         items = result.result.get("results") if result.task.loop else None
         if items and any(is_plain(result.task, item) for item in items if item.get("failed")):
             return  # the items have been printed
-        if line := sudo_error(result.result):
-            result.result.update(msg=line, plain=True)
         if not is_plain(result.task, result.result):
             super().v2_runner_on_failed(result, ignore_errors)
             return
@@ -128,7 +126,7 @@ class CallbackModule(Default):
     def print_error(self, result: Any) -> None:
         """Print the message of a failed result as one line, and its table after it."""
         self._handle_warnings(result.result)
-        message, table = str(result.result.get("msg", "")), ""
+        message, table = sudo_error(result.result) or str(result.result.get("msg", "")), ""
         if errors := result.result.get("argument_errors"):  # of the arguments of a role
             role = result.result.get("validate_args_context", {}).get("name", "")
             message = f"role {role}: {'; '.join(map(str, errors))}"
@@ -164,7 +162,7 @@ def sudo_error(result: dict[str, Any]) -> str:
 
 def is_plain(task: Any, result: dict[str, Any]) -> bool:
     """Return whether the message of a failed result is printed as one line."""
-    return bool(result.get("plain")) or action_name(task) in MESSAGE_ONLY
+    return bool(result.get("plain") or sudo_error(result)) or action_name(task) in MESSAGE_ONLY
 
 
 def table_lines(result: dict[str, Any]) -> list[str]:
