@@ -18,7 +18,9 @@ def inventory_problems(hostvars: Any, hosts: list[str]) -> list[str]:
     """Return a line for each fault that the inventory alone tells: an address of two hosts, or a name that Slurm refuses."""
     problems: list[str] = []
     seen: dict[str, str] = {}
-    for host, address in cluster_addresses(hostvars, hosts).items():
+    addresses = cluster_addresses(hostvars, hosts)
+    loopback = {host for host, at in addresses.items() if at.startswith("127.") or at in ("::1", "localhost")}
+    for host, address in addresses.items():
         values = hostvars[host]
         if str(values.get("ansible_connection", "")).endswith("local"):
             continue
@@ -26,7 +28,7 @@ def inventory_problems(hostvars: Any, hosts: list[str]) -> list[str]:
             problems.append(
                 f"{other} and {host} both have the address {address}: set ansible_host or cluster_address of one"
             )
-        if len(hosts) > 1 and (address.startswith("127.") or address in ("::1", "localhost")):
+        if host in loopback and len(loopback) < len(hosts):
             problems.append(
                 f"{host} has the address {address}, which its peers cannot reach: set cluster_address to that of its network"
             )

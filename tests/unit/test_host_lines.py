@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from run_hosts import TOP
 from tables import table
 
-from plugins.filter.cluster import host_block, peer_host_keys, peer_keys, peer_names
+from plugins.filter.cluster import host_block, inventory_problems, peer_host_keys, peer_keys, peer_names
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="#\u2028\u2029\x85"), min_size=1)
 NAMES = ["a", "b", "c"]
@@ -97,3 +97,23 @@ def test_a_peer_key_runs_only_the_command_of_the_role() -> None:
     lines = peer_keys(hosts, list(hosts), command="rsync --server")
     assert lines["node1"] == []
     assert lines["node2"] == ['restrict,from="10.0.0.1,10.0.0.2,10.0.0.3",command="rsync --server" ssh-ed25519 AAAA']
+
+
+def hosts_at(**addresses: str) -> dict[str, dict[str, str]]:
+    return {name: {"ansible_host": address} for name, address in addresses.items()}
+
+
+@pytest.mark.parametrize(
+    ("hostvars", "named"),
+    [
+        (hosts_at(a="10.0.0.1", b="10.0.0.2"), []),
+        (hosts_at(a="127.0.0.1", b="127.0.0.2"), []),  # peers on one machine
+        (hosts_at(a="10.0.0.1", b="127.0.0.1"), ["b has the address 127.0.0.1"]),
+        (hosts_at(a="10.0.0.1", b="10.0.0.1"), ["a and b both have the address 10.0.0.1"]),
+        ({"GPU_Box": {"queue_state": "present"}}, ["GPU_Box: Slurm takes"]),
+        ({"a": {"ansible_connection": "local"}, "b": {"ansible_connection": "local", "ansible_host": "a"}}, []),
+    ],
+)
+def test_what_the_inventory_alone_tells(hostvars: dict[str, dict[str, str]], named: list[str]) -> None:
+    found = inventory_problems(hostvars, [*hostvars])
+    assert len(found) == len(named) and all(line.startswith(begin) for line, begin in zip(found, named, strict=True))
