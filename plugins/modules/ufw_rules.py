@@ -245,12 +245,9 @@ def present(module: AnsibleModule, firewall: Firewall) -> dict[str, Any]:
         firewall.delete(rule)
     # ufw answers "Skipping inserting existing rule" with exit code 0 if the same connections have another action.
     there = {rule.identity for rule in current_rules()}
-    for rule in [] if module.check_mode else add:
-        if rule.identity not in there:
-            module.fail_json(
-                msg=f"firewall: ufw does not add `{describe(rule)}` beside a rule of its own: delete that rule",
-                plain=True,
-            )
+    if not module.check_mode and (lost := [describe(rule) for rule in add if rule.identity not in there]):
+        why = f"ufw does not add `{lost[0]}` beside a rule of its own: delete that rule"
+        module.fail_json(msg=f"firewall: {why}", plain=True)
     if target["incoming"] != state["incoming"]:
         firewall.ufw("default", target["incoming"], "incoming")
     if not state["enabled"]:
