@@ -1,4 +1,4 @@
-"""What the version before 0.3 planned, rendered and kept is planned, rendered and resumed alike.
+"""What the version before 0.3 planned, rendered and kept is planned, rendered and resumed in the same way.
 
 `tests/golden` has the plans and rendered files of that version for twelve specs, and a run of two hosts that it stopped. A field of a
 golden spec that no longer exists must be in the table of removed fields, or be recorded state.

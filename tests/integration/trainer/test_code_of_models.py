@@ -1,4 +1,4 @@
-"""Python files of a model never run, not even if somebody answers yes to a question of transformers."""
+"""Python files of a model never run, not even after a yes to a question of transformers."""
 
 from __future__ import annotations
 
