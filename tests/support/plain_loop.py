@@ -39,8 +39,9 @@ class Work:
     steps: Steps = ()
 
     def fields(self) -> dict[str, Any]:
-        """Return the settings as fields of the run spec."""
-        return {name: value for name, value in asdict(self).items() if name != "steps"}
+        """Return the settings as fields of the run spec, which refuses a setting of an adapter if there is none."""
+        left_out = {"steps"} if self.lora_r else {"steps", "lora_alpha"}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     @property
     def chats(self) -> list[list[dict[str, str]]]:

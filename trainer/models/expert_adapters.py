@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
@@ -34,7 +35,15 @@ def is_router(module: nn.Module) -> bool:
     """Return whether a linear layer returns more than a product, so that it cannot have an adapter."""
     kind = type(module)
     own = kind.__module__.startswith("transformers.models.") and kind.forward is not nn.Linear.forward
-    return isinstance(module, nn.Linear) and own
+    if not isinstance(module, nn.Linear) or not own:
+        return False
+    # A class of transformers may write the product of its own (Falcon's layers): what it returns decides. A router may draw noise.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            found = module(module.weight.new_zeros(1, module.in_features))
+        except (RuntimeError, ValueError, IndexError):
+            return True
+    return not isinstance(found, torch.Tensor) or found.shape != (1, module.out_features)
 
 
 def add_parameters(spec: RunSpec, every: Matrices, model: Any, config: LoraConfig) -> set[str]:

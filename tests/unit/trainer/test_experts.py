@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tables import table
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 from trainer.common.errors import UserError
 from trainer.data.packing import lay_out
@@ -55,6 +55,13 @@ def test_adapters_are_where_the_targets_say(kind: str, targets: str, wanted: lis
 
 def test_chunks_of_attention_are_parts_of_a_row() -> None:
     assert isolates_packed_samples(model_of("llama"), 128) and not isolates_packed_samples(model_of("llama4_text"), 128)
+
+
+def test_layers_that_write_their_own_product_are_no_routers() -> None:
+    falcon = FalconForCausalLM(FalconConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    model: Any = add_lora(make_spec({"lora_r": 4, "lora_targets": ALL}, "here"), falcon)
+    found = {name.rpartition(".")[2] for name in model.base_model.targeted_module_names}
+    assert found == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"} and not model.left_out
 
 
 def test_what_cannot_have_an_adapter() -> None:
