@@ -166,6 +166,14 @@ def test_an_ollama_that_cannot_write_completions_says_why(tmp_path: Path) -> Non
                 server.prepare(Base("absent", ["a"]), Request(0, 0, [5], "a", 1))
 
 
+@pytest.mark.parametrize("name", ["Teacher", "library/TEACHER:latest", "registry.ollama.ai/library/teacher"])
+def test_each_spelling_of_a_base_is_found(name: str) -> None:
+    with serve(teacher := Teacher("127.0.0.1", free_port(), version="0.31.0")):
+        server = OllamaServer("s", teacher.url, SAMPLING, lambda: pytest.fail("no adapter"))
+        with pytest.raises(OllamaError, match="the vocabulary of"):  # what is checked once the base is found
+            server.prepare(Base(name, ["a"]), Request(0, 0, [5], "a", 1))
+
+
 @pytest.mark.parametrize("space", ["a", "\n"])
 def test_an_answer_that_ollama_ends_as_it_repeats_a_token_goes_on(monkeypatch: pytest.MonkeyPatch, space: str) -> None:
     """No version of Ollama gives more than 31 times the same token, and the next one is drawn but not told."""
