@@ -178,6 +178,12 @@ def _words(text: str) -> list[tuple[str, int, int]]:
         if digits := each["number"]:
             sign = "-" if (each["sign"] or "+")[0] in "-mn" else ""
             value = number(sign + digits)
+            if value is None and digits.count(",") > 1:  # a list: no decimal has two commas
+                found += [
+                    (word, each.start() + start, each.start() + end)
+                    for word, start, end in _words(word.replace(",", ";"))
+                ]
+                continue
             word = sign + digits if value is None else str(value)
             found += [(each["money"].strip(), *each.span())] if each["money"] else []
         found.append((word, *each.span()))
