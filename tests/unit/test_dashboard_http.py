@@ -19,9 +19,8 @@ from test_queue_front_state import NOW, state
 
 from trainer.common.errors import UserError
 from trainyard.dashboard import app as app_module
-from trainyard.dashboard import http_limits, security
+from trainyard.dashboard import security
 from trainyard.dashboard.actions import Actions
-from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import make_view
 from trainyard.dashboard.security import SessionAuth, Site
@@ -56,14 +55,12 @@ def served(tmp_path: Path) -> Iterator[Served]:
     pages = pages_of(cluster_with(*(("node1", line) for line in lines)))
     pages.queue.view = make_view(state(), NOW)
     actions = Mock(spec=Actions)
-    listener = LimitedListener(socket.AF_INET)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(16)
+    listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     access = SessionAuth(Site("127.0.0.1", port), "t" * 43)
     pages._templates.globals["csrf"] = access.csrf
     streams: Any = {"node1": HostOfRuns(tmp_path)}
-    app = app_module.Dashboard(pages.cluster, streams, pages, actions, access, Project(tmp_path)).app(listener)
+    app = app_module.Dashboard(pages.cluster, streams, pages, actions, access, Project(tmp_path)).app()
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -103,8 +100,8 @@ def test_no_action_by_get_nor_from_another_site(served: Served, path: str) -> No
     assert served.post(path, good, "") == 401
     for text in ("now=1", "csrf=wrong", "csrf=" + "x" * 80_000):
         assert served.post(path, text, session) == 403
-    for more in ({"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "null"}):
-        assert served.post(path, good, session, **more) == 403, more
+    for origin in ("http://evil.example", "null"):
+        assert served.post(path, good, session, Origin=origin) == 403, origin
     assert served.actions.mock_calls == []
     assert served.post(path, good, session, Origin=f"http://127.0.0.1:{served.port}") == 303
     assert len(served.actions.mock_calls) == 1
@@ -166,11 +163,10 @@ def test_an_open_page_gets_what_changes(served: Served, monkeypatch: pytest.Monk
     client.close()
 
 
-def test_a_request_has_a_limit_of_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_has_a_limit_of_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     session = served.session()
-    monkeypatch.setattr(http_limits, "REQUEST_LIMIT", 0.3)
+    monkeypatch.setattr(security, "BODY_LIMIT", 0.3)
     head = f"POST /runs/r/stop HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\nCookie: {session}\r\n"
-    for sent, answer in (("GET / HTT", b""), (f"{head}Content-Length: 9\r\n\r\n", b"HTTP/1.1 403 ")):
-        with socket.create_connection(("127.0.0.1", served.port), 20) as client:
-            client.sendall(sent.encode())
-            assert client.recv(13) == answer
+    with socket.create_connection(("127.0.0.1", served.port), 20) as client:
+        client.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
+        assert client.recv(13) == b"HTTP/1.1 403 "

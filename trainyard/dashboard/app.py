@@ -31,7 +31,6 @@ from trainer.common.errors import MAX_MESSAGE, UserError
 from trainer.common.formats import printable
 from trainyard.dashboard import prometheus
 from trainyard.dashboard.actions import Actions
-from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.log_streams import Key, RunLog
 from trainyard.dashboard.model_questions import RefusedError
 from trainyard.dashboard.project import Project
@@ -76,8 +75,7 @@ class Dashboard:
         self.project = project
         self.listeners = 0
 
-    def app(self, listener: LimitedListener) -> Starlette:
-        """Return the application, for the connections of a listener."""
+    def app(self) -> Starlette:
         routes = [
             Route("/login", self.login),
             Route("/", self._page("nodes")),
@@ -105,7 +103,7 @@ class Dashboard:
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            work = [*(stream.run() for stream in self.streams.values()), self.pages.queue.run(), listener.watch()]
+            work = [*(stream.run() for stream in self.streams.values()), self.pages.queue.run()]
             work.append(self.pages.evaluations.run())
             tasks = [asyncio.create_task(one) for one in work]
             yield
@@ -113,7 +111,7 @@ class Dashboard:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        middleware = [Middleware(AuthMiddleware, access=self.access, listener=listener)]
+        middleware = [Middleware(AuthMiddleware, access=self.access)]
         return Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={404: _not_found})
 
     def _run(self, request: Request) -> RunState:

@@ -7,6 +7,7 @@ the server has TLS, too: a browser then calls it by a name of the certificate on
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -18,17 +19,18 @@ from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomic
 from trainer.common.inputs import open_regular
-from trainyard.dashboard.http_limits import LimitedListener, read_body
 
 SESSIONS = 256  # at the same time; the oldest one ends
 SHORTEST = 32  # characters of a token
+BODY_LIMIT = 10.0  # s for the body of a request
+FORM_LIMIT = 64 << 10  # bytes
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -137,15 +139,27 @@ class SessionAuth:
 
     async def read_form(self, request: Request) -> dict[str, str]:
         """Return the fields of a form of our own pages. Raises HTTPException for one from elsewhere, or that is too large."""
-        # What the browser says of the page that sends the form.
         own = f"http{'s' if self.site.tls else ''}://{request.headers.get('host', '')}".lower()
-        same_origin = request.headers.get("origin", own).lower() == own
-        if same_origin and request.headers.get("sec-fetch-site", "same-origin") == "same-origin":
+        if request.headers.get("origin", own).lower() == own:
             body = await read_body(request) or b""
             fields = {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}
             if same(fields.get("csrf", ""), self.csrf):
                 return fields
         raise HTTPException(403, NOT_OUR_FORM)
+
+
+async def read_body(request: Request) -> bytes | None:
+    """Return the body of a request; None if it has more than FORM_LIMIT bytes, or does not arrive within BODY_LIMIT."""
+    body = b""
+    try:
+        async with asyncio.timeout(BODY_LIMIT):
+            async for part in request.stream():
+                body += part
+                if len(body) > FORM_LIMIT:
+                    return None
+    except (TimeoutError, ClientDisconnect):
+        return None
+    return body
 
 
 def same(given: str, secret: str) -> bool:
@@ -161,8 +175,8 @@ def _digest(session: str) -> bytes:
 class AuthMiddleware:
     """Answers a request only for the right Host and, except for public paths, in a session; adds HEADERS."""
 
-    def __init__(self, app: ASGIApp, access: SessionAuth, listener: LimitedListener) -> None:
-        self.app, self.access, self.listener = app, access, listener
+    def __init__(self, app: ASGIApp, access: SessionAuth) -> None:
+        self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -178,8 +192,7 @@ class AuthMiddleware:
                     headers[name] = value
             await send(message)
 
-        with self.listener.request(tuple(scope.get("client") or ())):
-            await (self._refusal(scope) or self.app)(scope, receive, send_with_headers)
+        await (self._refusal(scope) or self.app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         if not self.access.site.permits(Headers(scope=scope).get("host", "")):

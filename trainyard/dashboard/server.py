@@ -19,7 +19,6 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.app import Dashboard
 from trainyard.dashboard.dashboard_options import DashboardOptions
 from trainyard.dashboard.evaluation_watch import EvaluationWatch
-from trainyard.dashboard.http_limits import LimitedListener
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
 from trainyard.dashboard.security import SessionAuth, Site, read_token
@@ -65,13 +64,13 @@ def serve(
     pages = Pages(cluster, access.csrf, queue, EvaluationWatch(cluster, project), project.can_start)
     pages.new_runs = NewRuns(project.home, hosts, launch)
     actions = Actions(hosts, connect, launch, pages, project)
-    app = Dashboard(cluster, streams, pages, actions, access, project).app(listener)
+    app = Dashboard(cluster, streams, pages, actions, access, project).app()
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,  # it would have the token
         server_header=False,
-        proxy_headers=False,  # a client must not choose the address at which its connections are counted
+        proxy_headers=False,
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=2,
         ws="none",
@@ -97,9 +96,9 @@ def _in_journal() -> bool:
     return os.environ.get("JOURNAL_STREAM") == f"{output.st_dev}:{output.st_ino}"
 
 
-def _listen(options: DashboardOptions) -> LimitedListener:
+def _listen(options: DashboardOptions) -> socket.socket:
     address, port = options.dashboard_listen, options.dashboard_port
-    listener = LimitedListener(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
