@@ -28,6 +28,19 @@ def reward_short(completions, answer, **_):
     time.sleep(0.1)
     return [1 / (1 + len(text)) + (text == right) for text, right in zip(completions, answer)]
 """
+# It halts its parents, up to the supervisor, and then what else runs here and is not a parent of it.
+HALTS = """
+import os, signal
+from pathlib import Path
+
+def reward(completions, **_):
+    pid, run = os.getppid(), os.environ["TRAINYARD_RUN_DIR"].encode()
+    while run in Path(f"/proc/{pid}/environ").read_bytes() or b"supervise" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(pid, signal.SIGSTOP)
+        pid = above
+    signal.pause()
+"""
 
 
 def session(bed: Bed, reward: Path, lines: list[str], run: str, **options: Any) -> RunSession:
@@ -68,12 +81,10 @@ def test_a_killed_rank_loses_no_completion(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
-def test_a_reward_that_opens_the_network_stops_the_run_with_one_line(bed: Bed) -> None:
-    reward = bed.folder / "network.py"
-    reward.write_text("import socket\ndef reward(completions, **_):\n    socket.socket()\n", encoding="utf-8")
-    lines: list[str] = []
+def test_a_reward_that_halts_every_process_of_the_run_is_ended_by_the_controller(bed: Bed) -> None:
+    reward = bed.folder / "halts.py"
+    reward.write_text(HALTS, encoding="utf-8")
     with pytest.raises(RunError) as raised:
-        session(bed, reward, lines, "network", max_restarts=0).run()
+        session(bed, reward, [], "halted", max_restarts=0).run()
     said = str(raised.value)
-    assert "reward: network-" in said and "it opens a network connection, and rewards have no network" in said
-    assert "Traceback" not in said and not bed.live_processes()
+    assert "halted" in said and "Traceback" not in said and not bed.live_processes()

@@ -7,7 +7,6 @@ record can pass for them.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import math
 import os
@@ -15,8 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
@@ -35,27 +33,15 @@ class LimitError(Exception):
 class LimitedProcess:
     """A Python module that runs as a process and answers messages. Its `main` calls `limit_process` first."""
 
-    def __init__(
-        self, module: str, memory: int, seconds: int, *, wait: float = 0.0, env: Mapping[str, str] | None = None
-    ) -> None:
-        """Start it.
-
-        Args:
-            memory: bytes that it may allocate.
-            seconds: CPU time for one answer.
-            wait: seconds after which an answer does not count any more, and the process ends, with its group; 0: no limit. Such
-                a process has its standard error output in that of this one.
-            env: its variables; None for those of this process.
-        """
-        self.memory, self.seconds, self.owner, self.wait = memory, seconds, os.getpid(), wait
-        self.late = False
+    def __init__(self, module: str, memory: int, seconds: int, *more: str, **how: Any) -> None:
+        """Start it. `memory`: bytes that it may allocate. `seconds`: CPU time for one answer. `more`: further words of its command."""
+        self.memory, self.seconds, self.owner = memory, seconds, os.getpid()
         root = str(Path(trainer.__file__).parents[1])  # a folder, or the archive on a host
-        words = [sys.executable, "-P", "-m", module, str(memory), str(seconds)]
-        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": bool(wait)}
-        pipe["stderr"] = None if wait else subprocess.DEVNULL
+        words = [sys.executable, "-P", "-m", module, str(memory), str(seconds), *more]
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL} | how
         # The pool of the system returns memory; the others of pyarrow reserve more than they use.
         own = {"PYTHONPATH": root, "ARROW_DEFAULT_MEMORY_POOL": "system"}
-        self._process = subprocess.Popen(words, **pipe, env={**(os.environ if env is None else env), **own})
+        self._process = subprocess.Popen(words, env={**os.environ, **own}, **how)
 
     def ask(self, value: object) -> Any:
         """Send a message and return the answer. Raises LimitError."""
@@ -75,9 +61,8 @@ class LimitedProcess:
 
     def receive_sized(self) -> tuple[Any, int]:
         """Return the next answer, and its size in bytes. Raises LimitError."""
-        with self._limited():
-            data = _read(cast(BinaryIO, self._process.stdout))
-        if data is None or self.late:
+        data = _read(cast(BinaryIO, self._process.stdout))
+        if data is None:
             raise LimitError(self._reason())
         try:
             return json.loads(data, object_hook=_with_bytes), len(data)
@@ -88,7 +73,7 @@ class LimitedProcess:
         if self.owner != os.getpid():  # of the process that has forked this one
             return
         if self._process.returncode is None:
-            self._kill()
+            self._process.kill()
         self._process.communicate()
 
     def __enter__(self) -> LimitedProcess:
@@ -97,45 +82,16 @@ class LimitedProcess:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _limited(self) -> Iterator[None]:
-        """End the process if the block takes too long."""
-        timer = threading.Timer(self.wait, self._expire) if self.wait else None
-        if timer:
-            timer.daemon = True
-            timer.start()
-        try:
-            yield
-        finally:
-            if timer:
-                timer.cancel()
-
-    def _expire(self) -> None:
-        self.late = True
-        self._kill()
-
-    def _kill(self) -> None:
-        """End the process, and with `wait` also its group, in which is what it has started."""
-        if self.wait:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-
     def _reason(self) -> str:
         try:
             code = self._process.wait(5)  # it closes its output before it ends
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        self._kill()  # what it has started and left
-        if self.late:
-            return f"it takes more than {self.wait:g} s"
         if code == OUT_OF_MEMORY:
             return f"it takes more than {self.memory // _MIB} MiB of memory"
         if code == -signal.SIGXCPU:
             return f"it takes more than {self.seconds} s of processor time"
-        if code == -signal.SIGSYS:
-            return "it opens a network connection"
         return f"its process ended with exit code {code}, which a limit of memory can cause"
 
 

@@ -1,24 +1,32 @@
 """The rewards of completions, as a rank asks for them. They are computed in a process with limits: see `reward_program`."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, FiniteFloat, Strict, TypeAdapter, ValidationError
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
 from trainer.config.reward_source import RewardSource
-from trainer.data.limited_process import LimitedProcess, LimitError
+from trainer.data.limited_process import LimitError
+from trainer.rewards.guard import GuardedProcess
 
 MEMORY = 4 << 30  # bytes
-# A reward gets one thread and no GPU, which the ranks need.
-_SET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-# Variables that it keeps: not those with keys, such as HF_TOKEN.
-_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+DAMAGED = "sent a damaged answer: a reward must not write to the pipe of its process"
 _MAX_NAME = 100  # characters
+
+
+def _reply(kind: Any) -> TypeAdapter[tuple[str, Any]]:
+    """Return the form of an answer of this kind, or of an error."""
+    return TypeAdapter(tuple[Literal[""], kind] | tuple[Annotated[str, Field(min_length=1)], None])
+
+
+_NOTHING, _NAMES, _REWARDS = map(
+    _reply, (None, list[tuple[str, str, int]], list[Annotated[FiniteFloat, Strict()] | None])
+)
 
 
 @dataclass(frozen=True)
@@ -63,14 +71,14 @@ class RewardProcess:
         that the other ranks wait for all rewards of a step. Raises UserError: a file cannot be imported in time, the
         functions together may take too long, or a function needs a column that the dataset lacks.
         """
-        env = _SET | {name: os.environ[name] for name in _KEPT if name in os.environ}
-        self._process = LimitedProcess("trainer.rewards.reward_program", MEMORY, 0, wait=seconds, env=env)
+        self._process = GuardedProcess("trainer.rewards.reward_program", MEMORY, seconds)
         entries = [{**reward.model_dump(mode="json"), "is_file": reward.is_file} for reward in rewards]
         files = ", ".join(reward.use.rpartition("/")[2] for reward in rewards)
-        found = self._ask((entries, list(columns)), f"{files}: importing", "")
+        found = self._ask(_NAMES, (entries, list(columns)), f"{files}: importing", "")
         self.functions = [
             RewardFunction(printable(name, _MAX_NAME), printable(file, _MAX_NAME), rewards[entry].weight)
             for name, file, entry in found
+            if 0 <= entry < len(rewards)
         ]
         # Importing and reading have the limit, too; the other ranks wait for all of them.
         if (longest := (len(self.functions) + 2) * seconds) >= patience:
@@ -85,38 +93,33 @@ class RewardProcess:
 
         Raises UserError: a function failed, exceeded a limit, or returned something else; the message names it.
         """
-        self._ask(vars(rollouts), "reading the completions", "")
+        self._ask(_NOTHING, vars(rollouts), "reading the completions", "")
         parts = np.full((len(rollouts.completions), len(self.functions)), math.nan)
         for place, function in enumerate(self.functions):
-            answer = self._ask(place, f"{function}:", f"{function} ")
-            if not isinstance(answer, list) or len(answer) != len(parts):
-                raise UserError(
-                    f"reward: {function} sent a damaged answer: it must not write to the pipe of its process"
-                )
-            parts[:, place] = [math.nan if value is None else float(value) for value in answer]
-        if np.isinf(parts).any():
-            raise UserError("reward: the process of the rewards sent a number that is not finite")
+            answer = self._ask(_REWARDS, place, f"{function}:", f"{function} ")
+            if len(answer) != len(parts):
+                raise UserError(f"reward: {function} {DAMAGED}")
+            parts[:, place] = [math.nan if value is None else value for value in answer]
         return parts
 
     def close(self) -> None:
         self._process.close()
 
-    def _ask(self, request: object, doing: str, who: str) -> Any:
+    def _ask(self, form: TypeAdapter[tuple[str, Any]], request: object, doing: str, who: str) -> Any:
         """Return the answer of the process. Raises UserError.
 
-        `doing`: what it does, for the message about a limit. `who`: what begins the message of an error that it
-        reports.
+        `form`: of its error and its answer. `doing`: what it does, for the message about a limit. `who`: what begins the
+        message of an error that it reports.
         """
         try:
-            error, answer = self._process.ask(request)
+            error, answer = form.validate_python(self._process.ask(request))
         except LimitError as limit:
             self._process.close()
-            said, remedy = str(limit), ""
-            if "network" in said:
-                remedy = ", and rewards have no network: compute the reward on this host"
-            elif said.endswith(" s"):
-                remedy = ", see reward_timeout: make it faster, or increase the limit"
-            raise UserError(f"reward: {doing} {said}{remedy}") from None
+            remedy = ", see reward_timeout: make it faster, or increase the limit" if str(limit).endswith(" s") else ""
+            raise UserError(f"reward: {doing} {limit}{remedy}") from None
+        except (ValidationError, OverflowError):
+            self._process.close()
+            raise UserError(f"reward: {doing} {DAMAGED}") from None
         if error:
             self._process.close()
             raise UserError(f"reward: {who}{error}")

@@ -15,6 +15,7 @@ from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, re
 POLL = 0.2  # s between two reads of the state while a request waits for a change
 _OF_ALL_RANKS = ("step_seconds", "comm_share", "mfu")  # of a heartbeat
 ENDED_WELL = ("finished", "stopped")  # a rank that ended as intended
+HALTED = ("T", "t")  # states of a process that a signal or a debugger has stopped
 
 
 def status(request: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def is_uneventful(state: dict[str, Any]) -> bool:
 
 
 def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, Any]:
-    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `left`.
+    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `left`, `halted` (the supervisor is).
 
     Processes are `left` if there are some although no supervisor holds the lock of the run. A run whose record cannot
     be read is `alive` as long as it has processes.
@@ -123,6 +124,8 @@ def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, A
     state = {"now": time.time(), "alive": alive, "node": node, "ranks": ranks, "run_dir": str(run_dir)}
     state["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
     state["left"] = left
+    supervisor = process_stat(node["pid"]) if node and isinstance(node.get("pid"), int) else None
+    state["halted"] = supervisor is not None and supervisor[0] in HALTED
     if node is None:
         status = "unreadable" if (run_dir / "state/node.json").exists() or left else "starting"
         return {**state, "alive": alive or left, "status": status if alive or left else "none"}

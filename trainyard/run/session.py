@@ -277,6 +277,9 @@ class RunSession:
             while failure is not None:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
+                    # Code of a run may have halted every process of the login user, the SSH session of this one included.
+                    silent = [self.hosts[name] for name in failure.get("lost", [])]
+                    stop_parts(run_parts(silent, self.run_name), self.connect, {"now": True}, END_LIMIT)
                     raise policy.error(failure, why)
                 for line in policy.lines(failure):
                     self.report(line)

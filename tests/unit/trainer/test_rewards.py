@@ -1,7 +1,10 @@
 """Rewards: built-in ones, files of the user, and what stops a file that does not behave."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +18,12 @@ from tables import table
 from trainer.common.errors import UserError
 from trainer.config.json_schema import matches, schema_error
 from trainer.config.reward_source import Rewards, RewardSource, check_columns, rewards_error, with_reward_paths
+from trainer.rewards import reward_process
 from trainer.rewards.built_in import answer_of, built_in, text_of
 from trainer.rewards.reward_file import check_reward_file
 from trainer.rewards.reward_process import RewardProcess, Rollouts, total
 from trainer.spec import changed_fields, make_spec
+from trainer.supervise.processes import is_running
 
 ENTRIES: TypeAdapter[tuple[RewardSource, ...]] = TypeAdapter(Rewards)
 
@@ -171,18 +176,66 @@ def test_a_file_that_cannot_be_used(text: str, reason: str, make: Callable[..., 
         make(text, seconds=3)
 
 
-def test_libraries_may_look_for_a_network_while_they_are_imported(make: Callable[..., RewardProcess]) -> None:
-    text = (
-        "import socket\ntry: socket.socket(socket.AF_INET6); open_ = True\nexcept OSError: open_ = False\n"
-        "def reward(completions): return [float(open_)] * len(completions)"
-    )
-    assert make(text)(ROLLOUTS).tolist() == [[0], [0]]
+def test_a_damaged_answer_is_one_line(make: Callable[..., RewardProcess]) -> None:
+    process = make("def reward(completions): return [1, 2]")
+    for damaged in [*table("rewards")["damaged_answers"], ["", [1, 10**400]]]:
+        process._process.ask = lambda request, answer=damaged: ["", None] if isinstance(request, dict) else answer  # type: ignore[misc]
+        with pytest.raises(UserError, match=r"^reward: mine.py: reward:? sent a damaged answer"):
+            process(ROLLOUTS)
 
 
-def test_a_reward_has_no_keys_and_no_input(make: Callable[..., RewardProcess], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    text = "import os, sys\ndef reward(completions): return [float('HF_TOKEN' in os.environ), float(len(sys.stdin.read()))]"
-    assert make(text)(ROLLOUTS).tolist() == [[0], [0]]
+@pytest.mark.parametrize(
+    "takes", ["kept = mmap.mmap(-1, 500 << 20); kept.write(bytes(400 << 20))", "kept = b'x' * (250 << 20); os.fork()"]
+)
+def test_shared_memory_and_that_of_children_counts(
+    takes: str, make: Callable[..., RewardProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_process, "MEMORY", 400 << 20)
+    process = make(f"import mmap, os, time\ndef reward(completions): {takes}; time.sleep(60)")
+    with pytest.raises(UserError, match="reward: it takes more than 400 MiB of memory"):
+        process(ROLLOUTS)
+
+
+HALTS = """
+import os, signal, subprocess, sys, time
+
+def reward_bad(completions):
+    child = subprocess.Popen(["sleep", "4321"], start_new_session=True)
+    print(child.pid, os.environ["TRAINYARD_RUN_DIR"], file=sys.stderr, flush=True)
+    if sys.stdin.read() or completions == ["4"]:
+        return [1]
+    os.kill(int(os.environ["RANK_PID"]), signal.SIGSTOP)
+    time.sleep(60)
+"""
+# A rank whose first argument is the file of a reward, and the second one its only completion.
+RANK = """
+import os, sys
+os.environ["RANK_PID"] = str(os.getpid())
+from test_rewards import sources
+from trainer.rewards.reward_process import RewardProcess, Rollouts
+try:
+    RewardProcess(sources(sys.argv[1]), (), 3)(Rollouts(["2+2="], [sys.argv[2]], [[5]], {}))
+except Exception as error:
+    sys.exit(str(error))
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("completion", "end"), [("4", ""), ("5", "reward: mine.py: reward_bad: it takes more than 3 s")]
+)
+def test_what_a_reward_has_started_ends_with_the_rank_or_its_limit(completion: str, end: str, tmp_path: Path) -> None:
+    """The rank is killed, or the reward halts it. Its child has left its session, and has the mark of the run."""
+    (tmp_path / "mine.py").write_text(HALTS, encoding="utf-8")
+    rank = [sys.executable, "-c", RANK, str(tmp_path / "mine.py"), completion]
+    env = os.environ | {"TRAINYARD_RUN_DIR": "/the/run", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(rank, capture_output=True, text=True, timeout=60, env=env)
+    pid, mark, *said = ended.stderr.strip().split(maxsplit=2)
+    assert mark == "/the/run" and "".join(said).startswith(end) and ended.returncode == (1 if end else -9)
+    deadline = time.monotonic() + 10
+    while is_running(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(int(pid))
 
 
 def test_a_column_with_the_answers_is_required(make: Callable[..., RewardProcess]) -> None:

@@ -88,6 +88,7 @@ class Follower:
         self.requested_at: dict[str, float] = {}
         self.answered_at = dict.fromkeys(self.connections, self.clock.now())
         self.alive_at = dict(self.answered_at)  # when a host answered a request or a probe
+        self.ran_at = dict(self.answered_at)  # when a supervisor was not halted
 
     @property
     def lost_limit(self) -> float:
@@ -159,6 +160,8 @@ class Follower:
         if part.host in pending.answers:
             part.answer, part.error = pending.answers.pop(part.host), ""
             self.answered_at[part.host] = self.alive_at[part.host] = now = self.clock.now()
+            self.ran_at[part.host] = self.ran_at[part.host] if part.answer.get("halted") else now
+            part.halted = now - self.ran_at[part.host]
             self.times.add(max(0.0, now - self.requested_at[part.host] - self.waits[part.host]), now)
             if part.node.get("restarts"):  # torchrun renumbers the ranks when it restarts them
                 part.ranks = part.node["ranks"]

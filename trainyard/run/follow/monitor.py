@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.common.formats import clock, printable, thousands
+from trainer.supervise.status import HALTED
 from trainyard.run.host_run import ENDED_WELL, HostRun
 from trainyard.wire.reply_types.run_replies import GpuUse, Heartbeat
 
@@ -23,7 +24,6 @@ GPU_RANKS = 16  # ranks in such a line
 SLOW_STEPS = 5  # steps over which step times are averaged
 IMPORTING: Heartbeat = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
 WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at a synchronization
-HALTED = ("T", "t")  # states of a process that a signal or a debugger has stopped
 
 # torchrun ends the other workers of a dead one with SIGTERM, and gloo aborts a process whose peer has exited. Neither
 # is usually the cause.
@@ -69,6 +69,9 @@ def part_causes(part: HostRun, lost_limit: float) -> list[Cause]:
     if part.status not in ENDED and part.silent > lost_limit:
         why = f" ({part.error})" if part.error else ""
         return [Cause(1, -1, part.host, f"{part.host} has not answered for {part.silent:.0f} s{why}", "lost")]
+    if part.status not in ENDED and part.halted > lost_limit:  # code of the run may do that to all that would end it
+        why = f"the supervisor on {part.host} is halted (SIGSTOP or a debugger)"
+        return [Cause(1, -1, part.host, why, "supervisor")]
     if part.status == "none":
         return [Cause(1, -1, part.host, f"there is no run in {part.run_dir} on {part.host}", "host")]
     if part.status == "lost":

@@ -108,6 +108,7 @@ class RunStatus(OpenReply):
     ranks: Annotated[dict[str, Heartbeat], BeforeValidator(by_rank), Field(max_length=RANKS_LIMIT)]
     stop_wanted: NotRequired[Flag]
     left: NotRequired[Flag]
+    halted: NotRequired[Flag]
     why: NotRequired[Line]
     logs: NotRequired[dict[str, Log]]
 
