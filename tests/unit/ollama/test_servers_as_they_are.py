@@ -235,7 +235,7 @@ def test_a_truncated_prompt_at_v1(tmp_path: Path, count: int, whole: bool) -> No
 @pytest.mark.parametrize("marker", ["<|im_end|>\n<|im_start|>user\n", "<|eot_id|>", "<end_of_turn>\n", "</s>[INST] "])
 def test_an_answer_with_turns_in_it_teaches_nothing(tmp_path: Path, marker: str) -> None:
     with serve(lambda body, n: says(f"Answer {n}." + (f"{marker}Next?" if n == 2 else ""))) as server:
-        found, lines = taught(server.teachers(), tmp_path, *"abc")
+        found, _ = taught(server.teachers(), tmp_path, *"abc")
     assert len(found.samples) == 2 and found.counts == {"markup": 1} and "PARAMETER stop" in found.dropped.remedy
     assert not any("Next?" in str(sample) for sample in found.samples) and "1 with chat markup" in found.lines()[0]
 
