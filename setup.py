@@ -9,7 +9,7 @@ TOP = Path(__file__).parent
 SHARED = (
     *("LICENSE", "ansible.cfg", "constraints*.txt", "pyproject.toml", "site.yml", "train.yml"),
     *("inventory/hosts.example.yml", "inventory/local.yml", "inventory/ollama.yml"),
-    *("group_vars/all/*.yml", "playbooks/*.yml", "plugins/**/*.py", "roles/**/*"),
+    *("group_vars/all/cluster.yml", "playbooks/*.yml", "plugins/**/*.py", "roles/**/*"),
 )
 
 

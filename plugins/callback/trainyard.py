@@ -25,7 +25,9 @@ requirements:
 """
 
 import io
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ SUDO_ERRORS = {  # of what Ansible or sudo says, as regular expressions
     "Missing sudo password|password is required": "sudo needs a password: give it with -K, or allow the login user NOPASSWD with visudo",
     "not in the sudoers|is not allowed to|may not run": "sudo refuses the login user: add it to the group sudo as root (usermod -aG sudo USER)",
 }
+MAIN = os.getpid()  # of ansible-playbook
 MESSAGE_ONLY = ("fail", "assert", "validate_argument_spec")  # their message is for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
 SILENT = ("preflight", "deploy", "undeploy", "queue", "plan-python")
@@ -62,6 +65,7 @@ class CallbackModule(Default):
 
     def __init__(self) -> None:
         super().__init__()
+        sys.unraisablehook = repeat_interrupt
         # Ansible's Display never flushes: into a pipe or a file, the progress of a run of hours would appear at its end.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
@@ -139,6 +143,17 @@ class CallbackModule(Default):
         self._display.display(f"error: {host}{text}", color=C.COLOR_ERROR, stderr=stderr)
         if lines := table_lines(result.result) or printable_lines(table.splitlines()):
             self._display.display("\n".join(lines), stderr=stderr)
+
+
+def repeat_interrupt(unraisable: Any) -> None:
+    """Send Ctrl-C again if it came while Ansible forked a worker: Python drops what such a hook raises, and the run would start."""
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+    elif os.getpid() != MAIN:
+        os.kill(MAIN, signal.SIGINT)
+    else:  # once the fork is over
+        signal.signal(signal.SIGALRM, lambda number, frame: os.kill(MAIN, signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
 
 
 def action_name(task: Any) -> str:

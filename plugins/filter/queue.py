@@ -25,6 +25,11 @@ def queue_problems(hostvars: Any, addresses: dict[str, str], controller: str) ->
         what = f"the queue needs facts of all hosts, {', '.join(missing)} did not report"
         return [f"{what}: run site.yml without --limit"]
     problems = [f"{host} {ANOTHER}" for host in facts if facts[host]["foreign"]]
+    python = str(hostvars[controller]["cluster_python"])
+    if python.startswith(("/tmp/", "/var/tmp/")):
+        problems.append(
+            f"cluster_python of {controller} is {python}, but its services have another /tmp: move the environment"
+        )
     problems += slurm.version_problems({host: facts[host]["version"] for host in facts}, controller)
     try:
         queue_nodes(hostvars, addresses)

@@ -34,6 +34,27 @@ def result(**values) -> dict:
     return {"say": {"result": values}}
 
 
+CTRL_C = """
+import os, signal, sys, time
+from plugins.callback import trainyard
+sys.unraisablehook = trainyard.repeat_interrupt
+left = [1]
+os.register_at_fork(before=lambda: left and left.pop() and os.kill(os.getpid(), signal.SIGINT))
+try:
+    if not os.fork():
+        os._exit(0)
+    time.sleep(5)
+    print("ignored")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_while_a_worker_is_forked_is_not_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", CTRL_C], cwd=TOP, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
 # Task and the lines that it prints, without its banner; an entry that ends with "..." is the beginning of a line.
 CASES: dict[str, tuple[dict, list[str]]] = table("callback")["cases"]
 

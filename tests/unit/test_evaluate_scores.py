@@ -15,12 +15,14 @@ from trainer.common.errors import UserError
 from trainer.generation.ollama_client import Cancel, OllamaError
 from trainyard.evaluate import subjects
 from trainyard.evaluate.kept_evaluations import kept_evaluations
-from trainyard.evaluate.questions import Question, judge, read_questions
+from trainyard.evaluate.questions import Question, Searcher, judge, read_questions
 from trainyard.evaluate.scores import Answered, Report, sign_test, summarise, wilson
 from trainyard.evaluate.side_by_side import EvaluateOptions, evaluate
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
 from trainyard.ollama.teacher_nodes import Prompt, Teacher
 from trainyard.run.launch_options import LaunchOptions
+
+SEARCH = Searcher()
 
 
 def questions(tmp_path: Path, *rows: Any) -> Any:
@@ -32,20 +34,26 @@ def questions(tmp_path: Path, *rows: Any) -> Any:
 @pytest.mark.parametrize(("row", "text", "right", "exact"), table("evaluate_scores")["verdicts"])
 def test_verdicts(tmp_path: Path, row: dict[str, Any], text: str, right: bool, exact: bool | None) -> None:
     [question] = questions(tmp_path, {"prompt": "?"} | row)
-    found = judge(question, text)
+    found = judge(question, text, SEARCH)
     assert (found.right, found.exact) == (right, exact)
 
 
 @pytest.mark.parametrize(("answer", "said", "right"), table("evaluate_scores")["judged_by_numbers_and_denials"])
 def test_numbers_and_denials(answer: str, said: str, right: bool) -> None:
-    assert judge(Question("q", ({"role": "user", "content": "?"},), answer), said).right is right
+    assert judge(Question("q", ({"role": "user", "content": "?"},), answer), said, SEARCH).right is right
 
 
 def test_a_question_for_what_is_not(tmp_path: Path) -> None:
     [question] = questions(tmp_path, {"prompt": "Which is not a metal?", "answer": "oxygen"})
-    assert judge(question, "Oxygen is not a metal.").right
+    assert judge(question, "Oxygen is not a metal.", SEARCH).right
     [chosen] = questions(tmp_path, {"prompt": "?", "choices": ["gas", "metal"], "answer": "metal"})
-    assert judge(chosen, "It is not a gas, it is a metal").right and not judge(chosen, "A gas, not a metal").right
+    assert judge(chosen, "It is not a gas, it is a metal", SEARCH).right
+    assert not judge(chosen, "A gas, not a metal", SEARCH).right
+
+
+def test_a_pattern_that_would_search_for_years_matches_nothing(tmp_path: Path) -> None:
+    slow, good = questions(tmp_path, {"prompt": "?", "regex": "(a|aa)+$"}, {"prompt": "?", "regex": "b$"})
+    assert [judge(each, "a" * 60 + "b", SEARCH).right for each in (slow, good)] == [False, True]
 
 
 def test_the_last_message_of_the_assistant_is_the_reference(tmp_path: Path) -> None:

@@ -177,6 +177,11 @@ def test_no_extra_of_the_project_is_named_without_a_file() -> None:
     assert not [name for name, text in texts().items() if re.search(r"(?<![\w/.-])trainyard(-cluster)?\[[a-z]", text)]
 
 
+def test_packages_hold_no_vault_of_the_user() -> None:
+    patterns = (TOP / "setup.py").read_text(encoding="utf-8")
+    assert "group_vars/all/cluster.yml" in patterns and not re.search(r'(group_vars|inventory)/[^"]*\*', patterns)
+
+
 def test_every_url_is_known() -> None:
     unknown = []
     for name, text in texts().items():

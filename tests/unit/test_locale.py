@@ -55,6 +55,15 @@ def test_without_utf8_one_line_says_what_to_set(module: str) -> None:
     assert (done.returncode, done.stderr) == (2, f"error: locale: {REMEDY}")
 
 
+def test_a_home_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    done = run(["-m", "trainyard.cli", "init", tmp_path / "new"], {"HOME": "/proc", "ANSIBLE_HOME": "/proc/none"})
+    said = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert said.startswith("error: Ansible does not start: ") and said.endswith(
+        ": set HOME to a folder that you can write"
+    )
+
+
 def test_the_command_line_sets_the_locale_that_ansible_needs() -> None:
     program = "import os; from trainyard.cli.__main__ import main; main(['completion', 'none']); import ansible.cli; print(os.environ['LC_ALL'])"
     assert run(["-c", program], C).stdout.endswith("C.UTF-8\n")

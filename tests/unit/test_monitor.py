@@ -70,6 +70,22 @@ def test_what_may_be_a_consequence_is_not_sure(weak: HostRun) -> None:
     assert not found.sure
 
 
+def test_a_full_disk_before_the_first_heartbeat_is_the_cause_and_not_the_errors_of_peers() -> None:
+    silent = part("b", 1, node=failed(1), disk_full=True)
+    silent.answer["ranks"] = {}  # type: ignore[index]
+    found = causes([part("a", 0, state=LOST_PEERS, node=failed(0)), silent], lost_limit=10)
+    assert (found[0].text, found[0].blocked_by) == ("b: the disk is full", "disk")
+    assert causes([part("a", 0), part("b", 1, disk_full=True)], lost_limit=10) == [], "ranks may need no space"
+
+
+def test_a_supervisor_that_is_halted_is_a_cause() -> None:
+    halted = part("b", 1)
+    assert causes([part("a", 0), halted], lost_limit=10) == []
+    halted.halted = 11.0
+    (found,) = causes([part("a", 0), halted], lost_limit=10)
+    assert found.sure and found.text == "the supervisor on b is halted (SIGSTOP or a debugger)"
+
+
 def test_a_healthy_run_has_no_cause() -> None:
     ended_badly = part(
         "a", 0, "finished", state={"status": "finished"}, node={"exit_code": 1} | failed(0, -6, "SIGABRT")

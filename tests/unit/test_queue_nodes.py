@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hostile import HOSTILE_STRINGS
 
+from plugins.filter.queue import queue_problems
 from trainyard.queue.slurm_conf import gpu_type, oldest, queue_nodes, version_problems
 
 GPU = {"name": "NVIDIA GeForce RTX 3090", "memory_mib": 24576, "uuid": "GPU-1", "device": "/dev/nvidia0"}
@@ -40,6 +41,13 @@ def test_a_name_never_becomes_a_list_or_a_line(text: str) -> None:
             assert str(error).startswith("node1: ") and str(error).isprintable()
         else:
             assert node.hostname.replace("-", "").replace(".", "").isalnum()
+
+
+def test_an_environment_in_a_folder_that_services_do_not_see_is_refused() -> None:
+    info = {"__queue_info": FACTS | {"foreign": False, "version": "22.05.8"}}
+    for python, problems in (("/tmp/env/bin/python", 1), ("/srv/tmp/bin/python", 0)):
+        found = queue_problems({"node1": info | {"cluster_python": python}}, {"node1": "10.0.0.1"}, "node1")
+        assert len(found) == problems and all("cluster_python of node1 is /tmp/env" in each for each in found)
 
 
 def test_versions_that_slurm_cannot_mix_are_named() -> None:

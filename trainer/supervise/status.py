@@ -107,7 +107,7 @@ def is_uneventful(state: dict[str, Any]) -> bool:
 
 
 def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, Any]:
-    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `left`, `halted` (the supervisor is).
+    """Return `status`, `alive`, the supervisor's `node`, `ranks` with their `process` state letter, `stop_wanted`, `left`, `halted` (the supervisor is), `disk_full`.
 
     Processes are `left` if there are some although no supervisor holds the lock of the run. A run whose record cannot
     be read is `alive` as long as it has processes.
@@ -125,6 +125,7 @@ def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, A
     state["stop_wanted"] = (run_dir / "state/stop-wanted").exists()
     state["left"] = left
     supervisor = process_stat(node["pid"]) if node and isinstance(node.get("pid"), int) else None
+    state["disk_full"] = disk_full(run_dir)
     state["halted"] = supervisor is not None and supervisor[0] in HALTED
     if node is None:
         status = "unreadable" if (run_dir / "state/node.json").exists() or left else "starting"
@@ -144,15 +145,22 @@ def holds_lock(run_dir: LinkFreePath) -> bool:
 
 def why_lost(node: dict[str, Any], run_dir: LinkFreePath) -> str:
     """Return why a supervisor vanished: a full disk, a reboot, or systemd's result (oom-kill, signal, ...); may be empty."""
+    if disk_full(run_dir):
+        return "the disk is full"
     with contextlib.suppress(OSError):
-        if os.statvfs(run_dir.path).f_bavail == 0:
-            return "the disk is full"
         booted = time.time() - float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         if node["started"] < booted - 1:
             return "the machine was restarted"
         if node.get("unit"):
             return unit_result(unit_name(run_dir.resolved()))  # code of a rank could name another unit
     return ""
+
+
+def disk_full(run_dir: LinkFreePath) -> bool:
+    """Return whether a rank may have reported nothing for lack of space."""
+    with contextlib.suppress(OSError):
+        return os.statvfs(run_dir.path).f_bavail == 0
+    return False
 
 
 def unit_result(unit: str) -> str:

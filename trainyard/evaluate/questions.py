@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,14 @@ from trainer.common.formats import printable, quoted
 from trainer.common.inputs import path_kind, user_path
 from trainer.common.number_text import number, plain
 from trainer.config import OBSERVATORY
+from trainer.data.limited_process import LimitedProcess, LimitError, answer_messages, limit_answer, limit_process
 from trainer.data.samples import read_records, source_of
 from trainyard.run.prepare.spec_files import DATASETS
 
 EMBEDDED = {OBSERVATORY: "observatory-questions.jsonl", "general": "general-questions.jsonl"}
 MAX_QUESTIONS = 10_000
 MAX_TEXT = 20_000  # characters of an answer that are judged
+SEARCH_MEMORY, SEARCH_LIMIT = 1 << 30, 2  # bytes, and seconds of processor time, to search an answer for a pattern
 _KEYS = {"prompt", "messages", "answer", "choices", "regex"}
 _ROLES = ("system", "user", "assistant")
 _SHAPE = 'expected {"prompt": "...", "answer": "..."}, with choices or regex if any, or {"messages": [...]} whose last one is the answer'
@@ -130,8 +133,39 @@ def _is_message(value: Any) -> bool:
     return isinstance(value["content"], str) and bool(value["content"].strip())
 
 
-def judge(question: Question, text: str) -> Verdict:
-    """Return the verdict on an answer."""
+class Searcher:
+    """Searches answers in a process of its own: some patterns would search some texts for years. Such a text has no match."""
+
+    def __init__(self) -> None:
+        self._process: LimitedProcess | None = None
+
+    def __call__(self, pattern: re.Pattern[str], text: str) -> bool:
+        self._process = self._process or LimitedProcess(__name__, SEARCH_MEMORY, SEARCH_LIMIT)
+        try:
+            return bool(self._process.ask((pattern.pattern, text))[1])
+        except LimitError:
+            self.close()
+            return False
+
+    def close(self) -> None:
+        if self._process:
+            self._process.close()
+        self._process = None
+
+
+def search_messages() -> int:
+    """Answer the messages of a Searcher on standard input."""
+    seconds = limit_process()
+
+    def answer(request: tuple[str, str]) -> tuple[str, bool]:
+        limit_answer(seconds)
+        return "", bool(re.search(*request))
+
+    return answer_messages(sys.stdin.buffer, sys.stdout.buffer, answer)
+
+
+def judge(question: Question, text: str, search: Callable[[re.Pattern[str], str], bool]) -> Verdict:
+    """Return the verdict on an answer. `search`: a Searcher."""
     text = text[:MAX_TEXT]
     exact = contained = None
     negated = bool(_NEGATION.search(plain(question.text).casefold()))
@@ -142,7 +176,7 @@ def judge(question: Question, text: str) -> Verdict:
         exact = [word for word, _, _ in words] == wanted if wanted else text.strip() == question.answer
         contained = _position(said, words, question.answer, negated) is not None
     if question.pattern:
-        return Verdict(bool(question.pattern.search(text)), exact, contained)
+        return Verdict(search(question.pattern, text), exact, contained)
     if question.choices:
         places = {each: _position(said, words, each, negated) for each in question.choices}
         named = [(place, -len(each), each) for each, place in places.items() if place is not None]
@@ -206,3 +240,7 @@ def _position(text: str, words: list[tuple[str, int, int]], part: str, negated: 
         if negated or not (_NEGATION.search(clause) or _DENIAL.match(text, end)):
             return start
     return None
+
+
+if __name__ == "__main__":
+    sys.exit(search_messages())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from trainer.common.formats import counted, printable, table, thousands
 from trainer.data.reasoning import MARKUP, split_answer
-from trainyard.evaluate.questions import Question, Verdict, judge
+from trainyard.evaluate.questions import Question, Searcher, Verdict, judge
 
 _Z = 1.959964  # of a 95 % interval
 
@@ -101,7 +102,10 @@ def score(answers: Sequence[Answered | None], found: Sequence[Verdict | None]) -
 def verdicts_of(questions: Sequence[Question], answers: Sequence[Answered | None]) -> list[Verdict | None]:
     """Return the verdict on every answer; None without one. Thinking that has not ended is no right answer."""
     pairs = zip(questions, answers, strict=True)
-    found = [(judge(question, answer.text), answer.unfinished) if answer else None for question, answer in pairs]
+    with contextlib.closing(Searcher()) as search:
+        found = [
+            (judge(question, answer.text, search), answer.unfinished) if answer else None for question, answer in pairs
+        ]
     return [each and (replace(each[0], right=False) if each[1] else each[0]) for each in found]
 
 

@@ -26,7 +26,8 @@ class Digests:
             known = json.loads(self._cache.read(CACHE_LIMIT))
         except (OSError, ValueError, RecursionError):
             known = {}
-        self._known: dict[str, list[Any]] = known if isinstance(known, dict) else {}
+        entries = known.items() if isinstance(known, dict) else ()
+        self._known: dict[str, list[Any]] = {path: entry for path, entry in entries if isinstance(entry, list)}
         self._changed = False
 
     def of(self, path: Path | LinkFreePath) -> str:
@@ -50,7 +51,8 @@ class Digests:
         """Write the cache if it has changed. A full disk is not an error: the digests are recomputed."""
         if not self._changed:
             return
-        self._known = {path: known for path, known in self._known.items() if Path(path).exists()}
+        # Not of Path, which raises errors for names that no file has.
+        self._known = {path: known for path, known in self._known.items() if os.path.exists(path)}  # noqa: PTH110
         with contextlib.suppress(OSError):
             self._cache.root.mkdir(parents=True, exist_ok=True)
             self._cache.write(json.dumps(self._known).encode())

@@ -21,8 +21,8 @@ class HostRun:
     ranks: list[int] = field(default_factory=list)  # global ranks on this host, in the order of local ranks
     answer: RunStatus | None = None  # the latest status; None before the first one
     silent: float = 0.0  # seconds since the latest status
-    halted: float = 0.0  # seconds since its supervisor was last seen running
     error: str = ""  # why the latest request failed
+    halted: float = 0.0  # seconds since its supervisor was last seen running
 
     @property
     def status(self) -> str:

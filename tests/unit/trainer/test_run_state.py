@@ -16,6 +16,7 @@ from trainer.loop.template_date import ends_with_epochs, prints_date, recorded_d
 from trainer.method import MethodPlan
 from trainer.model_files import base_digest as digests
 from trainer.model_files.base_digest import base_digest
+from trainer.records.checkpoint import sha256_file
 from trainer.records.run_state import RunHistory, RunState
 from trainer.records.step_metrics import RankUse, StepMetrics
 from trainer.spec import changed_fields, changed_since, fixed_values, make_spec
@@ -243,6 +244,8 @@ def checkpoint(folder: Path, step: int, **state: Any) -> None:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "state.json").write_text(json.dumps({"step": step, **state}))
+    files = {"state.json": {"sha256": sha256_file(path / "state.json")}}
+    (path / "manifest.json").write_text(json.dumps({"files": files}))
 
 
 def test_a_new_run_has_the_date_of_rank_0(tmp_path: Path) -> None:
@@ -257,6 +260,12 @@ def test_a_resumed_run_has_the_date_of_its_newest_checkpoint_on_any_host(tmp_pat
     assert recorded_date(tmp_path) == (5, datetime.date(2026, 1, 31))
     checkpoint(tmp_path, 10, template_date="31 January")
     (tmp_path / "step-00000011").mkdir()
+    for step, text in (
+        (12, '{"step": 12, "template_date": "2027-01-31"}'),
+        (13, "[" * 100_000),
+    ):  # not what was written
+        checkpoint(tmp_path, step)
+        (tmp_path / f"step-{step:08d}/state.json").write_text(text)
     today = world_of([-1, datetime.date.today().isoformat()])
     assert run_date(tmp_path, today) == datetime.date(2026, 1, 31)
     assert run_date(tmp_path, world_of([20, "2026-02-01"])) == datetime.date(2026, 2, 1)

@@ -61,6 +61,10 @@ def causes(parts: Iterable[HostRun], lost_limit: float) -> list[Cause]:
     found = [cause for part in parts for cause in part_causes(part, lost_limit)]
     if found:  # a stopped part is not a failure, but may have caused failures of others
         found += [Cause(2, -1, p.host, f"{p.host} was stopped", "host") for p in parts if p.status == "stopped"]
+        full = [
+            part for part in parts if part.answer and part.answer.get("disk_full")
+        ]  # its ranks may have reported nothing
+        found += [Cause(2, -2, p.host, f"{p.host}: the disk is full", "host", "disk") for p in full]
     return sorted(found)
 
 

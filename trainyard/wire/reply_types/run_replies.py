@@ -109,6 +109,7 @@ class RunStatus(OpenReply):
     stop_wanted: NotRequired[Flag]
     left: NotRequired[Flag]
     halted: NotRequired[Flag]
+    disk_full: NotRequired[Flag]
     why: NotRequired[Line]
     logs: NotRequired[dict[str, Log]]
 
