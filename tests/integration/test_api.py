@@ -39,6 +39,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         file.unlink(missing_ok=True)
 
 
+@pytest.mark.long
 def test_the_code_of_the_page(bed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All blocks are one program. Only the inventory, the teacher's name and the prompts are those of the test."""
     page = (TOP / "docs/api.md").read_text()

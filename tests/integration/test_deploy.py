@@ -381,6 +381,7 @@ def test_real_ollama_answers_as_the_trained_model(site: Site, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.skipif(real_ollama.PROGRAM is None, reason="needs `ollama` on PATH")
+@pytest.mark.long
 def test_real_servers_of_both_forms_quantize(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained model that the server has quantized, with its settings; nothing of it remains afterwards."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -55,6 +55,7 @@ def answered(bed: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_circle_of_students(bed: Path, model_folder: Path) -> None:
     """Two students of one model train at once on two hosts, each on its half of the answers, are merged, and vote; a
     second call sends no prompts and trains nothing."""

@@ -109,7 +109,9 @@ def test_a_dataset_and_a_model_of_the_hosts_are_used_there(here: Here) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix", ["", "host:"], ids=["copied", "on the hosts"])
+@pytest.mark.parametrize(
+    "prefix", [pytest.param("", id="copied"), pytest.param("host:", id="on the hosts", marks=pytest.mark.long)]
+)
 def test_a_teacher_reaches_the_hosts_as_the_model_does(prefix: str, here: Here) -> None:
     """The teacher is a model of the same tokenizer in another folder; two hosts train with it."""
     shutil.copytree(here.folder / "srv/model", here.folder / "srv/teacher")

@@ -65,6 +65,7 @@ def questions(count: int, **options: Any) -> Questions:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_any_number_of_hosts_writes_the_same_answers(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def run(newest: Path, folder: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_run_and_the_plugins_work_without_deprecations(newest: Path, tmp_path: Path) -> None:
     """The fixture `deprecations` reads what Ansible reports."""
     print(run(newest, tmp_path, "ansible", "--version"))

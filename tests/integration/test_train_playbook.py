@@ -225,6 +225,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_is_named_and_nothing_is_lost(inventory: Path, dataset: Path, small_disk: Path) -> None:
     said = {"run": "full", "dataset": str(dataset), **SMALL, "max_steps": 400, "epochs": 100}
     playing, output = start(inventory, said)

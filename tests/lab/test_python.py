@@ -66,6 +66,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonCluster]
     one.down()
 
 
+@pytest.fixture(scope="module")
+def installed(cluster: PythonCluster) -> PythonCluster:
+    """The cluster with its environment, for the nightly tests, which continue one after another."""
+    played = cluster.play()
+    assert played.rc == 0, played.stdout
+    return cluster
+
+
 def index(cluster: PythonCluster) -> type[http.server.SimpleHTTPRequestHandler]:
     """Serve a package index: /simple/NAME/ lists the wheels of a package, /NAME.whl is a wheel, NAME.whl.metadata its metadata."""
 
@@ -131,76 +139,80 @@ def test_one_host_fetches_for_both(cluster: PythonCluster) -> None:
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
 
 
-def test_a_wheel_that_another_host_edited_is_not_installed(cluster: PythonCluster) -> None:
-    one, two = cluster.lab.hosts
-    wheel = cluster.lab.inside(one, f"ls {DATA}/python/shared/wheels/*/annotated*.whl").strip()
-    cluster.lab.inside(one, f"cp -p {wheel} /root/kept.whl && echo edited >> {wheel}")
-    cluster.lab.inside(two, f"mv $(readlink -f {DATA}/venv) /root/environment")
-    refused = cluster.play()
+@pytest.mark.long
+def test_a_wheel_that_another_host_edited_is_not_installed(installed: PythonCluster) -> None:
+    one, two = installed.lab.hosts
+    wheel = installed.lab.inside(one, f"ls {DATA}/python/shared/wheels/*/annotated*.whl").strip()
+    installed.lab.inside(one, f"cp -p {wheel} /root/kept.whl && echo edited >> {wheel}")
+    installed.lab.inside(two, f"mv $(readlink -f {DATA}/venv) /root/environment")
+    refused = installed.play()
     assert refused.rc != 0 and "Failed to download `annotated-types" in refused.stdout, refused.stdout
-    assert cluster.lab.inside(two, f"find {DATA}/python/envs -name 'annotated*'") == ""
-    cluster.lab.inside(one, f"mv /root/kept.whl {wheel}")
-    played = cluster.play()
+    assert installed.lab.inside(two, f"find {DATA}/python/envs -name 'annotated*'") == ""
+    installed.lab.inside(one, f"mv /root/kept.whl {wheel}")
+    played = installed.play()
     assert played.rc == 0, played.stdout
-    cluster.python(two, "import trainer.config.run_spec")
+    installed.python(two, "import trainer.config.run_spec")
 
 
-def test_play_after_a_kill_converges(cluster: PythonCluster) -> None:
-    lock = cluster.folder / "lock.txt"
+@pytest.mark.long
+def test_play_after_a_kill_converges(installed: PythonCluster) -> None:
+    lock = installed.folder / "lock.txt"
     # Another lock requires another environment.
     lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==1.0\n")
-    before = cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv")
-    output = cluster.folder / "killed.txt"
+    before = installed.lab.inside(installed.lab.hosts[1], f"readlink {DATA}/venv")
+    output = installed.folder / "killed.txt"
     with output.open("w") as sink:
         words = ["site.yml", "--tags", "storage,python", "-e", f"python_lock={lock}"]
-        play = start_playbook(cluster.inventory(), *words, stdout=sink)
+        play = start_playbook(installed.inventory(), *words, stdout=sink)
     try:
         until(lambda: "TASK [python : Install the wheels" in output.read_text(), 400, "pip to start")
     finally:
         kill_playbook(play)
-    assert cluster.lab.inside(cluster.lab.hosts[1], f"readlink {DATA}/venv") == before, (
+    assert installed.lab.inside(installed.lab.hosts[1], f"readlink {DATA}/venv") == before, (
         "the old environment is in use until the end"
     )
 
-    played = cluster.play(python_lock=str(lock))
+    played = installed.play(python_lock=str(lock))
     assert played.rc == 0, played.stdout
-    for host in cluster.lab.hosts:
-        assert cluster.lab.inside(host, f"readlink {DATA}/venv") != before
-        cluster.python(host, "import trainer.config.run_spec")
-        assert len(cluster.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, (
+    for host in installed.lab.hosts:
+        assert installed.lab.inside(host, f"readlink {DATA}/venv") != before
+        installed.python(host, "import trainer.config.run_spec")
+        assert len(installed.lab.inside(host, f"ls {DATA}/python/envs").split()) == 2, (
             "the current and the previous environment"
         )
-    assert cluster.play(python_lock=str(lock)).count("changed") == 0
+    assert installed.play(python_lock=str(lock)).count("changed") == 0
 
 
-def test_install_without_network(cluster: PythonCluster) -> None:
-    lock = cluster.folder / "other.txt"
+@pytest.mark.long
+def test_install_without_network(installed: PythonCluster) -> None:
+    lock = installed.folder / "other.txt"
     lock.write_text((REPO / "constraints.txt").read_text() + "left-pad==2.0\n")
-    requested = len(cluster.requested)
-    incomplete = cluster.folder / "incomplete"
+    requested = len(installed.requested)
+    incomplete = installed.folder / "incomplete"
     incomplete.mkdir()
-    for wheel in cluster.wheels.glob("*.whl"):
+    for wheel in installed.wheels.glob("*.whl"):
         if not wheel.name.startswith("annotated"):
             (incomplete / wheel.name).symlink_to(wheel)
-    refused = cluster.play(python_lock=str(lock), python_wheelhouse=str(incomplete))
+    refused = installed.play(python_lock=str(lock), python_wheelhouse=str(incomplete))
     assert refused.rc != 0
     assert f"from {incomplete}: " in refused.stdout and "annotated-types" in refused.stdout, refused.stdout
-    played = cluster.play(python_lock=str(lock), python_wheelhouse=str(cluster.wheels))
+    played = installed.play(python_lock=str(lock), python_wheelhouse=str(installed.wheels))
     assert played.rc == 0, played.stdout
-    assert len(cluster.requested) == requested
-    for host in cluster.lab.hosts:
-        cluster.python(host, "import trainer.config.run_spec")
+    assert len(installed.requested) == requested
+    for host in installed.lab.hosts:
+        installed.python(host, "import trainer.config.run_spec")
 
 
-def test_differences_are_reported_as_a_table_and_remove_cleans_up(cluster: PythonCluster) -> None:
-    one, two = cluster.lab.hosts
-    lock = cluster.folder / "other.txt"
-    cluster.lab.inside(
+@pytest.mark.long
+def test_differences_are_reported_as_a_table_and_remove_cleans_up(installed: PythonCluster) -> None:
+    one, two = installed.lab.hosts
+    lock = installed.folder / "other.txt"
+    installed.lab.inside(
         two, f"sed -i 's/^Version: .*/Version: 1.9/' {DATA}/venv/lib/python3*/site-packages/pydantic-*/METADATA"
     )
     # The trainer on node2 differs: the role replaces its wheel.
-    cluster.lab.inside(two, f'sed -i \'s/"trainer": "[^"]*/"trainer": "0/\' {DATA}/venv/trainyard.json')
-    played = cluster.play(python_lock=str(lock))
+    installed.lab.inside(two, f'sed -i \'s/"trainer": "[^"]*/"trainer": "0/\' {DATA}/venv/trainyard.json')
+    played = installed.play(python_lock=str(lock))
     assert played.rc != 0
     table = [line.split() for line in played.stdout.splitlines()]
     assert ["node1", "node2"] in table, played.stdout
@@ -208,9 +220,9 @@ def test_differences_are_reported_as_a_table_and_remove_cleans_up(cluster: Pytho
     assert played.stats["changed"].get("node1", 0) == 0 and played.stats["changed"]["node2"] > 0
 
     for changed in (4, 0):
-        removed = remove_role("python", cluster.inventory(), cluster.folder)
+        removed = remove_role("python", installed.inventory(), installed.folder)
         assert removed.rc == 0 and removed.count("changed") == changed, removed.stdout
-    assert cluster.lab.inside(one, f"ls {DATA}") == ""
+    assert installed.lab.inside(one, f"ls {DATA}") == ""
 
 
 # The stand-ins: a driver without a GPU, and an unsloth that only has a version.

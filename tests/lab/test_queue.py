@@ -163,7 +163,8 @@ def test_critical_preempts_low_which_is_repeated(cluster: tuple[Lab, Path], site
 
 def test_the_second_run_changes_nothing_and_the_key_stays_secret(cluster: tuple[Lab, Path], site: Played) -> None:
     lab, inventory = cluster
-    again = run_playbook("site.yml", inventory, {}, "--diff", timeout=900)
+    # `molecule test` runs the other roles twice.
+    again = run_playbook("site.yml", inventory, {}, "--diff", "--tags", "queue", timeout=900)
     assert again.rc == 0 and again.count("changed") == 0, again.stdout
     keys = {lab.inside(host, f"base64 -w0 {KEY}") for host in lab.hosts}
     modes = {lab.inside(host, f"stat -c '%U %a' {KEY}").strip() for host in lab.hosts}
@@ -194,37 +195,49 @@ def test_the_former_service_of_the_dashboard_is_removed_and_said(cluster: tuple[
     assert " ".join(again.stdout.split()).count("dashboard_state has no effect any more") == 1, again.stdout
 
 
-def test_only_the_program_that_was_added_drives_a_queued_run(
-    cluster: tuple[Lab, Path], site: Played, tmp_path: Path
-) -> None:
+def phase(lab: Lab, run: str) -> str:
+    """Return the phase of a queued run; empty before the first."""
+    text = lab.inside(lab.hosts[0], f"cat {DATA_DIR}/queue/{run}/state.json 2>/dev/null || echo '{{}}'")
+    return str(json.loads(text).get("phase", ""))
+
+
+def change(cluster: tuple[Lab, Path], verb: str, wanted: str, **more: object) -> None:
+    """Change the run `queued`, and wait for a phase of it."""
+    lab, inventory = cluster
+    played = run_playbook("playbooks/queue.yml", inventory, {"do": verb, "run": "queued", **more})
+    assert played.rc == 0, played.stdout
+    lab.wait(lambda: phase(lab, "queued") == wanted, f"the run is not {wanted}", 150)
+
+
+@pytest.fixture(scope="module")
+def package(cluster: tuple[Lab, Path], site: Played, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of the unpacked program of a queued run, which trained and was cancelled."""
+    folder = tmp_path_factory.mktemp("queued")
+    spec = tiny_spec("queued", questions(folder, 600), 100_000)
+    change(cluster, "add", "running", **spec, time_limit=30, cores=1)
+    change(cluster, "cancel", "cancelled")
+    return cluster[0].inside(cluster[0].hosts[0], "ls /run/trainyard-queue/*/trainyard/queue/__init__.py").strip()
+
+
+def test_a_queued_run_trains_and_is_cancelled(cluster: tuple[Lab, Path], package: str) -> None:
+    assert cluster[0].inside(cluster[0].hosts[0], f"stat -c %a {package}").strip() == "444"
+
+
+@pytest.mark.long
+def test_only_the_program_that_was_added_drives_a_queued_run(cluster: tuple[Lab, Path], package: str) -> None:
     """An unpacked program that was edited is replaced, and an edited archive is refused."""
     lab, inventory = cluster
     head, folder = lab.hosts[0], f"{DATA_DIR}/queue/queued"
     plant = f"open('{DATA_DIR}/planted', 'w')"
-    state = lambda: json.loads(lab.inside(head, f"cat {folder}/state.json 2>/dev/null || echo '{{}}'")).get("phase")  # noqa: E731
-
-    def change(verb: str, **more: object) -> None:
-        played = run_playbook("playbooks/queue.yml", inventory, {"do": verb, "run": "queued", **more})
-        assert played.rc == 0, played.stdout
-
-    change("add", **tiny_spec("queued", questions(tmp_path, 600), 100_000), time_limit=30, cores=1)
-    lab.wait(lambda: state() == "running", "the run does not start", 150)
-    change("cancel")
-    lab.wait(lambda: state() == "cancelled", "the run has not ended", 120)
-    (package,) = lab.inside(head, "ls /run/trainyard-queue/*/trainyard/queue/__init__.py").split()
-    assert lab.inside(head, f"stat -c %a {package}").strip() == "444"
     lab.inside(head, f'echo "{plant}" >{package}')
-    change("again")
-    lab.wait(lambda: state() == "running", "the run does not start again", 150)
+    change(cluster, "again", "running")
     assert "planted" not in lab.inside(head, f"cat {package}")
-    change("cancel")
-    lab.wait(lambda: state() == "cancelled", "the run has not ended again", 120)
+    change(cluster, "cancel", "cancelled")
     ended = f"squeue -h; pgrep -f 'queue[.]driver {folder}' || :"
     lab.wait(lambda: lab.inside(head, ended) == "", "its driver or its job has not ended", 120)
     add = f"import zipfile; zipfile.ZipFile('{folder}/program.zip', 'a').writestr('sitecustomize.py', \"{plant}\")"
     lab.inside(head, f"runuser -u {USER} -- python3 - <<'P'\n{add}\nP")
-    change("again")
-    lab.wait(lambda: state() == "failed", "the run is not refused", 150)
+    change(cluster, "again", "failed")
     line = f"run queued: {folder}/program.zip was changed after the run was added: add the run again on the controller"
     journal = lab.inside(head, "journalctl --no-pager -o cat -u trainyard-queue").splitlines()
     assert journal.count(f"error: {line}") == 1
