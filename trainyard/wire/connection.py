@@ -24,6 +24,7 @@ R = TypeVar("R")
 OUTPUT_LIMIT = 16 << 20  # bytes that a host may answer: a reply, and what its login scripts print before it
 FILES_PER_REQUEST = 10  # pipes of the client process, its input, and what waits for them
 FILES_BESIDE = 256  # that the process has open besides
+PAUSE = 1.0  # s of a turn of a loop beyond which the controller itself did not run
 TOO_MUCH = f"sent more than {OUTPUT_LIMIT >> 20} MiB; the connection was closed"
 
 
@@ -190,6 +191,27 @@ def allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+class AwakeClock:
+    """Seconds in which this process ran. Silence of a host counts only while the controller asks.
+
+    A suspended controller (Ctrl-Z, a paused virtual machine, load) would take its own pause for the silence of every host.
+    """
+
+    def __init__(self) -> None:
+        self._paused, self._turned_at = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """Return the time, without the pauses that `turn` has seen."""
+        return time.monotonic() - self._paused
+
+    def turn(self) -> None:
+        """Begin a turn of a loop; a turn that took longer than PAUSE was a pause."""
+        elapsed = time.monotonic() - self._turned_at
+        self._turned_at += elapsed
+        if elapsed > PAUSE:
+            self._paused += elapsed
+
+
 class FanOut(Generic[R]):
     """Sends one request to many hosts in parallel, with a daemon thread per host: a host that hangs does not block the exit.
 
@@ -229,15 +251,18 @@ class FanOut(Generic[R]):
 
         Hosts in `doubtful` are not expected to answer: they get at most `grace` seconds more than the other hosts need.
         """
-        start = time.monotonic()
+        clock = AwakeClock()
+        start = clock.now()
         deadline = start + limit
         for host, thread in sorted(self.threads.items(), key=lambda item: item[0] in doubtful):
             if host in doubtful:
-                deadline = min(deadline, time.monotonic() + grace)
+                deadline = min(deadline, clock.now() + grace)
                 grace = 0.0
-            thread.join(max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and (left := deadline - clock.now()) > 0:
+                thread.join(min(left, PAUSE / 2))
+                clock.turn()
             if thread.is_alive():
-                self.errors.setdefault(host, f"no answer within {time.monotonic() - start:.0f} s")
+                self.errors.setdefault(host, f"no answer within {clock.now() - start:.0f} s")
         return self
 
 

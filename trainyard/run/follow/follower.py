@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from trainer.common.formats import counted, printable
 from trainyard import front_end
-from trainyard.run.answer_times import LONGEST, SHORTEST, AnswerTimes
+from trainyard.run.answer_times import SHORTEST, AnswerTimes
 from trainyard.run.follow.monitor import ENDED, Cause, Progress, Watch, causes
 from trainyard.run.follow.rejoin import SIGN_OF_LIFE, Rejoin
 from trainyard.run.follow.run_status import read_status
@@ -17,12 +17,11 @@ from trainyard.run.launch.start_ranks import STOP_LIMIT
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PartEnd, Report, StepResult
-from trainyard.wire.connection import FanOut, call_hosts
+from trainyard.wire.connection import AwakeClock, FanOut, call_hosts
 from trainyard.wire.reply_types.run_replies import RunStatus
 from trainyard.wire.run_errors import RunFailedError
 
 TICK = 0.1  # s between two checks of the answers
-PAUSE = 1.0  # s of a turn of the loop beyond which the controller itself did not run
 POLL = 0.5  # s between two requests to a host, at least
 LONG_POLL = 3.0  # s that a host delays its answer while nothing changes: fewer requests, and changes arrive at once
 # s, where the limit of a lost host adapts: hosts that a switch takes at once are all silent for half the limit or more
@@ -30,31 +29,12 @@ SHORT_POLL = SHORTEST / 2
 PROBE = 1.0  # s between two probes of a host that is late
 REJOIN_GRACE = 600.0  # s for the ranks to write the checkpoint after which absent hosts rejoin
 SETTLE = 1.5  # s to wait for the cause when only its consequences have been seen
+# s for a status of a host that answers probes meanwhile: under a load of 20 per core, one takes up to 10 s
+ALIVE_LIMIT = 60.0
 EVIDENCE_LIMIT = 3.0  # s for a host to return the end of its logs
 TAIL = 20  # lines of a log shown with a failure
 TRACEBACK = 200  # lines of a traceback shown with a failure
 LINE_LIMIT = 1000  # characters of a line of a traceback
-
-
-class AwakeClock:
-    """Seconds in which this process ran. Silence of a host counts only while the controller asks.
-
-    A suspended controller (Ctrl-Z, a paused virtual machine, load) would take its own pause for the silence of every host.
-    """
-
-    def __init__(self) -> None:
-        self._paused, self._turned_at = 0.0, time.monotonic()
-
-    def now(self) -> float:
-        """Return the time, without the pauses that `turn` has seen."""
-        return time.monotonic() - self._paused
-
-    def turn(self) -> None:
-        """Begin a turn of a loop; a turn that took longer than PAUSE was a pause."""
-        elapsed = time.monotonic() - self._turned_at
-        self._turned_at += elapsed
-        if elapsed > PAUSE:
-            self._paused += elapsed - TICK
 
 
 class Follower:
@@ -119,7 +99,7 @@ class Follower:
                     return found[0]
             elif all(part.status in ENDED for part in self.parts):
                 return None
-            elif self.rejoin and not self.stopping and self.rejoin.update(self.parts, time.monotonic()):
+            elif self.rejoin and not self.stopping and self.rejoin.update(self.parts, now):
                 # All ranks write a checkpoint and stop, and the run starts again.
                 returning = ", ".join(self.rejoin.returning)
                 self.report(f"{returning} can take part again: the run stops at a checkpoint and starts again")
@@ -171,7 +151,7 @@ class Follower:
     def probe(self, part: HostRun, now: float) -> None:
         """Ask a host whose status is late for a sign of life, which needs no Python: a loaded host is slow, but not lost.
 
-        A host that is alive but returns no status is silent for LONGEST.
+        A host that is alive but returns no status is silent once that has lasted for ALIVE_LIMIT.
         """
         if part.host in self.probes:
             probe = self.probes[part.host]
@@ -184,7 +164,7 @@ class Follower:
             self.probed_at[part.host] = now
             call = functools.partial(self.connect(part.host).run, SIGN_OF_LIFE, verb="begin")
             self.probes[part.host] = FanOut({part.host: call})
-        if part.silent < LONGEST:
+        if part.silent < ALIVE_LIMIT:
             part.silent = min(part.silent, now - self.alive_at[part.host])
 
 
