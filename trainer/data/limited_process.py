@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 import trainer
@@ -46,7 +45,7 @@ class LimitedProcess:
     def ask(self, value: object) -> Any:
         """Send a message and return the answer. Raises LimitError."""
         self.send(value)
-        return self.receive()
+        return self.receive_sized()[0]
 
     def send(self, value: object) -> None:
         """Send a message. Raises LimitError if the process has ended."""
@@ -54,10 +53,6 @@ class LimitedProcess:
             write_message(cast(BinaryIO, self._process.stdin), value)
         except OSError:
             raise LimitError(self._reason()) from None
-
-    def receive(self) -> Any:
-        """Return the next answer. Raises LimitError."""
-        return self.receive_sized()[0]
 
     def receive_sized(self) -> tuple[Any, int]:
         """Return the next answer, and its size in bytes. Raises LimitError."""
@@ -75,12 +70,6 @@ class LimitedProcess:
         if self._process.returncode is None:
             self._process.kill()
         self._process.communicate()
-
-    def __enter__(self) -> LimitedProcess:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _reason(self) -> str:
         try:

@@ -1,5 +1,6 @@
 """Read tables in a process with limits: the formats compress, so a small file can hold more than the memory of a machine."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ def records_apart(
     exceeds a limit.
     """
     number = total = 0
-    with LimitedProcess("trainer.data.table_reader", memory, seconds) as process:
+    with contextlib.closing(LimitedProcess("trainer.data.table_reader", memory, seconds)) as process:
         try:
             process.send((reader, arguments))
             while True:

@@ -77,7 +77,7 @@ class Dashboard:
 
     def app(self) -> Starlette:
         routes = [
-            Route("/login", self.login),
+            Route("/login", self.access.login),
             Route("/", self._page("nodes")),
             Route("/runs", self.runs),
             Route("/events", self._page("events")),
@@ -103,8 +103,11 @@ class Dashboard:
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            work = [*(stream.run() for stream in self.streams.values()), self.pages.queue.run()]
-            work.append(self.pages.evaluations.run())
+            work = [
+                self.pages.queue.run(),
+                self.pages.evaluations.run(),
+                *(each.run() for each in self.streams.values()),
+            ]
             tasks = [asyncio.create_task(one) for one in work]
             yield
             for task in tasks:
@@ -119,10 +122,6 @@ class Dashboard:
         if name not in self.cluster.runs:
             raise HTTPException(404)
         return self.cluster.runs[name]
-
-    async def login(self, request: Request) -> Response:
-        """Log in, by the URL with the token."""
-        return self.access.login(request)
 
     def _page(self, name: str) -> Callable[[Request], Awaitable[Response]]:
         """Return what shows a page without arguments."""
@@ -151,7 +150,8 @@ class Dashboard:
     async def run(self, request: Request) -> Response:
         """Show a run; `with` names runs to compare it with, separated by commas or given several times."""
         run = self._run(request)
-        others = self._others(run, request.query_params.getlist("with"))
+        given = dict.fromkeys(",".join(request.query_params.getlist("with")).split(","))
+        others = [name for name in given if name in self.cluster.runs and name != run.name][:OVERLAYS]
         found = {name: await self._describe(self.cluster.runs[name]) for name in (run.name, *others)}
         specs = {name: await asyncio.to_thread(_named_spec, one) for name, one in found.items()}
         names = sorted(self.cluster.runs.values(), key=lambda one: -one.started)
@@ -175,11 +175,6 @@ class Dashboard:
             return ""
         name, _ = run.ranks[0]  # the rank that writes them
         return tensorboard_command(f"{run.parts[name].run_dir}/tensorboard", self.cluster.hosts[name].host)
-
-    def _others(self, run: RunState, given: list[str]) -> list[str]:
-        """Return the other runs that a request names."""
-        names = dict.fromkeys(",".join(given).split(","))
-        return [name for name in names if name in self.cluster.runs and name != run.name][:OVERLAYS]
 
     async def _describe(self, run: RunState) -> dict[str, Any]:
         """Return `spec` and `origin` of the first host that answers, and `logs`, {host: {file: bytes}}."""

@@ -114,7 +114,7 @@ class SessionAuth:
         """What to do without a session."""
         return f"Open the URL that `trainyard dashboard` printed, or /login?token= with the token in {self._file}.\n"
 
-    def login(self, request: Request) -> Response:
+    async def login(self, request: Request) -> Response:
         """Begin a session for the right token, and continue with the first page."""
         if not same(request.query_params.get("token", ""), self.token):
             return PlainTextResponse("401: wrong token. " + self.help, 401)

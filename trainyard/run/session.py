@@ -428,11 +428,7 @@ class RunSession:
     # Restarts ---------------------------------------------------------------------------------------------------------
 
     def _restart(self, previous: PreviousStart, due: float) -> None:
-        """Plan, stage and launch again. A start that already runs, or that a user stopped, is not changed.
-
-        Args:
-            due: monotonic time before which nothing is staged and no rank starts.
-        """
+        """Plan, stage from the monotonic time `due` on, and launch again. A start that runs, or that a user stopped, is not changed."""
         _sleep_until(due - PLAN_AHEAD)
         plan = self._make_plan(previous)
         if plan.phase != "stopped":
@@ -465,11 +461,7 @@ class RunSession:
         return failure
 
     def _postpone(self, error: RunError, start: bool = True) -> StepResult:
-        """Leave a failed first start to `follow`, if a restart may succeed and is allowed; else raise the error.
-
-        Args:
-            start: whether the run was to start, and not only to be planned.
-        """
+        """Leave a failed first start (`start`: not only a plan) to `follow`, if a restart may succeed and is allowed; else raise the error."""
         if not (error.retryable and self.options.max_restarts) or self.options.render_only:
             if start and not self.check:
                 self.announce("failed", self.run_name, str(error))
