@@ -164,6 +164,7 @@ def test_peers_reach_all_ports_and_other_hosts_only_ssh(
     lab.inside(one, f"ufw delete allow 8080/tcp; ufw delete allow proto tcp from {two.address}")
 
 
+@pytest.mark.long
 def test_permissive_firewalls_are_closed_and_the_controller_still_discovers_the_hosts(
     lab: Lab, hosts: list[Host], inventory: Any, tmp_path: Path
 ) -> None:

@@ -201,6 +201,7 @@ def test_links_of_the_login_user_do_not_redirect_root(lab: Lab, tmp_path: Path) 
         lab.inside(three, "rm -f /home/tester/trainyard; rmdir /root/data")
 
 
+@pytest.mark.long
 def test_the_log_rotation_of_earlier_versions_is_removed(lab: Lab) -> None:
     rule, variables = "/etc/logrotate.d/trainyard", {"system_time": False, "system_tcmalloc": False}
     site(lab, "system", **variables)

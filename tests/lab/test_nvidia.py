@@ -62,6 +62,7 @@ def play(lab: Lab, *arguments: str, **variables: Any) -> Played:
     )
 
 
+@pytest.mark.long
 def test_gpu_whose_driver_apt_does_not_have_is_an_error(lab: Lab, host: Host) -> None:
     cards(lab, host, ADA)
     played = play(lab, nvidia_install=True)

@@ -232,6 +232,7 @@ def stock_hosts() -> Iterator[Lab]:
         lab.down()
 
 
+@pytest.mark.long
 def test_host_joins_and_leaves(bare: Lab, tmp_path: Path) -> None:
     two = inventory_with(bare, tmp_path, {"node1": {}, "node2": {}})
     run_playbook("playbooks/reset.yml", bare.inventory)

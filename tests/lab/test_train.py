@@ -72,6 +72,7 @@ def test_ranks_run_on_the_selected_hosts(provisioned: Lab, hosts: list[Host], va
     assert "absent" in ask(lab, hosts[0], "test -e /home/tester/trainyard/runs/two || echo absent")
 
 
+@pytest.mark.long
 def test_closed_firewall_is_reported_before_a_rank_starts(
     provisioned: Lab, hosts: list[Host], variables: dict[str, Any]
 ) -> None:
@@ -87,6 +88,7 @@ def test_closed_firewall_is_reported_before_a_rank_starts(
     assert "absent" in ask(provisioned, hosts[0], "test -e /home/tester/trainyard/runs/closed || echo absent")
 
 
+@pytest.mark.long
 def test_auto_uses_the_measured_link_speed(
     provisioned: Lab, hosts: list[Host], variables: dict[str, Any], tmp_path: Path
 ) -> None:
