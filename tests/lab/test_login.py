@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from lab_hosts import NEEDS_LAB, Host, Lab, Played, inventory_with, run_playbook
+from lab_hosts import NEEDS_LAB, Host, Lab, Played, inventory_with, remove_role, run_playbook
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
 
@@ -116,25 +117,39 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
     assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
 
 
-def test_the_login_with_a_key_goes_to_the_host(lab: Lab, tmp_path: Path) -> None:
-    """Also if only the configuration of ssh on the controller knows its address, and an argument of ssh has a space."""
-    two = lab.hosts[1]
-    (tmp_path / "config").write_text("".join(f"Host {host.name}\nHostName {host.address}\n" for host in lab.hosts))
+def test_hosts_by_name_by_address_and_behind_a_jump_host(lab: Lab, tmp_path: Path) -> None:
+    """Only ssh knows where they are. Roles prove the login with a key at each, and our own SSH reaches it, too."""
+    one, two, three = lab.hosts
+    name = f"0x{int(ipaddress.ip_address(three.address)):x}"  # which the resolver knows without a server
+    (tmp_path / "config").write_text(
+        f"Host box\nHostName 127.0.0.1\nPort 2222\nProxyJump jump\nHostKeyAlias {two.address}\n"
+        f"Host jump\nHostName {two.address}\nHost {name}\nHostKeyAlias {three.address}\n"
+        f"Host *\nUser tester\nIdentityFile {lab.key}\nUserKnownHostsFile {lab.known_hosts}\n"
+    )
     document = yaml.safe_load(lab.inventory.read_text())
-    cluster = document["all"]["children"]["cluster"]
-    cluster["vars"]["ansible_ssh_common_args"] += f" -F {tmp_path}/config -o 'SetEnv=\"LAB=two words\"'"
-    for host in cluster["hosts"].values():
-        del host["ansible_host"]
+    groups = document["all"]["children"]
+    names = {one.name: one.address, two.name: "box", three.name: name}
+    for group in groups.values():
+        group["hosts"] = {names[host]: values for host, values in group["hosts"].items()}
+    groups["cluster"]["vars"]["ansible_ssh_common_args"] += f" -F {tmp_path}/config -o 'SetEnv=\"LAB=two words\"'"
+    for values in groups["cluster"]["hosts"].values():
+        del values["ansible_host"]
     (tmp_path / "inventory.yml").write_text(yaml.safe_dump(document))
-    lab.inside(two, f"mv {FOLDER}/50-cloud-init.conf /root/; systemctl reload ssh")
+    for host in lab.hosts:
+        lab.inside(host, f"mv {FOLDER}/50-cloud-init.conf /root/; systemctl reload ssh")
+    lab.inside(two, f"printf 'Port 22\nPort 2222\n' > {FOLDER}/02-ports.conf; systemctl restart ssh")
     try:
-        assert sshd(lab, two)["passwordauthentication"] == "yes"
-        played = run_playbook("site.yml", tmp_path / "inventory.yml", {}, "--tags ssh --limit node2")
+        assert {sshd(lab, host)["passwordauthentication"] for host in lab.hosts} == {"yes"}
+        played = run_playbook("site.yml", tmp_path / "inventory.yml", {}, "--tags ssh")
         assert played.rc == 0, played.stdout
-        assert sshd(lab, two)["passwordauthentication"] == "no"
-        assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
+        assert {sshd(lab, host)["passwordauthentication"] for host in lab.hosts} == {"no"}
+        shown = run_playbook("playbooks/status.yml", tmp_path / "inventory.yml")
+        assert shown.rc == 0 and "error" not in shown.stdout and "no run on" in shown.stdout, shown.stdout
+        assert remove_role("ssh", lab.inventory, tmp_path).rc == 0
     finally:
-        lab.inside(two, f"mv /root/50-cloud-init.conf {FOLDER}/; systemctl reload ssh")
+        lab.inside(two, f"rm {FOLDER}/02-ports.conf; systemctl restart ssh")
+        for host in lab.hosts:
+            lab.inside(host, f"mv /root/50-cloud-init.conf {FOLDER}/; systemctl reload ssh")
 
 
 def test_sshd_of_a_hardened_host_is_not_weakened(lab: Lab) -> None:
