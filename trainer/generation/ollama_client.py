@@ -20,18 +20,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from trainer.generation.reply_values import count_of, seconds_of, text_of
+from trainer.generation.server_names import server_form
+
 MAX_BODY = 64 << 20  # bytes of a reply; /api/show with all tokens of a vocabulary has some MB
 MAX_LINE = 1 << 20  # bytes of a line of a streamed reply
 MAX_ANSWER = 8 << 20  # bytes of a streamed answer, with the JSON around its tokens
 MAX_ERROR = 500  # characters of an error message
 _PAGE = 100  # characters of the page of a proxy in one
 _BLOCK = 1 << 16
-_REGISTRY = "registry.ollama.ai/"
 _PATH = re.compile(r"(/[A-Za-z0-9._~%-]+)*/?")  # no query, fragment or control character
 _VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_WORD = "[A-Za-z0-9][A-Za-z0-9._-]{0,79}"
-MODEL_NAME = re.compile(f"{_WORD}(/{_WORD}){{0,2}}(:{_WORD})?")
 Failure = Literal["final", "refused", "wait", "lost", "error"]
 _FAILURES: dict[Failure, tuple[int, ...]] = {
     "final": (400, 413, 422),
@@ -273,15 +273,15 @@ class OllamaClient:
             message = line.get("message", line)  # of /api/chat
             if not isinstance(message, dict):
                 raise OllamaError(f"the reply of {path} has no message", 500)
-            text.append(_string(message, "response" if message is line else "content"))
-            thinking.append(_string(message, "thinking"))
+            text.append(text_of(message, "response" if message is line else "content"))
+            thinking.append(text_of(message, "thinking"))
             if hear:
                 hear(text[-1])
             last = line
         if last.get("done") is not True:
             raise OllamaError("the answer is incomplete")
         total, *parts = (
-            _seconds(last, name)
+            seconds_of(last, name)
             for name in ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
         )
         tokens, read = (count_of(last, name) for name in ("eval_count", "prompt_eval_count"))
@@ -350,7 +350,7 @@ class OllamaClient:
     ) -> None:
         status, limits = "", dict[str, Any](deadline=deadline, first=deadline, idle=idle)
         for line in self._lines("POST", path, dict(body) | {"stream": True}, keep=0, **limits):
-            new = _string(line, "status")
+            new = text_of(line, "status")
             if report and new != status:
                 report(new[:MAX_ERROR])
             status = new
@@ -467,23 +467,6 @@ class OllamaClient:
         return sock
 
 
-def full_name(model: str) -> str:
-    """Return the name of a model with its tag: `llama3` is `llama3:latest`."""
-    return model if ":" in model.rpartition("/")[2] else f"{model}:latest"
-
-
-def server_form(model: str) -> str:
-    """Return the one spelling of all that a server takes for the same model: `REGISTRY/library/Mine` is `mine:latest`."""
-    name = full_name(model).lower().removeprefix(_REGISTRY)
-    return name.removeprefix("library/")
-
-
-def same_model(tags: Mapping[str, str], model: str) -> str:
-    """Return the digest of a model from the digests by listed name, whatever its spelling; empty if it is not listed."""
-    wanted = server_form(model)
-    return next((digest for name, digest in tags.items() if server_form(name) == wanted), "")
-
-
 def _parse_object(data: bytes, path: str, status: int = 500) -> dict[str, Any]:
     try:
         value = json.loads(data)
@@ -494,30 +477,12 @@ def _parse_object(data: bytes, path: str, status: int = 500) -> dict[str, Any]:
     return value
 
 
-def _string(item: Mapping[str, Any], name: str) -> str:
-    """Return a text of a reply without lone surrogates, which no file accepts; empty if it has none."""
-    value = item.get(name)
-    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
-
-
-def _seconds(item: Mapping[str, Any], name: str) -> float:
-    """Return a duration of a reply, which is in nanoseconds."""
-    value = item.get(name)
-    return value / 1e9 if isinstance(value, int) and 0 <= value < 1 << 60 else 0.0
-
-
-def count_of(item: Any, name: str) -> int:
-    """Return a number of tokens in a part of a reply; 0 if it has none."""
-    value = item.get(name) if isinstance(item, dict) else 0
-    return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0
-
-
 def _error_text(data: bytes, status: int) -> str:
     """Return the message of an error; of a page of a proxy, its status and its first words."""
     with contextlib.suppress(OllamaError):
         found = _parse_object(data, "")
         inner = found.get("error")  # of vLLM: an object
-        if text := _string(inner, "message") if isinstance(inner, dict) else _string(found, "error"):
+        if text := text_of(inner, "message") if isinstance(inner, dict) else text_of(found, "error"):
             return text
         data = b""
     words = re.sub(

@@ -13,7 +13,8 @@ from fake_teacher import serve as serve_teachers
 from run_hosts import free_port
 from threaded_server import QuietHandler
 
-from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError, full_name
+from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError
+from trainer.generation.server_names import full_name
 
 
 @pytest.mark.slow
