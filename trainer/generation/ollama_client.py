@@ -20,8 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from trainer.generation.reply_values import count_of, seconds_of, text_of
-from trainer.generation.server_names import server_form
+from trainer.generation.ollama_names import server_form
+from trainer.generation.ollama_values import count_of, seconds_of, text_of
 
 MAX_BODY = 64 << 20  # bytes of a reply; /api/show with all tokens of a vocabulary has some MB
 MAX_LINE = 1 << 20  # bytes of a line of a streamed reply

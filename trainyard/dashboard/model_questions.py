@@ -14,7 +14,7 @@ from trainer.common.formats import counted
 from trainer.data.reasoning import split_answer
 from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError
 from trainer.generation.ollama_models import GREEDY, read_facts, room_for
-from trainer.generation.server_names import server_form
+from trainer.generation.ollama_names import server_form
 from trainyard.dashboard.page_formats import clean, rate
 from trainyard.dashboard.state import ClusterView
 from trainyard.ollama.servers import host_urls

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trainer.common.errors import UserError
 from trainer.common.inputs import user_path
 from trainer.config.fields import MAX_SECONDS, declare
-from trainer.generation.server_names import MODEL_NAME, server_form
+from trainer.generation.ollama_names import MODEL_NAME, server_form
 from trainyard import front_end
 from trainyard.deploy.proof import WeightType
 from trainyard.playbook_options import PlaybookOptions

@@ -11,7 +11,7 @@ from trainer.common.errors import UserError
 from trainer.common.formats import printable
 from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainer.generation.ollama_models import ABSENT, ModelFacts, read_facts
-from trainer.generation.server_names import full_name
+from trainer.generation.ollama_names import full_name
 from trainyard import front_end
 from trainyard.ollama.servers import server_urls
 from trainyard.ollama.teacher_nodes import OllamaNode, require_local

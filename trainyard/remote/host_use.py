@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.generation.ollama_client import OllamaClient, OllamaError
-from trainer.generation.server_names import server_form
+from trainer.generation.ollama_names import server_form
 from trainer.supervise import nvidia_smi
 from trainer.supervise.interface import interface_of
 from trainer.supervise.link_free import LinkFreePath

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainer.generation.ollama_models import DEFAULTS, create_body, small_model_options, takes_adapters
-from trainer.generation.server_names import MODEL_NAME, full_name, same_model, server_form
+from trainer.generation.ollama_names import MODEL_NAME, full_name, same_model, server_form
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import read_json
 from trainyard.remote.receive import incoming_folder, prepare_incoming

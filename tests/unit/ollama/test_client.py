@@ -14,7 +14,7 @@ from run_hosts import free_port
 from threaded_server import QuietHandler
 
 from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError
-from trainer.generation.server_names import full_name
+from trainer.generation.ollama_names import full_name
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tables import table
 from trainer.common.errors import UserError
 from trainer.generation.ollama_client import OllamaClient
 from trainer.generation.ollama_models import create_body
-from trainer.generation.server_names import same_model, server_form
+from trainer.generation.ollama_names import same_model, server_form
 from trainyard.deploy.deploy_options import make_deploy_options
 from trainyard.deploy.model_settings import ModelSettings, SettingsReader
 from trainyard.deploy.trained_run import TrainedRun, find_copies, find_run

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NotRequired
 
 from pydantic import Field
 
-from trainer.generation.server_names import MODEL_NAME
+from trainer.generation.ollama_names import MODEL_NAME
 from trainyard.remote.ollama import BASES_LIMIT
 from trainyard.wire.reply_fields import Count, Digest, Flag, Line, OpenReply, Text
 
