@@ -129,6 +129,16 @@ def test_power_loss_of_a_host_ends_the_playbook(lab: Lab, site: Site) -> None:
     assert row[3] == "lost"
 
 
+def test_a_rank_that_halts_every_process_of_its_user_is_ended_from_outside(lab: Lab, site: Site) -> None:
+    """Also the SSH session over which the controller follows the run."""
+    playbook = site.run(site.plan())
+    site.at_step(1)
+    lab.inside(lab.hosts[1], "cd /; runuser -u tester -- python3 -c 'import os; os.kill(-1, 19)'")
+    assert playbook.wait(90) == 2
+    assert site.error().startswith(("error: node2 has not answered for ", "error: the supervisor on node2 is halted"))
+    site.check_no_processes()
+
+
 def test_out_of_memory_kill_is_reported(lab: Lab, site: Site) -> None:
     site.stage("FAKE=1:3:eat\n")
     faults.FAULTS["memory"].inject(lab, lab.hosts[1], "1000")

@@ -172,11 +172,10 @@ class Driver:
                 raise RunError(f"cannot carry the checkpoint: {error}") from None
             if earlier := self.copy.spec():  # these hosts may lack the run's folder, and would decide differently
                 prepared = replace(prepared, spec=as_before(prepared.spec, earlier)[0])
-        here = {host.name: host for host in hosts}
-        head = self.session.options.head if self.session.options.head in here else ""
+        head = self.session.options.head if self.session.options.head in {host.name for host in hosts} else ""
         session = RunSession(
             hosts,
-            lambda host: self.connect_host(here[host.name]),
+            self.connect_host,
             # The driver announces the events: what ends an attempt may not end the run.
             self.session.options.model_copy(update={"limit": "cluster", "head": head, "notify": ()}),
             home=self.folder,

@@ -49,7 +49,7 @@ from trainyard.run.types import (
     SessionState,
     StepResult,
 )
-from trainyard.wire.connection import Host, HostConnection
+from trainyard.wire.connection import Host, HostConnection, alone
 from trainyard.wire.run_errors import (
     LaunchError,
     LostSourceError,
@@ -278,8 +278,9 @@ class RunSession:
                 # The hosts that the run may have, not those of the last start: a lost host may have returned.
                 if why := policy.record(failure, len(self.hosts)) or self.veto(failure):
                     # Code of a run may have halted every process of the login user, the SSH session of this one included.
-                    silent = [self.hosts[name] for name in failure.get("lost", [])]
-                    stop_parts(run_parts(silent, self.run_name), self.connect, {"now": True}, END_LIMIT)
+                    silent = {name: alone(self.hosts[name]) for name in failure.get("lost", [])}
+                    anew = lambda name, hosts=silent: self.connect_host(hosts[name])  # noqa: E731
+                    stop_parts(run_parts(silent.values(), self.run_name), anew, {"now": True}, END_LIMIT)
                     raise policy.error(failure, why)
                 for line in policy.lines(failure):
                     self.report(line)

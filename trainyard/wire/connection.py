@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from trainer.common.errors import MAX_MESSAGE, TrainyardError
@@ -210,6 +210,12 @@ class AwakeClock:
         self._turned_at += elapsed
         if elapsed > PAUSE:
             self._paused += elapsed
+
+
+def alone(host: Host) -> Host:
+    """Return a host whose connections are not shared: the processes of the shared one may be halted there."""
+    arguments = ("-o", "ControlPath=none", *host.login.extra_arguments)  # ssh takes the first value of an option
+    return replace(host, login=replace(host.login, extra_arguments=arguments))
 
 
 class FanOut(Generic[R]):
