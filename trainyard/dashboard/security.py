@@ -8,6 +8,7 @@ the server has TLS, too: a browser then calls it by a name of the certificate on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import os
@@ -138,28 +139,20 @@ class SessionAuth:
         return _digest(Request(scope).cookies.get(self.cookie, "")) in self._sessions
 
     async def read_form(self, request: Request) -> dict[str, str]:
-        """Return the fields of a form of our own pages. Raises HTTPException for one from elsewhere, or that is too large."""
+        """Return the fields of a form of our own pages. Raises HTTPException for one from elsewhere, or that is too large or slow."""
         own = f"http{'s' if self.site.tls else ''}://{request.headers.get('host', '')}".lower()
-        if request.headers.get("origin", own).lower() == own:
-            body = await read_body(request) or b""
-            fields = {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}
-            if same(fields.get("csrf", ""), self.csrf):
-                return fields
+        body = b""
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(BODY_LIMIT):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > FORM_LIMIT:
+                        break
+                else:
+                    fields = {name: values[-1] for name, values in parse_qs(body.decode(errors="replace")).items()}
+                    if request.headers.get("origin", own).lower() == own and same(fields.get("csrf", ""), self.csrf):
+                        return fields
         raise HTTPException(403, NOT_OUR_FORM)
-
-
-async def read_body(request: Request) -> bytes | None:
-    """Return the body of a request; None if it has more than FORM_LIMIT bytes, or does not arrive within BODY_LIMIT."""
-    body = b""
-    try:
-        async with asyncio.timeout(BODY_LIMIT):
-            async for part in request.stream():
-                body += part
-                if len(body) > FORM_LIMIT:
-                    return None
-    except (TimeoutError, ClientDisconnect):
-        return None
-    return body
 
 
 def same(given: str, secret: str) -> bool:
