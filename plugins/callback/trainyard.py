@@ -8,8 +8,9 @@ type: stdout
 short_description: Default screen output with one-line errors and tables
 description:
   - The output of P(ansible.builtin.default#callback), with seven differences.
-  - A failed result with C(plain=true), and any failure of M(ansible.builtin.fail), M(ansible.builtin.assert) and
-    M(ansible.builtin.validate_argument_spec), is printed as one line, C(error. host. message), without the host if the task runs once for all hosts.
+  - A failed result is printed as one line, C(error. host. message), without the host if the task runs once for all hosts. The message is that of
+    the task if it has C(plain=true), or is of M(ansible.builtin.fail), M(ansible.builtin.assert) or M(ansible.builtin.validate_argument_spec).
+    Otherwise it is the name of the task and what its module or program says, and C(-v) prints the whole result.
   - In the message of M(ansible.builtin.fail) and M(ansible.builtin.assert), text after an empty line is printed unchanged
     after that line.
   - A refusal of sudo is printed as one line with the remedy.
@@ -26,7 +27,6 @@ requirements:
 
 import io
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -37,21 +37,14 @@ from ansible.errors import AnsibleError
 from ansible.plugins.callback.default import CallbackModule as Default
 
 try:
-    import trainyard  # noqa: F401  the action and filter plugins import it; this plugin is loaded before them
     from trainer.common.formats import printable
+    from trainyard.provision.sudo import sudo_error
 except ModuleNotFoundError as error:
     raise AnsibleError(
         f"Ansible's Python ({sys.executable}) does not have the package {error.name}: "
         "run make setup, or pip install '.[controller]', in the project's folder"
     ) from None
 
-SUDO_ERRORS = {  # of what Ansible or sudo says, as regular expressions
-    r"sudo: (command )?not found|sudo: No such file": "sudo is not installed: install it as root (apt-get install sudo), or set ansible_user: root",
-    "must have a tty|no tty present": "sudo wants a terminal: add `Defaults:USER !requiretty` for the login user with visudo",
-    "Incorrect sudo password": "sudo refuses the password that -K or ansible_become_password gave",
-    "Missing sudo password|password is required": "sudo needs a password: give it with -K, or allow the login user NOPASSWD with visudo",
-    "not in the sudoers|is not allowed to|may not run": "sudo refuses the login user: add it to the group sudo as root (usermod -aG sudo USER)",
-}
 MAIN = os.getpid()  # of ansible-playbook
 MESSAGE_ONLY = ("fail", "assert", "validate_argument_spec")  # their message is for the user
 ESCAPES = 200  # characters by which the escapes of control characters may lengthen a line
@@ -89,9 +82,9 @@ class CallbackModule(Default):
 
     def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
         items = result.result.get("results") if result.task.loop else None
-        if items and any(is_plain(result.task, item) for item in items if item.get("failed")):
+        if items and any(self.is_line(result.task, item) for item in items if item.get("failed")):
             return  # the items have been printed
-        if not is_plain(result.task, result.result):
+        if not self.is_line(result.task, result.result):
             super().v2_runner_on_failed(result, ignore_errors)
             return
         self.print_error(result)
@@ -99,10 +92,14 @@ class CallbackModule(Default):
             self._display.display("...ignoring", color=C.COLOR_SKIP)
 
     def v2_runner_item_on_failed(self, result: Any) -> None:
-        if is_plain(result.task, result.result):
+        if self.is_line(result.task, result.result):
             self.print_error(result)
         else:
             super().v2_runner_item_on_failed(result)
+
+    def is_line(self, task: Any, result: dict[str, Any]) -> bool:
+        """Return whether a failed result is printed as one line."""
+        return not self._display.verbosity or is_plain(task, result)
 
     def v2_runner_on_ok(self, result: Any) -> None:
         if result.result.get("changed") and result.task._role:
@@ -130,12 +127,14 @@ class CallbackModule(Default):
     def print_error(self, result: Any) -> None:
         """Print the message of a failed result as one line, and its table after it."""
         self._handle_warnings(result.result)
-        message, table = sudo_error(result.result) or str(result.result.get("msg", "")), ""
+        message, table = refusal_of_sudo(result.result) or str(result.result.get("msg", "")), ""
         if errors := result.result.get("argument_errors"):  # of the arguments of a role
             role = result.result.get("validate_args_context", {}).get("name", "")
             message = f"role {role}: {'; '.join(map(str, errors))}"
         elif action_name(result.task) in MESSAGE_ONLY:
             message, _blank, table = message.partition("\n\n")
+        elif not is_plain(result.task, result.result):
+            message = f"{result.task.get_name()}: {module_error(result.result)} (-v prints more)"
         task = result.task
         host = "" if task.run_once or is_live(task) else f"{self.host_label(result)}: "
         stderr = self.get_option("display_failed_stderr")
@@ -166,18 +165,24 @@ def is_live(task: Any) -> bool:
     return action_name(task) == "trainyard" and task.args.get("command") not in SILENT
 
 
-def sudo_error(result: dict[str, Any]) -> str:
+def refusal_of_sudo(result: dict[str, Any]) -> str:
     """Return the cause and the remedy if sudo, and not the module, failed; otherwise an empty string."""
     message = str(result.get("msg", ""))
     if not message.endswith("sudo password") and "deserialization failed" not in message:
         return ""
-    said = f"{message} {result.get('module_stderr', '')} {result.get('module_stdout', '')}"
-    return next((line for pattern, line in SUDO_ERRORS.items() if re.search(pattern, said)), "")
+    return sudo_error(f"{message} {result.get('module_stderr', '')} {result.get('module_stdout', '')}")
+
+
+def module_error(result: dict[str, Any]) -> str:
+    """Return what a module says, or of a program that it ran the last line."""
+    lines = [line for name in ("stdout", "stderr") for line in str(result.get(name) or "").splitlines() if line.strip()]
+    message = str(result.get("msg") or result.get("censored") or "")
+    return lines[-1] if lines and message in ("", "non-zero return code") else message
 
 
 def is_plain(task: Any, result: dict[str, Any]) -> bool:
-    """Return whether the message of a failed result is printed as one line."""
-    return bool(result.get("plain") or sudo_error(result)) or action_name(task) in MESSAGE_ONLY
+    """Return whether the message of a failed result is for the user as it is."""
+    return bool(result.get("plain") or refusal_of_sudo(result)) or action_name(task) in MESSAGE_ONLY
 
 
 def table_lines(result: dict[str, Any]) -> list[str]:

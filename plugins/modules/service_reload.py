@@ -39,9 +39,7 @@ options:
     default: []
 extends_documentation_fragment: [trainyard]
 attributes:
-  check_mode:
-    support: full
-    description: Reports whether the unit would be reloaded.
+  check_mode: {support: full, description: "Reports whether the unit would be reloaded."}
 """
 
 EXAMPLES = r"""
@@ -74,7 +72,7 @@ def run(module: AnsibleModule, argv: list[str], error: str) -> None:
     """Run a command; if it fails, end the module with `error` and the output of the command."""
     code, out, err = module.run_command(argv)
     if code:
-        module.fail_json(msg=f"{error}: {' '.join((err or out).split())[-300:]}")
+        module.fail_json(msg=f"{error}: {' '.join((err or out).split())[-300:]}", plain=True)
 
 
 def reload_unit(module: AnsibleModule) -> None:
