@@ -40,6 +40,7 @@ def make_host(name: str, variables: Any, login: Login | None = None) -> Host:
         ollama_port=_server_port(variables) if managed or _DISCOVERED.fullmatch(_discovered_url(variables)) else 0,
         ollama_urls=_ollama_urls(name, variables),
         managed=bool(variables.get("cluster_managed", True)),
+        services=tuple(name for name in ("ollama", "queue") if variables.get(f"{name}_state") == "present"),
         system_python=python if python.startswith("/") else DEFAULT_PYTHON,
         login=login or Login(),
     )

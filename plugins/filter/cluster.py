@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Any
 
-from trainyard.queue.slurm_conf import SLURM_NAME
+from trainyard.inventory_problems import inventory_problems as problems_of
 
 
 def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
@@ -15,28 +15,9 @@ def cluster_addresses(hostvars: Any, hosts: list[str]) -> dict[str, str]:
 
 
 def inventory_problems(hostvars: Any, hosts: list[str]) -> list[str]:
-    """Return a line for each fault that the inventory alone tells: an address of two hosts, or a name that Slurm refuses."""
-    problems: list[str] = []
-    seen: dict[str, str] = {}
-    addresses = cluster_addresses(hostvars, hosts)
-    loopback = {host for host, at in addresses.items() if at.startswith("127.") or at in ("::1", "localhost")}
-    for host, address in addresses.items():
-        values = hostvars[host]
-        if str(values.get("ansible_connection", "")).endswith("local"):
-            continue
-        if (other := seen.setdefault(address.lower(), host)) != host:
-            problems.append(
-                f"{other} and {host} both have the address {address}: set ansible_host or cluster_address of one"
-            )
-        if host in loopback and len(loopback) < len(hosts):
-            problems.append(
-                f"{host} has the address {address}, which its peers cannot reach: set cluster_address to that of its network"
-            )
-        if values.get("queue_state") == "present" and not SLURM_NAME.fullmatch(host):
-            problems.append(
-                f"{host}: Slurm takes letters, digits, dots and dashes in a name: rename it in the inventory"
-            )
-    return problems
+    """Return a line for each fault that the inventory alone tells, see `trainyard.inventory_problems`."""
+    found = problems_of(hostvars, cluster_addresses(hostvars, hosts))
+    return [f"{host}: {text}: {remedy}" for host, _check, text, remedy in found]
 
 
 def _is_address(name: str) -> bool:

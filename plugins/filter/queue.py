@@ -10,8 +10,6 @@ from ansible.errors import AnsibleFilterError
 
 from trainyard.queue import slurm_conf as slurm
 
-ANOTHER = "has a configuration of Slurm that trainyard did not write (/etc/slurm/slurm.conf): remove it, or leave the host out"
-
 
 def _facts(hostvars: Any, addresses: dict[str, str]) -> dict[str, Any]:
     found = {host: hostvars[host].get("__queue_info", {}) for host in addresses}
@@ -23,8 +21,12 @@ def queue_problems(hostvars: Any, addresses: dict[str, str], controller: str) ->
     facts = _facts(hostvars, addresses)
     if missing := [host for host in addresses if host not in facts]:
         what = f"the queue needs facts of all hosts, {', '.join(missing)} did not report"
-        return [f"{what}: run site.yml without --limit"]
-    problems = [f"{host} {ANOTHER}" for host in facts if facts[host]["foreign"]]
+        return [f"{what}: run site.yml without --limit while they are on, or remove them from the inventory"]
+    problems = [
+        f"{host} has a Slurm that trainyard did not install ({', '.join(found)}): remove these files, or leave the host out"
+        for host in facts
+        if (found := facts[host]["foreign"])
+    ]
     python = str(hostvars[controller]["cluster_python"])
     if python.startswith(("/tmp/", "/var/tmp/")):
         problems.append(

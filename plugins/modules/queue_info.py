@@ -29,41 +29,18 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-hostname:
-  description: Name of the host without its domain.
-  returned: always
-  type: str
-cpus:
-  description: Number of cores that are online.
-  returned: always
-  type: int
-memory_mib:
-  description: Memory in MiB.
-  returned: always
-  type: int
+hostname: {description: Name of the host without its domain., returned: always, type: str}
+cpus: {description: Number of cores that are online., returned: always, type: int}
+memory_mib: {description: Memory in MiB., returned: always, type: int}
 gpus:
   description: C(name), C(memory_mib), C(uuid) and C(device), a device file, of every NVIDIA GPU.
   returned: always
   type: list
   elements: dict
-version:
-  description: Version of Slurm that is installed, or that apt would install; empty if apt knows none.
-  returned: always
-  type: str
-missing:
-  description: Packages that are not installed.
-  returned: always
-  type: list
-  elements: str
-recorded:
-  description: Packages that the role installed earlier.
-  returned: always
-  type: list
-  elements: str
-foreign:
-  description: Whether the host has a configuration of Slurm that the role did not write.
-  returned: always
-  type: bool
+version: {description: "Version of Slurm that is installed, or that apt would install; empty if apt knows none.", returned: always, type: str}
+missing: {description: Packages that are not installed., returned: always, type: list, elements: str}
+recorded: {description: Packages that the role installed earlier., returned: always, type: list, elements: str}
+foreign: {description: Files of a Slurm that the role did not install., returned: always, type: list, elements: str}
 """
 
 import os
@@ -74,10 +51,9 @@ from typing import Any
 
 from ansible.module_utils.argument_spec import argument_spec
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.foreign_files import foreign_files
 from ansible.module_utils.nvidia_smi import mib, query
 
-CONFIGURATION = Path("/etc/slurm/slurm.conf")
-MARK = "# trainyard:"
 # slurmd only checks that a GPU has a device file: these exist also where the driver creates its files on first use.
 DEVICES = ("/dev/zero", "/dev/full", "/dev/null", "/dev/random", "/dev/urandom", "/dev/tty")
 
@@ -116,7 +92,7 @@ def main() -> None:
         version=installed or candidate,
         missing=[name for name in packages if not known.get(name, ("", ""))[0]],
         recorded=record.read_text(encoding="utf-8").split() if record.exists() else [],
-        foreign=CONFIGURATION.exists() and MARK not in CONFIGURATION.read_text(encoding="utf-8"),
+        foreign=foreign_files("queue"),
     )
 
 

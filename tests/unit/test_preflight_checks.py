@@ -89,7 +89,8 @@ def clock(off: float) -> dict[str, Any]:
     ("part", "values", "check", "level", "word"),
     [
         *table("preflight_checks")["a_single_problem_has_one_finding"],
-        ("health", clock(3600), "clock", "warning", "3600 s"),
+        ("health", clock(3600), "clock", "failure", "3600 s"),
+        ("health", clock(200), "clock", "warning", "200 s"),
         ("health", clock(-5), "clock", "warning", "differs by 5 s"),
         ("facts", {"free_bytes": 5 * GB}, "disk", "warning", "5.4 GB"),
     ],
@@ -264,7 +265,7 @@ def test_the_report_has_an_exit_code_and_names_the_first_failure() -> None:
     assert several.other_lines == ["table", failure.line, warning.line], "the error is printed above them"
     assert Report([warning], [warning.line]).other_lines == [warning.line]
     report = Report([failure], [], healthy_hosts()).as_dict()
-    assert report["exit"] == 2 and report["findings"] == [dataclasses.asdict(failure)]
+    assert report["exit"] == 2 and report["findings"] == [{"id": "disk"} | dataclasses.asdict(failure)]
     assert set(report["hosts"]["node1"]) == {"address", "data_dir", "python", "facts", "health", "mesh"}
 
 

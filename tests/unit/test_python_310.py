@@ -77,7 +77,7 @@ def test_the_remote_programs_run_with_the_python_of_a_distribution(version: str,
     host = Host("here", "127.0.0.1", str(tmp_path), python)
     connection = HostConnection(host, LocalTransport())
     about = {"data_dir": str(tmp_path), "run": "", "ollama_urls": []}
-    health = about | {"peers": [], "sudo": False, "ssh_port": 22, "memory_mib": 16}
+    health = about | {"peers": [], "sudo": False, "services": [], "ssh_port": 22, "memory_mib": 16}
     facts = {"head": "127.0.0.1", "address": "127.0.0.1", "ports": [], "python": python, "data_dir": str(tmp_path)}
     mesh = {"name": "a", "names": ["a"], "address": "127.0.0.1", "peers": {}, "head": "a", "ports": [], "limit": 1}
     found = connection.call("host_facts", facts | {"run_dir": f"{tmp_path}/runs/r"})

@@ -30,8 +30,10 @@ from trainyard.deploy.deployment import Deployment
 from trainyard.evaluate.side_by_side import EvaluateOptions
 from trainyard.evaluate.side_by_side import evaluate as run_evaluate
 from trainyard.import_file.import_options import ImportOptions
+from trainyard.inventory_problems import inventory_problems
 from trainyard.new_project import make_project
 from trainyard.ollama.servers import host_urls
+from trainyard.preflight.findings import Finding
 from trainyard.preflight.runner import run_preflight
 from trainyard.queue.manage import manage_queue
 from trainyard.queue.queue_client import queue_host
@@ -177,7 +179,9 @@ def preflight(call: Call) -> dict[str, Any]:
     for host in cluster.hosts:
         host.check()
     port = call.launch.master_port or PORTS.start
-    report = run_preflight(cluster.hosts, cluster.connect, port, run=options.run, write=not call.check)
+    problems = inventory_problems(cluster.variables, {host.name: host.address for host in cluster.hosts})
+    found = [Finding(check, host, "failure", text, remedy) for host, check, text, remedy in problems]
+    report = run_preflight(cluster.hosts, cluster.connect, port, run=options.run, write=not call.check, known=found)
     lines = report.output(str(call.extra_vars.get("json") or ""))
     if report.error:
         raise RunError(report.error, lines=lines, **report.as_dict())

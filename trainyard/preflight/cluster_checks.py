@@ -13,6 +13,7 @@ from trainyard.preflight.host_state import HostState
 from trainyard.remote.package_versions import FOREIGN
 
 CLOCK_SKEW = 2.0  # s from the median of all clocks
+CLOCK_WRONG = 300.0  # s, with which MUNGE, and so Slurm, refuses messages, and certificates seem expired
 SLOW_LINK = 300.0  # Mbit/s: a 100 Mbit port or Wi-Fi, not a gigabit link under load
 SLOW_PING = 5.0  # ms round trip
 # Lets other machines connect to WSL2: learn.microsoft.com/windows/wsl/networking
@@ -112,7 +113,8 @@ def clocks(states: Sequence[HostState]) -> list[Finding]:
         if skew > CLOCK_SKEW:
             text = f"its clock differs by {skew:.0f} s from the other hosts"
             remedy = f"run chrony on it ({front_end.playbook('site')}), or set the clock"
-            found.append(Finding("clock", name, "warning", text, remedy))
+            level = "failure" if skew > CLOCK_WRONG else "warning"
+            found.append(Finding("clock", name, level, text, remedy))
     return found
 
 
@@ -259,7 +261,8 @@ def data_dirs(states: Sequence[HostState]) -> list[Finding]:
         error = _mesh(state)["write_error"]
         if error and state.facts.get("may_write", True):  # else `environment` reports it
             text = f"cannot write to {state.host.data_dir}: {error}"
-            found.append(Finding("disk", state.name, "failure", text, "correct the cause, or set cluster_data_dir"))
+            remedy = "correct the cause, or set cluster_data_dir to a folder on ext4, XFS or Btrfs"
+            found.append(Finding("disk", state.name, "failure", text, remedy))
         group = next((group for group in groups if any(_shared_folder(state, other) for other in group)), None)
         if group:
             group.append(state)

@@ -90,7 +90,7 @@ class Report:
         """Return the JSON report."""
         return {
             "exit": self.exit_code,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [{"id": finding.check} | asdict(finding) for finding in self.findings],
             "hosts": {state.name: state.as_dict() for state in self.states},
         }
 

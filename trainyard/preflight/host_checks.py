@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from trainyard import front_end
 from trainyard.preflight.findings import Finding
 from trainyard.preflight.host_state import HostState
 from trainyard.project_folder import FOREIGN, pip_install
+from trainyard.provision.sudo import sudo_error
 from trainyard.python_env.resolve import is_supported_python
 from trainyard.remote import package_versions
 
@@ -44,14 +46,12 @@ class _Findings:
         self.host = host
         self.found: list[Finding] = []
 
-    def failure(self, check: str, text: str, remedy: str) -> None:
-        self.found.append(Finding(check, self.host, "failure", text, remedy))
+    def _add(self, level: str, check: str, text: str, remedy: str) -> None:
+        self.found.append(Finding(check, self.host, level, text, remedy))
 
-    def warning(self, check: str, text: str, remedy: str) -> None:
-        self.found.append(Finding(check, self.host, "warning", text, remedy))
-
-    def note(self, check: str, text: str, remedy: str) -> None:
-        self.found.append(Finding(check, self.host, "note", text, remedy))
+    failure = functools.partialmethod(_add, "failure")
+    warning = functools.partialmethod(_add, "warning")
+    note = functools.partialmethod(_add, "note")
 
 
 # Checks before every run: they need `facts` only ------------------------------------------------------------------------
@@ -74,6 +74,9 @@ def environment(state: HostState) -> list[Finding]:
     if foreign := facts["versions"].get(package_versions.FOREIGN):
         text, _, remedy = FOREIGN.format(version=foreign, python=python).partition(": ")
         out.warning("python", text, remedy)
+    if facts.get("noexec"):
+        text = f"{python} is on a file system with the option noexec, which loads no library"
+        out.failure("disk", text, "remove that option in /etc/fstab and remount it, or set cluster_data_dir")
     if not facts["may_write"]:
         out.failure("disk", f"cannot write to {data_dir}", "correct its permissions, or set cluster_data_dir")
     if facts.get("busy_with") and not state.host.lease:  # Slurm has leased other processors to that run
@@ -103,12 +106,21 @@ def reachability(state: HostState) -> list[Finding]:
 
 
 def resources(state: HostState) -> list[Finding]:
-    """Check sudo and disk."""
+    """Check what site.yml needs, and the disk."""
     out, health, free = _Findings(state.name), state.health, state.facts["free_bytes"]
-    if not health["sudo"]:
-        site, train = front_end.playbook("site"), front_end.playbook("train")
-        remedy = f"{site} needs sudo without a password, or -K; {train} does not"
-        out.warning("sudo", "sudo needs a password", remedy)
+    said, site = health["site"], front_end.playbook("site")
+    if error := said.get("sudo"):
+        text, _, remedy = sudo_error(error).partition(": ")
+        text, remedy = text or f"sudo fails ({error})", remedy or "run sudo -n true on this host to see the cause"
+        remedy = f"{remedy}; {site} needs it, {front_end.playbook('train')} does not"
+        (out.warning if "password" in text else out.failure)("sudo", text, remedy)
+    if names := said.get("packages"):
+        remedy = f"run sudo dpkg --configure -a on this host: {site} installs packages"
+        out.failure("packages", f"dpkg has not configured {names}", remedy)
+    for service, program in (("ollama", "Ollama"), ("queue", "Slurm")):
+        if names := said.get(service):
+            remedy = f"remove them: {site} does not replace what it did not install"
+            out.failure(service, f"has files of another {program} ({names})", remedy)
     if 0 < free < DISK_LOW:
         out.warning("disk", f"{free / 1e9:.1f} GB free in {state.host.data_dir}", "free disk space for checkpoints")
     if health["inodes_free"] == 0 and free > 0:

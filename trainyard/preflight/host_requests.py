@@ -45,6 +45,7 @@ def gather(
             "memory_mib": memory_mib,
             "peers": [host.name for host in hosts if host is not state.host],
             "sudo": state.host.managed,
+            "services": list(state.host.services),
             "ssh_port": state.host.login.port or 22,
         }
         requests[state.name] = functools.partial(_timed_health, connections[state.name], request)

@@ -22,17 +22,24 @@ NOT_WRITTEN = "data directories shared by hosts: not checked, because check mode
 
 
 def run_preflight(
-    hosts: Sequence[Host], connect: Connect, master_port: int, *, run: str = "", write: bool = True
+    hosts: Sequence[Host],
+    connect: Connect,
+    port: int,
+    *,
+    run: str = "",
+    write: bool = True,
+    known: Sequence[Finding] = (),
 ) -> Report:
     """Query all hosts, the head first, measure the network between them, and report problems. Leaves no file on the hosts.
 
-    `run`: whose trainer must be the same on all hosts; empty for none. `write`: whether to create a temporary file in each
-    data directory, to find hosts that share it.
+    `port`: of the rendezvous. `known`: findings about the inventory. `run`: whose trainer must be the same on all hosts; empty for none.
+    `write`: whether to create a temporary link in each data directory, to find hosts that share it.
     """
-    ports = [master_port, *high_ports()]
+    ports = [port, *high_ports()]
     states = gather(hosts, connect, run, MEMORY_MIB)
     measure_mesh(responding(states), ports, connect, system_python=True, write=write, services=True)
-    findings = check(states, ports, master_port, controller_connections(responding(states)))
+    found = check(states, ports, port, controller_connections(responding(states)))
+    findings = by_severity([*known, *found], [state.name for state in states])
     lines = [*host_table(states, findings), *skipped_checks(states, write)]
     return Report(findings, lines, states)
 

@@ -19,6 +19,7 @@ from trainer.supervise import nvidia_smi
 from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote import hardware, wsl
 from trainyard.remote.digests import sha256_file
+from trainyard.remote.foreign_files import foreign_files
 from trainyard.remote.host_facts import read
 from trainyard.remote.network import interface_details
 from trainyard.remote.trees import files_below, matching
@@ -35,6 +36,12 @@ CGROUP_V1_LIMITS = r"""
 mount -t cgroup -o memory none /mnt && cat /mnt/memory.limit_in_bytes && awk '/^total_rss / {print $2}' /mnt/memory.stat
 umount /mnt; mount -t cgroup -o cpu none /mnt && cat /mnt/cpu.cfs_quota_us /mnt/cpu.cfs_period_us
 """
+# The last line of sudo if it refuses, and the packages that dpkg has not configured.
+SITE = (
+    'export LC_ALL=C; [ "$(id -u)" = 0 ] || said=$(sudo -n true 2>&1) || echo "$said" | tail -n 1; echo =; '
+    "ls /var/lib/dpkg/updates; dpkg-query --show --showformat='${db:Status-Status} ${Package}\\n' | "
+    "sed -En 's/^(half-|unpacked|triggers-)[^ ]* //p'"
+)
 # The child is the first process that the kernel kills for lack of memory.
 ALLOCATE = (
     "import sys; open('/proc/self/oom_score_adj', 'w').write('1000'); "
@@ -43,12 +50,11 @@ ALLOCATE = (
 
 
 def gather(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure this host.
+    """Measure this host, by the functions of this module. `clock` has its time at the start and at the end, in seconds since the epoch.
 
-    `request`: what `hardware.gather` needs; `run`, the name of a run or an empty string; `peers`, the names of the
-    other hosts; `memory_mib`, what a process must be able to allocate; `sudo`, whether trainyard configures the host as
-    root; `ssh_port`, that of its SSH server. Returns See the functions of this module. `clock` has this host's time at
-    the start and at the end, in seconds since the epoch; `memory_allocated` says whether the memory could be allocated.
+    `request`: what `hardware.gather` needs; `run`, the name of a run or an empty string; `peers`, the names of the other hosts; `memory_mib`,
+    what a process must be able to allocate; `sudo`, whether trainyard configures the host as root; `services`, which of "ollama" and "queue"
+    it installs; `ssh_port`, that of its SSH server.
     """
     start = time.time()
     data_dir = Path(request["data_dir"])
@@ -69,7 +75,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "hardware": hardware.gather(request),
         "files": files(data_dir, request["run"]),
         "wsl": wsl.gather(request["ssh_port"]),
-        "sudo": sudo() if request["sudo"] else True,
+        "site": site(request["services"]) if request["sudo"] else {},
         "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,
     }
     return answer | {"clock": [start, time.time()]}
@@ -248,12 +254,13 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
     return {"damaged": damaged, "equal": equal}
 
 
-def sudo() -> bool:
-    """Return whether this user is root or can use sudo without a password."""
-    if os.geteuid() == 0:
-        return True
+def site(services: list[str]) -> dict[str, str]:
+    """Return what stops site.yml, by check: what `sudo` says, `packages` that are not configured, files of other `services`."""
     try:
-        done = subprocess.run(["sudo", "-n", "true"], capture_output=True, stdin=subprocess.DEVNULL, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+        out = subprocess.run(["sh", "-c", SITE], capture_output=True, stdin=subprocess.DEVNULL, timeout=20).stdout
+    except subprocess.TimeoutExpired:
+        out = b"no answer within 20 s"
+    sudo, _, packages = out.decode(errors="replace").partition("=\n")
+    found = {"sudo": sudo.strip(), "packages": ", ".join(packages.split())}
+    found |= {name: ", ".join(foreign_files(name)) for name in services}
+    return {check: text for check, text in found.items() if text}

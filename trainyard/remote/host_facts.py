@@ -67,6 +67,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "python_exists": os.access(request["python"], os.X_OK),
         "free_bytes": shutil.disk_usage(nearest_folder(data_dir)).free,
         "staged": {path: staged_bytes(path_below(data_dir / "store", path)) for path in request.get("staged", [])},
+        # A library of an environment there cannot be loaded.
+        "noexec": bool(os.statvfs(nearest_folder(Path(request["python"]).parent)).f_flag & os.ST_NOEXEC),
         "may_write": os.access(nearest_folder(data_dir), os.W_OK | os.X_OK),
         **run_state(run_dir),
         "busy_with": next((name for name in alive if not (here and beside[name])), ""),

@@ -116,6 +116,7 @@ class Host:
     ollama_port: int = 0  # TCP port of its Ollama, if that is part of the cluster; else 0
     ollama_urls: tuple[str, ...] = ()  # where it reaches its own Ollama, in this order; empty for the usual addresses
     managed: bool = True  # whether trainyard configures the host as root
+    services: tuple[str, ...] = ()  # which of "ollama" and "queue" it installs there
     system_python: str = "/usr/bin/python3"  # the interpreter that Ansible uses
     login: Login = field(default_factory=Login)
 

@@ -54,6 +54,7 @@ class HostFacts(OpenReply):
     free_bytes: Count
     staged: NotRequired[Annotated[dict[Line, Count], Field(max_length=FILES_LIMIT)]]
     may_write: Flag
+    noexec: NotRequired[Flag]
     spec: Annotated[str, Field(max_length=1 << 16)] | None
     result: Result | None
     rows: Counts
@@ -174,7 +175,7 @@ class Health(OpenReply):
     hardware: NotRequired[Hardware]
     files: Files
     wsl: NotRequired[Wsl | None]
-    sudo: Flag
+    site: Annotated[dict[Line, Line], Field(max_length=10)]
     inodes_free: Count
     clock: Annotated[list[Number], Field(min_length=2, max_length=2)]
 

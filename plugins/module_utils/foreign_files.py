@@ -1,0 +1,1 @@
+../../trainyard/remote/foreign_files.py
