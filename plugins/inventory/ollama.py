@@ -14,11 +14,7 @@ description:
     Sources are read in the given order, and those in a folder by name, so this file comes last.
   - The groups C(discovered), C(cluster), C(head), C(workers) and C(untrusted) always exist and may be empty.
 options:
-  plugin:
-    description: Name of the plugin.
-    type: str
-    required: true
-    choices: [ollama, trainyard.cluster.ollama]
+  plugin: {description: Name of the plugin., type: str, required: true, choices: [ollama, trainyard.cluster.ollama]}
   networks:
     description:
       - Networks to scan, in CIDR notation. V(auto) means every private IPv4 network to which this machine is attached,
@@ -39,24 +35,13 @@ options:
     type: list
     elements: str
     default: []
-  exclude:
-    description: Addresses and networks that are never scanned.
-    type: list
-    elements: str
-    default: []
-  this_machine:
-    description: Also scan this machine, at 127.0.0.1.
-    type: bool
-    default: true
+  exclude: {description: Addresses and networks that are never scanned., type: list, elements: str, default: []}
+  this_machine: {description: "Also scan this machine, at 127.0.0.1.", type: bool, default: true}
   ipv6_neighbours:
     description: Also scan the IPv6 link-local neighbours that the kernel knows. IPv6 networks are too large to scan.
     type: bool
     default: false
-  ports:
-    description: TCP ports to scan at every address.
-    type: list
-    elements: int
-    default: [11434]
+  ports: {description: TCP ports to scan at every address., type: list, elements: int, default: [11434]}
   connect_timeout:
     description:
       - Seconds to wait for a connection, counted from the first address of a batch. A network without answers takes this
@@ -73,10 +58,7 @@ options:
     type: int
     default: 1
     choices: [1, 2]
-  second_timeout:
-    description: Seconds to wait for a connection in the second pass.
-    type: float
-    default: 1.0
+  second_timeout: {description: Seconds to wait for a connection in the second pass., type: float, default: 1.0}
   concurrency:
     description:
       - Maximum number of simultaneous connection attempts, 1 to 4096. The limit of open files may reduce it.
@@ -94,10 +76,7 @@ options:
         accepted, with an empty version and no models.
     type: bool
     default: true
-  ssh_port:
-    description: SSH port of machines for which no earlier source declares C(ansible_port).
-    type: int
-    default: 22
+  ssh_port: {description: SSH port of machines for which no earlier source declares C(ansible_port)., type: int, default: 22}
   known_hosts:
     description: Files with the accepted SSH host keys. The command that accepts a key writes to the first file.
     type: list

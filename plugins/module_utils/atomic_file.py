@@ -17,6 +17,7 @@ def write_atomic(path: Path, text: str, mode: int) -> None:
     redirect the path: write files in a user's home as that user.
     """
     check_path(path)
+    os.umask(0o022)
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True, mode=0o755 if mode & 0o077 else 0o700)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".trainyard-")

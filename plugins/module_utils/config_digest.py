@@ -4,6 +4,7 @@ host."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def record_digest(name: str, value: str) -> None:
     """Record the digest of the files that the service `name` has read. Raises OSError."""
     stored = DIGESTS / name
     if value:
+        os.umask(0o022)  # that of sudo may be stricter, but the login user reads other records in this folder
         stored.parent.mkdir(parents=True, exist_ok=True)
         stored.write_text(value, encoding="utf-8")
     else:

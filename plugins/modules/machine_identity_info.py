@@ -27,10 +27,7 @@ identity:
     boot_id: {description: "Random ID that the kernel generates at every boot.", type: str}
     machine_id: {description: "ID of the installation. Clones share it.", type: str}
     host_keys: {description: "Public SSH host keys without comments.", type: list, elements: str}
-    links:
-      description: "One entry per address: C(address), C(device), C(mbit) (Mbit/s, 0 if unknown) and C(wireless)."
-      type: list
-      elements: dict
+    links: {description: "One entry per address: C(address), C(device), C(mbit) (Mbit/s, 0 if unknown) and C(wireless).", type: list, elements: dict}
     gpus: {description: "UUIDs of the GPUs.", type: list, elements: str}
 """
 

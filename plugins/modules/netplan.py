@@ -59,18 +59,9 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-address:
-  description: Address at which the controller reaches the host now; empty without an SSH connection.
-  returned: success
-  type: str
-before:
-  description: Address at which the controller reached the host before.
-  returned: success
-  type: str
-nic:
-  description: Name of the NIC.
-  returned: success
-  type: str
+address: {description: "Address at which the controller reaches the host now; empty without an SSH connection.", returned: success, type: str}
+before: {description: Address at which the controller reached the host before., returned: success, type: str}
+nic: {description: Name of the NIC., returned: success, type: str}
 """
 
 import hashlib

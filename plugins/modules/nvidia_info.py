@@ -27,24 +27,10 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-cards:
-  description: C(slot), C(device) and C(module) (the kernel module in use) of every GPU.
-  returned: always
-  type: list
-  elements: dict
-driver:
-  description: Version of the driver that is loaded, or an empty string.
-  returned: always
-  type: str
-wanted:
-  description: The driver that the GPUs need, C(branch), C(modules) (open or closed), C(minimum) and C(error).
-  returned: always
-  type: dict
-lines:
-  description: Summary for people; empty without GPUs.
-  returned: always
-  type: list
-  elements: str
+cards: {description: "C(slot), C(device) and C(module) (the kernel module in use) of every GPU.", returned: always, type: list, elements: dict}
+driver: {description: "Version of the driver that is loaded, or an empty string.", returned: always, type: str}
+wanted: {description: "The driver that the GPUs need, C(branch), C(modules) (open or closed), C(minimum) and C(error).", returned: always, type: dict}
+lines: {description: "Summary for people; empty without GPUs.", returned: always, type: list, elements: str}
 """
 
 from pathlib import Path

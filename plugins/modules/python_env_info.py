@@ -41,7 +41,7 @@ info:
   description: >-
     C(env), C(python) and C(base) as given; C(link) (path of the environment), C(version) of the base interpreter, C(has_venv),
     C(machine) (architecture), C(driver) (version of the NVIDIA driver), C(capabilities) (compute capability of every GPU),
-    C(serving) (a wheel server is running), C(blocked) (something that is not a link exists at C(link)), C(target) (where
+    C(serving) (a wheel server is running), C(noexec) (the option of the file system of O(data_dir)), C(blocked) (something that is not a link exists at C(link)), C(target) (where
     the link points), C(marker) (contents of C(trainyard.json)), C(wheels) (keys of the wheel folders), C(versions) of the
     packages in the environment.
   returned: always
@@ -102,6 +102,7 @@ def environment_info(env: str, data_dir: Path, python: str, base: str) -> dict[s
         "driver": driver,
         "capabilities": [row[0] for row in query("compute_cap")] if driver else [],
         "serving": WHEEL_SERVER.exists(),
+        "noexec": data_dir.exists() and bool(os.statvfs(data_dir).f_flag & os.ST_NOEXEC),
         "blocked": os.path.lexists(link) and not link.is_symlink(),
         "target": str(link.readlink()) if link.is_symlink() else "",
         "marker": read_marker(link),

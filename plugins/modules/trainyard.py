@@ -53,26 +53,13 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-lines:
-  description: What the callback C(trainyard) prints.
-  returned: if there is something to print
-  type: list
-  elements: str
-session:
-  description: State of the run after the step, for the next one.
-  returned: with O(step)
-  type: dict
+lines: {description: What the callback C(trainyard) prints., returned: if there is something to print, type: list, elements: str}
+session: {description: "State of the run after the step, for the next one.", returned: with O(step), type: dict}
 runs:
   description: For C(status), every run on every host, as C(trainer.supervise status) returns it, with C(host).
   returned: for C(status) and C(queue)
   type: list
   elements: dict
-hosts:
-  description: The result of each host.
-  returned: for commands and steps that act on hosts
-  type: dict
-result:
-  description: The head's result.json.
-  returned: for the step C(collect)
-  type: dict
+hosts: {description: The result of each host., returned: for commands and steps that act on hosts, type: dict}
+result: {description: "The head's result.json.", returned: for the step C(collect), type: dict}
 """

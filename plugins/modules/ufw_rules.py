@@ -11,6 +11,7 @@ description:
     stay unchanged; a rule that exists without the mark is not marked.
   - Before ufw is enabled, the port of the current SSH connection and every port of sshd's configuration are opened to
     any address. These rules come first. Incoming connections that no rule allows are then denied.
+  - If ufw denies outgoing connections by default, those to the sources of O(rules) without a port are allowed.
   - If ufw is enabled, but the kernel does not have its rules, ufw is enabled again.
   - The former state of ufw is stored in C(/var/lib/trainyard/firewall), and O(state=absent) restores it.
 options:
@@ -61,10 +62,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-rollback_pending:
-  description: Whether a rollback timer runs, started by this call or by a play that was killed.
-  returned: success
-  type: bool
+rollback_pending: {description: "Whether a rollback timer runs, started by this call or by a play that was killed.", returned: success, type: bool}
 """
 
 import json
@@ -197,6 +195,9 @@ def desired_rules(module: AnsibleModule, current: list[Rule]) -> tuple[list[Rule
                 rules += allow_rules(entry["port"], entry["proto"], source, comment)
     except ValueError as error:
         module.fail_json(msg=f"firewall: {error}", plain=True)
+    if setting(DEFAULTS, "DEFAULT_OUTPUT_POLICY", "ACCEPT") != "ACCEPT":
+        peers = [rule for rule in rules if rule.port == "any" and rule.source not in ANYWHERE.values()]
+        rules += [r._replace(protocol="any", target=r.source, source=ANYWHERE[r.family], rest="out") for r in peers]
     return ssh, rules
 
 

@@ -34,9 +34,7 @@ options:
     default: present
 extends_documentation_fragment: [trainyard]
 attributes:
-  check_mode:
-    support: full
-    description: Reports whether folders would change.
+  check_mode: {support: full, description: "Reports whether folders would change."}
 """
 
 EXAMPLES = r"""
@@ -165,7 +163,10 @@ def main() -> None:
         except KeyError:
             module.fail_json(msg=f"the user {params['owner']} does not exist on this host", plain=True)
         except OSError as error:
-            module.fail_json(msg=f"cannot {verb} {name} for {params['owner']}: {error.strerror}", plain=True)
+            remedy = "; a file system without owners, as exFAT or NTFS, holds no data directory" * (
+                error.errno == errno.EPERM
+            )
+            module.fail_json(msg=f"cannot {verb} {name} for {params['owner']}: {error.strerror}{remedy}", plain=True)
     module.exit_json(changed=changed)
 
 

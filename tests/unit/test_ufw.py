@@ -84,3 +84,10 @@ def test_changes_converge_and_keep_other_rules(current: list[Rule], desired: lis
     for rule in current:
         if not rule.comment.startswith("trainyard"):
             assert after[rule.identity] == rule
+
+
+def test_outgoing_connections_to_the_peers() -> None:
+    (rule,) = allow_rules("any", "any", "10.0.0.2", "peer")
+    rule = rule._replace(target=rule.source, source=ANYWHERE[4], rest="out")
+    assert command_words(rule) == ["allow", "out", "from", "0.0.0.0/0", "to", "10.0.0.2"]
+    assert parse_rules(as_ufw_writes(rule), 4) == [rule] and describe(rule) == "allow any any to 10.0.0.2  # peer"

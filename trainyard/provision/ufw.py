@@ -91,7 +91,7 @@ def plan_changes(current: Iterable[Rule], mark: str, desired: Iterable[Rule]) ->
 
 def command_words(rule: Rule) -> list[str]:
     """Return the arguments of a ufw command for the rule, without its comment."""
-    words = [rule.action]
+    words = [rule.action, *(["out"] if rule.rest == "out" else [])]
     if rule.protocol != "any":
         words += ["proto", rule.protocol]
     # "any" would stand for both address families; the full network stands for one.
@@ -102,8 +102,9 @@ def command_words(rule: Rule) -> list[str]:
 def describe(rule: Rule) -> str:
     """Return the rule as one line of a diff."""
     ports = f"{rule.port}/{rule.protocol}" if rule.port != "any" else f"any {rule.protocol}"
-    source = "anywhere" if rule.source in ANYWHERE.values() else rule.source
-    return f"{rule.action} {ports} from {source}{' (v6)' if rule.family == 6 else ''}  # {rule.comment}"
+    source = f"to {rule.target}" if rule.rest == "out" else f"from {rule.source}"
+    source = source.replace(ANYWHERE[rule.family], "anywhere")
+    return f"{rule.action} {ports} {source}{' (v6)' if rule.family == 6 else ''}  # {rule.comment}"
 
 
 def _is_port(port: str) -> bool:

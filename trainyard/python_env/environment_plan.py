@@ -167,6 +167,9 @@ def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> No
     if info["blocked"]:
         what = f"{info['link']} exists and trainyard did not create it"
         raise EnvironmentBuildError(f"{host}: {what}: move it, or set python_env: as-is")
+    if info.get("noexec"):
+        what = f"{Path(info['link']).parent} is on a file system with the option noexec, which runs no program"
+        raise EnvironmentBuildError(f"{host}: {what}: remove that option and remount it, or set cluster_data_dir")
     if error := resolve.wheel_error(info["machine"], request.requirements):
         raise EnvironmentBuildError(f"{host}: {error}")
     if info["env"] == "conda":
