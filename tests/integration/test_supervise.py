@@ -276,6 +276,7 @@ def test_a_stop_after_the_plan_refuses_a_start(bed: Bed) -> None:
     start(bed, plain_rank(steps=1))
     ended(bed)
     stop(bed, wanted=True)
+    assert [run["alive"] for run in ask("list", data_dir=str(bed.run_dir(0).parents[1]))["runs"]] == [False]
     refused = start(bed, plain_rank(steps=1), stop_seen=False)
     assert refused == {"error": STOPPED} and status(bed)["stop_wanted"]
     start(bed, plain_rank(steps=1), stop_seen=True)

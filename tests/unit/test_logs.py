@@ -2,13 +2,14 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.logs import limit_logs
-from trainer.supervise.ranks import RankMonitor
+from trainer.supervise.ranks import REPORT_LIMIT, RankMonitor
 from trainer.supervise.run_files import DEVICE_LIMIT, RANKS_LIMIT, RECORD_LIMIT, read_node, read_ranks, run_devices
 
 TOP = Path(__file__).resolve().parents[2]
@@ -64,6 +65,17 @@ def test_failures_are_read_from_a_log_that_was_emptied(tmp_path: Path) -> None:
         file.write(b"failed (exitcode: 7) local_rank: 0 (pid: 5)\n")
     ranks.read_log()
     assert [(entry["rank"], entry["exit_code"]) for entry in ranks.failures] == [(3, 7)]
+
+
+def test_torchrun_has_a_moment_to_report_a_rank_that_has_exited(tmp_path: Path) -> None:
+    log = LinkFreePath(tmp_path, "torchrun.0.log")
+    log.write(b"")
+    ranks = RankMonitor(LinkFreePath(tmp_path), log, [3], renumbered=False)
+    with subprocess.Popen(["true"]) as rank:
+        ranks._pids = {3: rank.pid}
+    assert not ranks.update(0) and not ranks.failures
+    ranks._gone[3] -= REPORT_LIMIT
+    assert ranks.update(0) and [(entry["rank"], entry["exit_code"]) for entry in ranks.failures] == [(3, None)]
 
 
 def test_no_service_of_a_host_touches_folders_of_runs() -> None:

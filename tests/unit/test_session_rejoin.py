@@ -92,6 +92,14 @@ def test_what_is_left_on_a_host_that_was_left_out_ends_with_the_run(monkeypatch:
     assert starts.session.follow()["status"] == "finished" and starts.ended == [("c", "/d/runs/r")]
 
 
+@pytest.mark.parametrize("push", [None, lambda run: [f"pushed {run}"]])
+def test_a_run_that_was_followed_is_collected_and_pushed(push: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "collect_artifacts", lambda *args: {"lines": ["collected"]})
+    session = Starts(monkeypatch, without_c, returns=0).session
+    session.state.status, session.push = "finished", push
+    assert session.collect()["lines"] == ["collected"] + (["pushed r"] if push else [])
+
+
 def test_a_plan_that_fails_with_the_returning_host_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = Starts(monkeypatch, lambda names: None, returns=3)
     plan = starts.plan
