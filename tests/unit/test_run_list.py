@@ -91,6 +91,7 @@ def test_a_run_whose_record_is_unreadable_is_listed_as_alive_and_can_be_stopped(
 def test_a_run_in_the_queue_is_not_said_to_be_over(status: str, lease: str | None, alive: bool, hints: int) -> None:
     part = HostRun("node1", "/srv/t/runs/r", answer={"status": status, "node": {"lease": lease}, "ranks": {}})
     lines = stop_lines("r", [part], alive, {"grace": 60.0})
+    assert " step " not in lines[0]
     assert [line.partition(":")[0] for line in lines[1:]] == ["if it waits in the queue, it starts again"] * hints
 
 
