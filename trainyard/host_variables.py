@@ -35,8 +35,9 @@ def make_host(name: str, variables: Any, login: Login | None = None) -> Host:
         python=str(variables.get("cluster_python") or DEFAULT_PYTHON),
         backend=str(variables.get("cluster_backend") or "auto"),
         processes=processes,
+        shows=_option(name, variables, "cluster_run_shows", "run_shows"),
         gpus=_gpus(name, variables.get("cluster_gpus")),
-        env=_environment(name, variables.get("cluster_env")),
+        env=_option(name, variables, "cluster_env", "run_env"),
         ollama_port=_server_port(variables) if managed or _DISCOVERED.fullmatch(_discovered_url(variables)) else 0,
         ollama_urls=_ollama_urls(name, variables),
         managed=bool(variables.get("cluster_managed", True)),
@@ -79,10 +80,10 @@ def _ollama_urls(name: str, variables: Any) -> tuple[str, ...]:
     return tuple(server_urls({"ollama_url": url, "cluster_address": address, "ollama_port": _server_port(variables)}))
 
 
-def _environment(name: str, value: Any) -> dict[str, str]:
-    """Return a host's `cluster_env`. Raises InventoryError, which shows no value: it may be a secret."""
+def _option(name: str, variables: Any, variable: str, option: str) -> Any:
+    """Return the variable of a host that extends a launch option. Raises InventoryError, which shows no value of `run_env`: it may be a secret."""
     try:
-        return make_options({"run_env": plain_data(value)}).run_env
+        return getattr(make_options({option: plain_data(variables.get(variable))}), option)
     except UserError as error:
-        text = str(error).removeprefix("run_env: ").removesuffix(" (the launch options)")
-        raise InventoryError(f"{name}: cluster_env: {text}") from None
+        text = str(error).removeprefix(f"{option}: ").removesuffix(" (the launch options)")
+        raise InventoryError(f"{name}: {variable}: {text}") from None

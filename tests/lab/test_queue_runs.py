@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 from lab_hosts import NEEDS_LAB, Lab
-from queued_runs import LEFT, QueueLab
+from queued_runs import LEFT, SHARED, QueueLab
 from testbed import faults
-from testbed.root import DATA_DIR
 
 pytestmark = [*NEEDS_LAB, pytest.mark.long]
 
@@ -46,7 +45,7 @@ def test_a_crash_of_slurmctld_that_forgets_a_start(queue: QueueLab) -> None:
     run.wait_phase("finished", 300)
     assert [(each["order"], each["restart"]) for each in run.state()["attempts"]] == [(75, 0), (10, 1)], run.log()
     assert run.result(host)["loss_last"] == sum(range(401)), "steps were lost or repeated"
-    assert lab.inside(host, f"cat {DATA_DIR}/store/cache/overlaps 2>/dev/null || :") == lab.inside(host, LEFT) == ""
+    assert lab.inside(host, f"cat {SHARED}/overlaps 2>/dev/null || :") == lab.inside(host, LEFT) == ""
 
 
 def test_preempted_run_resumes_on_another_host(queue: QueueLab) -> None:

@@ -29,7 +29,7 @@ pytestmark = NEEDS_LAB
 
 # It prints the outcome of each attempt: the name of the error, or "works". Processes of other namespaces of users are invisible.
 PROBE = """
-import errno, json, os, pathlib, socket, subprocess, sys
+import ctypes, errno, json, os, pathlib, resource, socket, subprocess, sys
 
 def attempt(action):
     try:
@@ -48,6 +48,11 @@ def unix(path):
 def edit(path):
     path.open("r+b").close()
 
+def call(*words):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(*words) < 0:
+        raise OSError(ctypes.get_errno(), "")
+
 def swap(path):
     path.rename(path.with_name("other"))
 
@@ -62,7 +67,7 @@ RESULTS = "/home/tester/results"
 OUTSIDE = """
 import os, socket, time
 home = os.path.expanduser("~/.docker/run/docker.sock")
-paths = (f"/run/user/{os.getuid()}/podman.sock", "/run/engine/docker.sock", home, "/tmp/control")
+paths = (f"/run/user/{os.getuid()}/podman.sock", "/run/engine/docker.sock", home, "/var/lib/lxd/unix.socket", "/tmp/control")
 sockets = [socket.socket(socket.AF_UNIX) for _ in paths]
 for one, path in zip(sockets, paths):
     one.bind(path)
@@ -92,8 +97,12 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lines += [
             "rm -rf /run/engine /run/user/$(id -u tester)/podman.sock; ln -sfn /run/engine/docker.sock /run/docker.sock"
         ]
-        lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester); rm -rf /home/tester/.docker"]
-        lines += ["mkdir -p /home/tester/.docker/run"]
+        lines += ["rm -rf /home/tester/.docker /var/lib/lxd"]
+        lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester) /var/lib/lxd"]
+        lines += [
+            "mkdir -p /home/tester/.docker/run; touch /dev/shm/host; rm -f /home/tester/results/disk /home/tester/results/kvm"
+        ]
+        lines += ["cd /home/tester/results; mknod -m 666 disk b 254 0; mknod -m 666 kvm c 10 232"]
         lab.inside(host, "\n".join(["set -e", *lines, "chown -hR tester: /home/tester"]))
         command = f"{sys.executable} -c {shlex.quote(OUTSIDE)} >/dev/null 2>&1 </dev/null & echo $!"
         pids[host] = as_user(lab, host, command)
@@ -103,7 +112,7 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lab.inside(
             host,
             f"kill {pid}; rm -rf /tmp/control /run/docker.sock /run/engine {DATA}/dashboard {DATA}/queue {DATA}/venv"
-            " /home/tester/.docker",
+            " /home/tester/.docker /var/lib/lxd",
         )
 
 
@@ -115,7 +124,7 @@ def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, propertie
     plan = [
         entry
         | {"command": [sys.executable, "-c", program, addresses[1 - place], outside, pids[lab.hosts[place]]]}
-        | {"peers": addresses, "isolated": isolated, "writable": [RESULTS, f"{RESULTS}/link", DATA, "/home", "/etc"]}
+        | {"peers": addresses, "isolated": isolated, "writable": [RESULTS, "/etc"]}
         | {"reads": [f"{DATA}/store/models/own", "/etc/passwd", f"{RUN_DIR}/x", f"{DATA}/runs/finished/link"]}
         for place, entry in enumerate(site.plan()[:2])
     ]
@@ -127,7 +136,7 @@ def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, propertie
 @pytest.mark.parametrize(
     ("isolated", "properties", "changed"),
     table("sandbox_hosts")["what_a_rank_may_do"],
-    ids=["isolated", "open", "unit_properties"],
+    ids=["isolated", "open"],
 )
 def test_what_a_rank_may_do(
     lab: Lab, site: Site, beside: dict[Host, str], isolated: bool, properties: list[str], changed: dict[str, str]
@@ -234,29 +243,31 @@ def test_a_merge_ends_with_its_connection_or_its_limit(
     assert not out
 
 
-def test_a_data_folder_with_special_characters_and_folders_that_appear_later(lab: Lab, site: Site) -> None:
+def test_a_data_folder_with_special_characters_behind_a_link(lab: Lab, site: Site) -> None:
     data_dir = f'{DATA}/a b:c"d'
     code = f"""
 import pathlib, subprocess, sys
 sys.path.insert(0, {RUN_DIR!r} + "/trainer.zip")
 from trainer.supervise import environment, sandbox
-data_dir = pathlib.Path({data_dir!r})
+data_dir, named = pathlib.Path({data_dir!r}), pathlib.Path("/home/tester/li:nk")
 run_dir = data_dir / "runs/r"
-run_dir.mkdir(parents=True)
-found = sandbox.unit_properties(run_dir, data_dir, system=True)
+for name in ("runs/r", "queue", "store/d"):
+    (data_dir / name).mkdir(parents=True, exist_ok=True)
+named.unlink(missing_ok=True)
+named.symlink_to(data_dir)
+found = sandbox.unit_properties(run_dir, data_dir, str(named / "runs/r"), system=True, reads=[str(named / "store/d")])
 command = [*environment.choose_backend("systemd"), "--pipe", "--wait", *(f"--property={{entry}}" for entry in found)]
-script = 'touch "$1/in" "$0/out"; echo started; read go; cat "$0/queue/secret" "$0/dashboard/secret" "$0/new/secret"'
-command += ["/bin/sh", "-c", script, str(data_dir), str(run_dir)]
-unit = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-unit.stdout.readline()
-for name in ("queue", "dashboard", "new"):
-    (data_dir / name).mkdir(exist_ok=True)
-    (data_dir / name / "secret").write_text(name)
-print(unit.communicate("go")[0])
-print(*data_dir.rglob("in"), *data_dir.rglob("out"), sep="\\n")
+script = 'touch "$1/in" "$2/runs/r/also in" "$0/out" "$2/store/d/out"; ls -d "$0"/* "$2"/*'
+command += ["/bin/sh", "-c", script, *map(str, (data_dir, run_dir, named))]
+print(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
+print(*sorted(path for path in data_dir.rglob("*") if path.is_file()), sep="\\n")
 """
     found = as_user(lab, lab.hosts[0], f"{sys.executable} - <<'.'\n{code}\n.")
-    assert found.split("\n") == ["new", f"{data_dir}/runs/r/in"]  # neither the other folders nor a file outside the run
+    shown = [f"{top}/{name}" for top in (data_dir, "/home/tester/li:nk") for name in ("runs", "store")]
+    *listed, _, first, second = found.split("\n")
+    assert sorted(listed) == sorted(shown) and [first, second] == [
+        f"{data_dir}/runs/r/{each}" for each in ("also in", "in")
+    ]
 
 
 def test_the_login_user_sees_which_gpus_a_unit_uses(lab: Lab, site: Site) -> None:

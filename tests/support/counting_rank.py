@@ -6,8 +6,8 @@ It keeps to the contract of the run folder: heartbeat, `stop`, checkpoints with 
 20 steps a second, and writes a checkpoint every `checkpoint_interval` steps and when it stops. The "loss" is the sum of all steps, so
 that a lost or repeated step changes it. `samples.txt` lists the steps of a checkpoint's history. It is the only rank of its run.
 
-A rank locks a file for each of its GPUs. If another run has the lock, it writes a line to `<data directory>/store/cache/overlaps`: that
-folder is the one outside of its run folder that a rank may write.
+A rank locks a file for each of its GPUs. If another run has the lock, it writes a line to `overlaps` in the folder $SHARED,
+which a variable of the run opens.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ def flag(name, default=None):
 
 def lock_gpus(run_dir):
     """Return the locked files of the GPUs that the rank may use; record those that another run has."""
-    shared, files = run_dir.parent.parent / "store/cache", []
+    shared, files = Path(os.environ.get("SHARED", run_dir)), []
     for gpu in filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")):
         files.append((shared / f"held-{gpu}").open("a+"))
         try:

@@ -134,7 +134,7 @@ class Trial:
                         rank = int(re.findall(r"\d+", name)[0])
                         recorded.setdefault(record["step"], []).extend((rank, row) for row in record["rows"])
         spec = RunSpec.model_validate(yaml.safe_load(self.read(head, "spec.yml")))
-        cache = self.lab.inside(head, f"ls {DATA}/store/cache/*.npz").split()
+        cache = self.lab.inside(head, f"ls {self.run_dir}/cache/*.npz").split()
         wrong = []
         corpus = None
         for name in cache:

@@ -28,6 +28,7 @@ from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.prepare.spec_files import prepare
 
 COUNTING = "/usr/local/bin/counting-python"
+SHARED = "/srv/shared"  # on a host, open to the runs
 SUBMIT = (
     "import sys; from pathlib import Path; from trainyard.remote.queue_job import submit; "
     "print(submit(Path(sys.argv[1]), sys.argv[2:]))"
@@ -134,7 +135,7 @@ class QueueLab:
             program = (folder / "nvidia-smi").read_text()
             put = f"cat >/usr/local/bin/nvidia-smi <<'P'\n{program}\nP\nchmod 755 /usr/local/bin/nvidia-smi"
             put += f"\ncat >{COUNTING}.py <<'_END_'\n{rank}\n_END_\ncat >{COUNTING} <<'_END_'\n{python}\n_END_"
-            lab.inside(lab.host(host_name), f"{put}\nchmod 755 {COUNTING}")
+            lab.inside(lab.host(host_name), f"{put}\nchmod 755 {COUNTING}; install -d -o tester {SHARED}")
         queue = cls(lab, inventory_with(lab, folder, queue_state="present", queue_preempt=["low"]), folder)
         played = run_playbook("site.yml", queue.inventory, {}, timeout=900)
         assert played.rc == 0, played.stdout
@@ -143,7 +144,7 @@ class QueueLab:
     def add(self, run: str, steps: int, **asked: Any) -> QueuedRun:
         """Add a run of the model `tiny` with one thread per rank; see `add_run`."""
         spec = tiny_spec(run, questions(self.folder, 600), steps)
-        options = {"run_env": {"OMP_NUM_THREADS": "1"}}
+        options = {"run_env": {"OMP_NUM_THREADS": "1", "SHARED": SHARED}}
         return add_run(self.lab, self.inventory, self.folder, spec, options=options, **asked)
 
 

@@ -46,10 +46,15 @@ def test_former_names_are_accepted(alias: str, name: str, value: Any) -> None:
 
 
 def test_values_may_be_text() -> None:
-    given = {"elastic": "true", "master_port": "29501", "unit_properties": "A=1,B=2", "run_env": {"N": 1}}
+    given = {
+        "elastic": "true",
+        "master_port": "29501",
+        "unit_properties": "MemoryMax=1G,CPUQuota=50%",
+        "run_env": {"N": 1},
+    }
     options = make_options(given | {"render_to": None, "collect_to": ""})
     assert options.elastic is True and options.master_port == 29501
-    assert options.unit_properties == ("A=1", "B=2") and options.run_env == {"N": "1"}
+    assert options.unit_properties == ("MemoryMax=1G", "CPUQuota=50%") and options.run_env == {"N": "1"}
     assert make_options({"master_port": ""}) == make_options({"run_env": ""}) == LaunchOptions()
 
 

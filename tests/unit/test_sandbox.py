@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
-import yaml
 
 from trainer.supervise import sandbox
 from trainer.supervise.environment import clean_environment
@@ -37,22 +35,60 @@ def properties(home: Path, **more: Any) -> list[str]:
     return sandbox.unit_properties(data_dir / "runs/r", data_dir, system=True, **more)
 
 
-def written(found: list[str]) -> list[str]:
-    return [each.removeprefix("BindPaths=").strip('"').lstrip("-") for each in found if each.startswith("BindPaths=")]
+def bound(found: list[str], kind: str = "BindPaths") -> dict[str, str]:
+    """Return {name: place} of the properties of a kind."""
+    words = [each.partition("=")[2].split('":"') for each in found if each.startswith(f"{kind}=")]
+    return {words[-1].strip('"').lstrip("-"): words[0].strip('"').lstrip("-") for words in words}
 
 
-def test_only_the_run_folder_and_shared_caches_are_writable(home: Path) -> None:
-    found, data_dir = properties(home), home / "trainyard"
-    shared = [f"{data_dir}/store/cache", "/tmp/nvidia-mps", f"{data_dir}/checkpoints"]
-    assert written(found) == [*shared, f"{data_dir}/runs/r"]
-    assert {"ProtectSystem=strict", "ProtectHome=read-only", "PrivateTmp=yes", "NoNewPrivileges=yes"} <= {*found}
-    assert f'TemporaryFileSystem="{data_dir}/runs:ro"' in found and f'InaccessiblePaths="-{home}/.ssh"' in found
-    assert not any(entry.startswith(("ReadWritePaths", "PrivateDevices", "PrivateNetwork", "IPC")) for entry in found)
+def shown(found: list[str]) -> dict[str, str]:
+    return bound(found, "BindReadOnlyPaths")
+
+
+def test_a_unit_starts_from_nothing_and_writes_the_run_folder(home: Path) -> None:
+    (home / "trainyard/leases").mkdir()
+    found, run_dir = properties(home), str(home / "trainyard/runs/r")
+    assert bound(found) == {run_dir: run_dir}
+    assert {"ProtectSystem=strict", "PrivateTmp=yes", "NoNewPrivileges=yes"} <= {*found}
+    for name in ("home", "root", "var", "srv", "opt", "mnt", "media", "run"):
+        assert f'TemporaryFileSystem="/{name}:ro,mode=0755"' in found or not Path("/", name).is_dir()
+    assert not any(f'"/{name}:' in entry for entry in found for name in ("usr", "etc", "dev", "tmp", "proc", "lib64"))
+    assert shown(found)[f"{home}/trainyard/leases"]
+    assert {"/run/systemd/userdb", "/var/run/systemd/userdb"} <= {*shown(found)} or not Path(
+        "/run/systemd/userdb"
+    ).exists()
+    # With ProtectHome, systemd would ignore the empty file systems at the same paths.
+    left = "ProtectHome", "InaccessiblePaths", "ReadWritePaths", "PrivateDevices", "PrivateNetwork"
+    assert not any(entry.startswith(left) for entry in found)
     assert not any(entry.startswith("IPAddress") for entry in found) and sandbox.address_properties([]) == []
     assert sandbox.address_properties(["10.0.0.1", "fe80::1%eth0"]) == [
         "IPAddressDeny=any",
         "IPAddressAllow=127.0.0.0/8 ::1/128 10.0.0.1 fe80::1",
     ]
+
+
+def test_a_unit_shows_the_interpreter_by_all_its_names(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As uv makes environments: `python` is a link to a link in the home, and so is the folder of the interpreter."""
+    for name in ("uv/cpython-3.12.4/bin", "work/.venv/bin", "src"):
+        (home / name).mkdir(parents=True)
+    (home / "uv/cpython-3.12.4/bin/python3.12").touch()
+    (home / "uv/cpython-3.12").symlink_to("cpython-3.12.4")
+    (home / "project").symlink_to("work")
+    (home / "python").symlink_to(home / "uv/cpython-3.12/bin/python3.12")
+    (home / "work/.venv/bin/python").symlink_to(home / "python")
+    user = home / ".local/lib/python/site-packages"
+    user.mkdir(parents=True)
+    (user / "own.pth").write_text(f"import os\n{home}/src\n{home}\n")
+    values = {"prefix": home / "project/.venv", "base_prefix": home / "uv/cpython-3.12"}
+    values |= {"executable": home / "project/.venv/bin/python"}
+    for name, value in values.items():
+        monkeypatch.setattr(sys, name, str(value))
+    monkeypatch.setattr(sys, "path", ["", "/proc/self/fd/3", f"{home}/missing", f"{home}/project/.venv/lib"])
+    monkeypatch.setattr(sandbox.site, "getusersitepackages", lambda: str(user))
+    found = {name: place for name, place in shown(properties(home)).items() if name.startswith(str(home))}
+    folder, base, real = f"{home}/work/.venv", f"{home}/uv/cpython-3.12.4", f"{home}/uv/cpython-3.12.4/bin/python3.12"
+    expected = {f"{home}/project/.venv": folder, folder: folder, f"{home}/uv/cpython-3.12": base, base: base}
+    assert found == expected | {f"{home}/python": real, str(user): str(user), f"{home}/src": f"{home}/src"}
 
 
 def test_what_runs_execute_from_a_cache_is_in_the_run_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,91 +123,117 @@ def test_a_variable_makes_no_folder_writable_that_programs_outside_need(
         monkeypatch.setattr(sys, "prefix", str(home.parent / "prefix"))
     for name in ("models", "trainyard/own", ".ssh/x", "trainyard/venv/bin", "trainyard/queue", "trainyard/runs/other"):
         (home / name).mkdir(parents=True)
+    (home / ".cache/hub").mkdir(parents=True)
     (home / "link").symlink_to(home / ".ssh")
-    refused = [home, data_dir, data_dir / "store", home / "trainyard/../.ssh/x", home / "link", Path("/"), Path("/etc")]
-    refused += [data_dir / "venv/bin", data_dir / "queue", data_dir / "runs/other", Path(sys.prefix), home / "missing"]
-    named = [home / "models", data_dir / "own"]
-    before = written(properties(home))
-    added = written(properties(home, writable=map(str, [*refused, *named])))
-    assert sorted({*added} - {*before}) == sorted(map(str, named))
+    (home / "models/link").symlink_to(home / "trainyard/own")
+    refused = [
+        home,
+        data_dir,
+        data_dir / "store",
+        home / "trainyard/../.ssh/x",
+        home / "link",
+        Path("/"),
+        home / ".cache",
+    ]
+    refused += [data_dir / "venv/bin", data_dir / "queue", data_dir / "runs/other", Path(sys.prefix), Path("/var/lib")]
+    (data_dir / "store").mkdir()
+    for folder in [*refused, home / "models/link"]:
+        with pytest.raises(SupervisorError, match=r"run_env: a run may not write .*: name a folder of its own"):
+            properties(home, writable=[str(folder)])
+    named = [home / "models", data_dir / "own", home / ".cache/hub"]
+    ignored = [Path("/etc"), Path("/tmp"), home / "missing", Path("/usr/lib")]
+    added = bound(properties(home, writable=map(str, [*ignored, *named])))
+    assert {*added} - {*bound(properties(home))} == {*map(str, named)}
 
 
-def test_a_unit_shows_what_the_spec_names_in_hidden_folders(home: Path) -> None:
+def test_a_unit_shows_what_the_spec_names_and_of_another_run_its_results(home: Path) -> None:
     data_dir = home / "trainyard"
-    (data_dir / "runs/other/merged").mkdir(parents=True)
-    (data_dir / "store/models").mkdir(parents=True)
+    for name in (
+        "trainyard/runs/other/merged",
+        "trainyard/runs/other/state",
+        "trainyard/store/models",
+        "corpus",
+        ".ssh",
+    ):
+        (home / name).mkdir(parents=True)
+    (data_dir / "runs/other/env").touch()
+    (data_dir / "runs/other/adapter").symlink_to(home / ".ssh")
     (data_dir / "store/models/m").symlink_to(data_dir / "runs/other/merged")
-    reads = [f"{data_dir}/store/models/m", "/etc/hostname", f"{data_dir}/runs/r/x", f"{data_dir}/runs/missing"]
-    before = properties(home)
-    other = data_dir / "runs/other"  # a rank can exchange what is in it, but not the folder itself
-    shown = {f'BindReadOnlyPaths="{other}"', f'InaccessiblePaths="-{other}/env"'}
-    assert {*properties(home, reads=reads)} - {*before} == shown
+    (data_dir / "store/models/n").symlink_to(home / ".ssh")
+    (home / "data").symlink_to(home / "corpus")
+    before, merged = shown(properties(home)), f"{data_dir}/runs/other/merged"
+    added = lambda *names: {  # noqa: E731
+        name: place for name, place in shown(properties(home, reads=map(str, names))).items() if name not in before
+    }
+    assert added(data_dir / "store/models/m") == {f"{data_dir}/store/models/m": merged, merged: merged}
+    assert added(data_dir / "runs/other") == {merged: merged}, "nor its variables, and no link of its ranks"
+    assert added(home / "data") == dict.fromkeys([f"{home}/data", f"{home}/corpus"], f"{home}/corpus")
+    store = str(data_dir / "store")
+    assert added(store) == {store: store, merged: merged}
+    nothing = [
+        home,
+        data_dir,
+        "/",
+        "/etc/hostname",
+        data_dir / "runs/r/x",
+        data_dir / "runs",
+        data_dir / "runs/missing",
+    ]
+    nothing += [data_dir / "runs/other" / name for name in ("env", "adapter", "state")]
+    assert added(*nothing, data_dir / "store/models/n") == {}
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_snapshot_of_the_hub_is_shown_with_its_blobs(home: Path, linked: bool) -> None:
+    hub = home / ".cache/huggingface/hub/models--m"
+    for name in ("snapshots/1", "blobs"):
+        (hub / name).mkdir(parents=True)
+    (hub / "blobs/abc").touch()
+    (hub / "snapshots/1/config.json").symlink_to("../../blobs/abc")
+    (home / "hub").symlink_to(hub.parent)
+    top = home / "hub/models--m" if linked else hub
+    found = shown(properties(home, reads=[f"{top}/snapshots/1"]))
+    assert {(f"{each}/{name}", f"{hub}/{name}") for each in (top, hub) for name in ("snapshots/1", "blobs")} == {
+        (name, place) for name, place in found.items() if "models--m" in name
+    }
+    assert f"{home}/.cache/huggingface" not in found
+
+
+def test_a_folder_of_the_root_is_empty_or_bound_but_not_both(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "hub").mkdir()
+    made, real = [*os.scandir(home)], os.scandir
+    monkeypatch.setattr(sandbox.os, "scandir", lambda top: made if top == "/" else real(top))
+    empty = lambda **more: [each for each in properties(home, **more) if "mode=0755" in each]  # noqa: E731
+    both = [f'TemporaryFileSystem="{home}/{name}:ro,mode=0755"' for name in ("hub", "trainyard")]
+    assert empty() == both and empty(writable=[f"{home}/hub"]) == empty(reads=[f"{home}/hub"]) == both[1:]
 
 
 def test_links_of_ranks_decide_nothing(home: Path) -> None:
     """A rank leaves a link in a folder that it may write; the next start gets a unit without its target."""
     data_dir, hub = home / "trainyard", home / "disk/hub"
-    for folder in (home / ".config", home / ".cache/pip", data_dir / "runs/other", data_dir / "checkpoints", hub):
+    for folder in (home / ".config/x", home / ".cache/pip", data_dir / "runs/other", data_dir / "checkpoints/r", hub):
         folder.mkdir(parents=True)
-    (home / "hub").symlink_to(hub)  # of the user: no variable opens the home itself
-    before = properties(home)
-    places = [data_dir / "runs/r", data_dir / "runs/other", data_dir / "checkpoints", data_dir / "store/cache", hub]
-    links = [place / "link" for place in places]
-    for target in (home / ".config", home / ".cache/pip", data_dir / "runs", Path("/run")):
-        for link in links:
-            link.symlink_to(target)
-        named = [*links, *(link / "." / "systemd/.." for link in links), home / "hub/link"]
-        found = written(properties(home, writable=map(str, [hub, *named])))
-        assert found == [*written(before)[:-1], str(hub), f"{data_dir}/runs/r"]
-        assert written(properties(home, writable=map(str, named))) == written(before), "another run opened their folder"
-        assert properties(home, reads=map(str, named)) == before
-        for link in links:
-            link.unlink()
-    assert str(hub) in written(properties(home, writable=[str(home / "hub")]))
+    before = shown(properties(home, writable=[str(hub)]))
+    places = [data_dir / "runs/r", data_dir / "runs/other", data_dir / "checkpoints/r", hub]
+    for target in (home / ".config", data_dir / "runs", Path("/run"), home / "disk"):
+        for place in places:
+            (place / "link").symlink_to(target)
+        named = [str(place / "link" / more) for place in places for more in (".", "x", "systemd/..")]
+        assert shown(properties(home, writable=[str(hub)], reads=[*named, str(hub)])) == before
+        for link in (hub / "link", data_dir / "checkpoints/r/link"):
+            with pytest.raises(SupervisorError, match="a run may not write"):
+                properties(home, writable=[str(hub), str(link)])
+        for place in places:
+            (place / "link").unlink()
+    (data_dir / "checkpoints/r").rmdir()
+    (data_dir / "checkpoints/r").symlink_to(home / ".config")
+    assert f"{data_dir}/checkpoints/r" not in bound(properties(home))
 
 
-def test_what_is_neither_bound_nor_shown(home: Path) -> None:
-    """Ranks of a run that overlaps could exchange a folder in one that is bound, until the service manager binds it."""
-    for name in ("hub/ds", ".cache"):
-        (home / name).mkdir(parents=True)
-    before = properties(home)
-    assert {*properties(home, writable=[f"{home}/hub/ds", f"{home}/hub"])} - {*before} == {f'BindPaths="-{home}/hub"'}
-    assert properties(home, reads=["/run", "/tmp", f"{home}/.cache", f"{home}/trainyard/runs"]) == before
-    places = ".docker/run", ".docker/desktop", ".lima", ".colima", ".vscode-server", ".cursor-server"
-    assert {f'InaccessiblePaths="-{home}/{name}"' for name in places} <= {*before}
-
-
-def test_folders_that_appear_later_are_hidden(home: Path) -> None:
-    """The service manager ignores missing ones."""
-    (home / "trainyard/queue").mkdir(mode=0o755)
-    data_dir = home / "trainyard"
-    sandbox.unit_properties(data_dir / "runs/r", data_dir, system=False)
-    assert not (home / ".ssh").exists()
-    properties(home)
-    modes = {"trainyard/dashboard": 0o700, "trainyard/queue": 0o755, ".ssh": 0o700, ".cache": 0o700}
-    assert {name: (home / name).stat().st_mode & 0o777 for name in modes} == modes
-
-
-def test_the_empty_folder_of_a_start_is_no_dashboard(tmp_path: Path) -> None:
-    """Else reset.yml would remove a service and a key that no role has installed."""
-    tasks = Path(__file__).parents[2] / "roles/dashboard/tasks/remove.yml"
-    check = yaml.safe_load(tasks.read_text(encoding="utf-8"))[0]
-    folders = {"_dashboard_dir": tmp_path / "dashboard", "_dashboard_lib": tmp_path / "lib"}
-    argv = [jinja2.Template(word).render(folders) for word in check["ansible.builtin.command"]["argv"]]
-    installed = lambda: subprocess.run(argv).returncode == 0  # noqa: E731
-    folders["_dashboard_dir"].mkdir()
-    assert not installed()
-    (folders["_dashboard_dir"] / "config.json").touch()
-    assert installed()
-    (folders["_dashboard_dir"] / "config.json").rename(folders["_dashboard_lib"])
-    assert installed()
-
-
-def test_a_shared_folder_that_leads_elsewhere_is_refused(home: Path) -> None:
-    (home / "trainyard/store").mkdir()
-    (home / "trainyard/store/cache").symlink_to(home / ".ssh")
-    with pytest.raises(SupervisorError, match="store/cache is a link"):
-        properties(home)
+def test_a_server_that_does_not_answer_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MOUNT_LIMIT", 0.0)  # the child cannot be as fast
+    with pytest.raises(SupervisorError, match=r"^/nas/corpus: no answer within 0 s"):
+        properties(home, reads=["/nas/corpus"])
 
 
 def test_root_with_folders_of_others_has_no_users_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +245,15 @@ def test_root_with_folders_of_others_has_no_users_of_its_own(home: Path, monkeyp
     monkeypatch.setattr(sandbox, "needed_capabilities", lambda _: "")
     monkeypatch.setattr(sandbox, "has_user_namespaces", lambda: False)
     assert "PrivateUsers=yes" not in properties(home)
+    assert {*sandbox.LIMITS} <= {*properties(home)}
+    monkeypatch.setattr(sandbox, "SLICE", home)
+    assert "Slice=trainyard-runs.slice" in (found := properties(home)) and not {*sandbox.LIMITS} & {*found}
 
 
 def test_a_unit_of_a_user_has_only_what_needs_no_privileges(home: Path) -> None:
     data_dir = home / "trainyard"
     found = sandbox.unit_properties(data_dir / "runs/r", data_dir, system=False)
-    assert found == list(sandbox.ANY_UNIT) and "NoNewPrivileges=yes" in found
+    assert found == [*sandbox.ANY_UNIT, *sandbox.LIMITS] and "NoNewPrivileges=yes" in found
     assert not (data_dir / "store").exists()
 
 

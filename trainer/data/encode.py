@@ -439,9 +439,9 @@ def fake_corpus(spec: RunSpec, vocabulary: int) -> Corpus:
 
 
 def encoded_dataset(
-    spec: RunSpec, tokenizer: Any, store: Path, date: datetime.date | None = None, rows: int | None = None
+    spec: RunSpec, tokenizer: Any, folder: Path, date: datetime.date | None = None, rows: int | None = None
 ) -> Corpus:
-    """Return the encoded datasets of the spec, from the cache in `store` if an earlier start on this host wrote it.
+    """Return the encoded datasets of the spec, from the cache in `folder` if an earlier start on this host wrote it.
 
     `date`: the date of the run, for templates that print one; None for that of the spec, or today. `rows`: of the
     model's embedding; None if that is unknown. Raises UserError: a dataset is unavailable or invalid, or no sample of
@@ -450,10 +450,10 @@ def encoded_dataset(
     if spec.fake_data:
         return fake_corpus(spec, len(tokenizer))
     encoder = Encoder.of(spec, tokenizer, date, rows)
-    return joined([_encoded_source(source, encoder, store) for source in spec.sources])
+    return joined([_encoded_source(source, encoder, folder) for source in spec.sources])
 
 
-def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Corpus:
+def _encoded_source(source: DatasetSource, encoder: Encoder, folder: Path) -> Corpus:
     path = Path(source.path)
     is_local = path_kind(path) in ("file", "folder")
     digest = dataset_digest(path) if is_local else f"{source.path}-{source.split}".replace("/", "--")
@@ -465,7 +465,7 @@ def _encoded_source(source: DatasetSource, encoder: Encoder, store: Path) -> Cor
     ]
     if any(selection):
         digest = hashlib.sha256(json.dumps([digest, selection], sort_keys=True).encode()).hexdigest()
-    cache = store / "cache" / f"{digest[:64]}-{encoder.fingerprint()[:16]}.npz"
+    cache = folder / "cache" / f"{digest[:64]}-{encoder.fingerprint()[:16]}.npz"
     # The contents of a hub dataset are unknown, so its cache entry cannot be verified.
     if is_local and (cached := load_corpus(cache)):
         return cached

@@ -1,4 +1,4 @@
-"""Log-probabilities of the untrained model for methods that compare with it, computed before the first step and kept in the store."""
+"""Log-probabilities of the untrained model for methods that compare with it, computed before the first step and kept in the run folder."""
 
 import hashlib
 import io
@@ -20,11 +20,11 @@ _FORMAT = 1  # version of the files: increment it when the values of a sample ch
 
 
 def with_references(
-    inputs: TrainingInputs, strategy: Strategy, store: Path, rank: Rank, waiting: Callable[[], object]
+    inputs: TrainingInputs, strategy: Strategy, run_dir: Path, rank: Rank, waiting: Callable[[], object]
 ) -> TrainingInputs:
     """Add the log-probabilities of the reference to the samples, if the method needs them. Every rank calls it before a checkpoint is loaded.
 
-    `store`: where a host keeps them for later starts. `waiting`: called between micro-batches.
+    `run_dir`: the run folder, where a host keeps them for later starts. `waiting`: called between micro-batches.
     """
     plan = method_of(inputs.spec)
     # A pipeline has no pass in which the adapter is switched off.
@@ -32,30 +32,30 @@ def with_references(
         return inputs
     found = []
     for corpus in (inputs.train_set, inputs.eval_set):
-        values = _kept(inputs, corpus, strategy, store)
+        values = _kept(inputs, corpus, strategy, run_dir)
         if values is None:
             values = _computed(inputs, corpus, strategy, rank, waiting)
-            _keep(inputs, corpus, values, strategy, store)
+            _keep(inputs, corpus, values, strategy, run_dir)
         found.append(replace(corpus, references=values))
     return replace(inputs, train_set=found[0], eval_set=found[1])
 
 
-def _file(inputs: TrainingInputs, corpus: Corpus, store: Path) -> Path | None:
+def _file(inputs: TrainingInputs, corpus: Corpus, run_dir: Path) -> Path | None:
     """Return where the values of these samples are kept; None if it is unknown which model computes them."""
     if not inputs.base:
         return None
     spec = inputs.spec
     parts = [_FORMAT, inputs.base, corpus.digest(), spec.method, spec.seq_length, spec.precision, spec.quantize]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return store / "cache" / f"references-{digest[:40]}.npy"
+    return run_dir / "cache" / f"references-{digest[:40]}.npy"
 
 
-def _kept(inputs: TrainingInputs, corpus: Corpus, strategy: Strategy, store: Path) -> np.ndarray | None:
+def _kept(inputs: TrainingInputs, corpus: Corpus, strategy: Strategy, run_dir: Path) -> np.ndarray | None:
     """Return the values that an earlier start kept on the first host; None if it kept none. Every rank calls it."""
     if not len(corpus):
         return np.zeros((0, 2))
     world, content = strategy.world, b""
-    file = _file(inputs, corpus, store)
+    file = _file(inputs, corpus, run_dir)
     if world.rank == 0 and file and (values := _read(file, len(corpus))) is not None:
         content = values.tobytes()
     content = world.gather_bytes(content)[0]
@@ -94,8 +94,8 @@ def _computed(
     return result
 
 
-def _keep(inputs: TrainingInputs, corpus: Corpus, values: np.ndarray, strategy: Strategy, store: Path) -> None:
-    file = _file(inputs, corpus, store)
+def _keep(inputs: TrainingInputs, corpus: Corpus, values: np.ndarray, strategy: Strategy, run_dir: Path) -> None:
+    file = _file(inputs, corpus, run_dir)
     if file and strategy.world.is_host_leader:
         buffer = io.BytesIO()
         np.save(buffer, values, allow_pickle=False)

@@ -292,11 +292,11 @@ def open_records(inputs: TrainingInputs, run_dir: Path, world: World, state: Run
     return recorder
 
 
-def compare_untrained(inputs: TrainingInputs, strategy: Strategy, store: Path, heartbeat: Heartbeat) -> TrainingInputs:
+def compare_untrained(inputs: TrainingInputs, strategy: Strategy, folder: Path, heartbeat: Heartbeat) -> TrainingInputs:
     """Add the log-probabilities of the untrained model, if the method compares with them. Every rank calls it."""
     note = "computing the log-probabilities of the reference"
     untrained = Batches(inputs, strategy.world, strategy, heartbeat)
-    return with_references(inputs, strategy, store, untrained, lambda: heartbeat("starting", note=note))
+    return with_references(inputs, strategy, folder, untrained, lambda: heartbeat("starting", note=note))
 
 
 def begin_method(inputs: TrainingInputs, strategy: Strategy, run_dir: Path) -> Method:
@@ -329,7 +329,7 @@ def train(
     fixed = fixed_values(spec.model_copy(update={"torch_compile": inputs.spec.torch_compile}))
     spec, steps = inputs.spec, inputs.steps
     all_ranks, world = world, strategy.world
-    inputs = compare_untrained(inputs, strategy, data_dir / "store", heartbeat)
+    inputs = compare_untrained(inputs, strategy, run_dir, heartbeat)
     strategy.weigh = inputs.weigh
     batches = Batches(inputs, world, strategy, heartbeat)
     packed = bool(spec.packing)

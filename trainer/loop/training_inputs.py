@@ -120,7 +120,7 @@ def load_inputs(
     tokenizer = load_tokenizer(spec.model)
     date = run_date(run_dir / "checkpoints", world)
     rows = embedding_rows(spec.model)
-    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, store, date, rows))
+    corpus = world.once_per_host(lambda: encoded_dataset(spec, tokenizer, run_dir, date, rows))
     if spec.fake_data:
         corpus = replace(corpus, tokens=corpus.tokens % usable_tokens(tokenizer, rows))
     corpus.report.loss.check(spec.allows_dropped)

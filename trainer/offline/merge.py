@@ -75,7 +75,6 @@ class MergeRequest:
     weights: Sequence[float]
     density: float
     target: Path
-    store: Path
     prompts: Sequence[Sequence[Mapping[str, str]]] = ()
     max_tokens: int = 128
 
@@ -111,7 +110,6 @@ def read_request(values: Mapping[str, Any]) -> MergeRequest:
         weights=[float(weight) / total for weight in weights],
         density=float(values["density"]),
         target=Path(values["target"]),
-        store=Path(values["store"]),
         prompts=values.get("prompts", ()),
         max_tokens=int(values.get("max_tokens", 128)),
     )
@@ -267,7 +265,7 @@ def _full_model(part: Part) -> Any:
 def _held_out(request: MergeRequest) -> Corpus:
     """Return the held-out samples of the first run; of preferences, the answers that are to be learned."""
     spec = request.parts[0].spec
-    corpus = encoded_dataset(spec, load_tokenizer(str(request.parts[0].weights)), request.store)
+    corpus = encoded_dataset(spec, load_tokenizer(str(request.parts[0].weights)), request.target)
     return preferred(select(corpus, sorted(held_out(spec, len(corpus), corpus.sources))))
 
 

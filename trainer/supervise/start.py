@@ -164,9 +164,8 @@ def start_unit(systemd: list[str], wanted: StartRequest, run_dir: LinkFreePath, 
     # mixed: the supervisor gets the SIGTERM of a shutdown, and what it leaves behind gets SIGKILL.
     # continue: when the kernel kills a rank for lack of memory, the supervisor survives to report it.
     settings = [f"WorkingDirectory={run_dir}", "KillMode=mixed", "OOMPolicy=continue", "Type=exec"]
-    settings += unit_properties(
-        run_dir.path, wanted.data_dir, system=system, writable=wanted.writable, reads=wanted.reads
-    )
+    places = (run_dir.path, wanted.data_dir, wanted.named)
+    settings += unit_properties(*places, system=system, writable=wanted.writable, reads=wanted.reads)
     settings += (address_properties(wanted.reachable) if system else []) + wanted.properties
     options = [f"--unit={wanted.unit}", "--quiet", "--no-ask-password", f"--description=trainyard run {run_dir.name}"]
     options += [f"--property={setting}" for setting in settings]

@@ -11,7 +11,7 @@ from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.run_files import SupervisorError
 
 # Fields that the supervisor does not need.
-_OF_THE_START = {"backend", "properties", "writable", "reads", "claim", "stop_seen", "data_dir"}
+_OF_THE_START = {"backend", "properties", "writable", "reads", "claim", "stop_seen", "data_dir", "named"}
 
 
 @dataclass
@@ -36,17 +36,19 @@ class StartRequest:
     lease: str = ""  # file that the step of a Slurm job locks while the run may use this host; empty without a queue
     unit: str = ""  # the systemd unit, set by `start`
     data_dir: Path = Path()  # set by `start`
+    named: str = ""  # the run folder as the command names it, set by `start`
 
     @classmethod
     def from_json(cls, request: dict[str, Any]) -> StartRequest:
         """Return the request. Raises SupervisorError for a field that is missing or unknown."""
-        known = {entry.name for entry in fields(cls)} - {"unit", "data_dir"}
+        known = {entry.name for entry in fields(cls)} - {"unit", "data_dir", "named"}
         if wrong := sorted({"run_dir", "command"} - set(request)) or sorted(set(request) - known):
             raise SupervisorError(f"start: the field {wrong[0]} is missing or unknown")
         return cls(**{name: value for name, value in request.items() if value is not None})
 
     def resolve(self) -> LinkFreePath:
-        """Replace links in the path of the folder of runs, and set `data_dir`; return the run folder."""
+        """Replace links in the path of the folder of runs, and set `data_dir` and `named`; return the run folder."""
+        self.named = self.run_dir
         run_dir, self.data_dir = run_folder(self.run_dir).resolved(), Path(self.run_dir).parents[1].resolve()
         self.run_dir = str(run_dir)
         return run_dir

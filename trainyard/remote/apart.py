@@ -11,18 +11,16 @@ import json
 import os
 import secrets
 import signal
-import stat
 import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.supervise.environment import cache_variables, choose_backend, clean_environment, systemctl_environment
-from trainer.supervise.link_free import LinkFreePath, link_free, run_folder
+from trainer.supervise.link_free import link_free, run_folder
 from trainer.supervise.sandbox import address_properties, unit_properties
 from trainyard.remote.digests import sha256_file
 
-MEMORY = "MemoryMax=90%"  # of the host: a model that takes more ends its program, and no other
 STALE = 86_400.0  # s after which an archive that an earlier deployment has sent is removed
 
 
@@ -63,13 +61,11 @@ def run_apart(request: dict[str, Any], module: list[str]) -> NoReturn:
         environment = clean_environment()
     else:
         system = "--user" not in systemd
-        # The links that the controller has made in the store: a base model may lie in the folder of another run.
-        models = LinkFreePath(data_dir, "store", "models")
-        linked = [models / name for name in models.entries() if stat.S_ISLNK((models / name).stat().st_mode)]
-        reads = [*request["reads"], *(str(path.path) for path in linked)]
-        settings = unit_properties(run_dir.path, data_dir, system=system, reads=reads)
+        # The spec of a run names what it reads of the store, and a rank may have written that.
+        reads = [str(Path(request["run_dir"]).parents[1] / "store"), *request["reads"]]
+        settings = unit_properties(run_dir.path, data_dir, request["run_dir"], system=system, reads=reads)
         settings += address_properties(["127.0.0.1"]) if system else []
-        settings += [f"RuntimeMaxSec={limit}", MEMORY, f"WorkingDirectory={run_dir}"]
+        settings += [f"RuntimeMaxSec={limit}", f"WorkingDirectory={run_dir}"]
         # In the unit's own /tmp: compiled code in the cache of the run is that of its ranks.
         variables |= cache_variables(Path("/tmp")) if system else {}
         options = ["--quiet", "--no-ask-password", "--pipe", "--wait", "--collect", "--service-type=exec"]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.common.errors import UserError, nearest
@@ -33,6 +33,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A line of the file `env` ends with a line feed, and a variable ends with NUL. UTF-8 has no surrogates.
 _NOT_IN_VARIABLE = re.compile("[\0\n\ud800-\udfff]")
 _MAX_VARIABLES = 1000
+_LIMIT = re.compile("((CPU|IO|Limit|Memory|NUMA|Tasks)[A-Za-z0-9]*|AllowedCPUs|Nice|RuntimeMaxSec)=")
 HUB_NAME = r"^([A-Za-z0-9_-][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_-][A-Za-z0-9._-]{0,95})?$"
 PUSH_FORMS = (
     "what is pushed: result (adapter or model), merged (of a run with merge=true), gguf (for llama.cpp and Ollama)"
@@ -59,6 +60,13 @@ def _text_values(value: Any) -> Any:
         if len(text) > _MAX_VARIABLE:
             raise ValueError(f"the value of {name} is longer than {_MAX_VARIABLE // 1024} KiB: give it as a file")
     return found
+
+
+def _limits(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return properties that only limit a unit. Raises ValueError: another one, which could open it, or change its user."""
+    if not all(_LIMIT.match(word) for word in words):
+        raise ValueError
+    return words
 
 
 Environment = Annotated[dict[str, str], BeforeValidator(_text_values)]
@@ -102,8 +110,14 @@ class LaunchOptions(PlaybookOptions):
     run_env: Environment = declare(
         {}, "environment variables for the ranks, such as tokens; they travel in a file of mode 0600"
     )
-    unit_properties: Words = declare(
-        (), "properties of the systemd unit that runs a host's ranks, such as `MemoryMax=20G`"
+    unit_properties: Annotated[Words, AfterValidator(_limits)] = declare(
+        (),
+        "limits of the systemd unit that runs a host's ranks, such as `MemoryMax=20G`",
+        expected="limits of a unit, such as MemoryMax=20G: CPU*, Memory*, IO*, Tasks*, NUMA*, Limit*, Nice, AllowedCPUs or RuntimeMaxSec",
+    )
+    run_shows: Words = declare(
+        (),
+        "further paths on the hosts that system units show to the ranks, read-only, such as a folder that a script opens",
     )
     isolate: Literal["auto", "always", "never"] = declare(
         "auto",

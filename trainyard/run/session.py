@@ -334,7 +334,8 @@ class RunSession:
         self.state.plan, self.state.phase, self.state.port = plan.entries, plan.phase, plan.port
         self.state.spec = plan.spec
         for entry in plan.entries:
-            entry.reads = sorted(paths_in(self.spec_on(entry).model_dump(mode="json")))
+            shows = {*self.options.run_shows, *self.hosts[entry.host].shows}
+            entry.reads = sorted(paths_in(self.spec_on(entry).model_dump(mode="json")) | shows)
         if plan.phase == "running":
             self.state.attempt = self._planned_attempt()
         return plan

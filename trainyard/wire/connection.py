@@ -111,6 +111,7 @@ class Host:
     processes: int = 0  # ranks on this host; 0 for one per GPU, or one without a GPU
     gpus: tuple[str, ...] | None = None  # numbers or UUIDs of the GPUs that runs may use; None for all
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables of the ranks; may hold secrets
+    shows: tuple[str, ...] = ()  # paths that the units of all runs show here
     lease: str = ""  # under the queue: file on the host that is locked while the run may use it; empty otherwise
     cpus: tuple[int, ...] = ()  # processors that the ranks may use; empty for all
     ollama_port: int = 0  # TCP port of its Ollama, if that is part of the cluster; else 0

@@ -39,8 +39,8 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _DOCSTRING = re.compile(rb'^([ \t]*)"""(?:[^"\\]|"(?!""))*"""$', re.MULTILINE)
-# Verbs that import installed packages; the others start without `site`.
-PACKAGE_VERBS = frozenset({"hub_fetch", "run_start"})
+# Verbs that import installed packages, or start programs that do; the others start without `site`.
+PACKAGE_VERBS = frozenset({"evaluate", "gguf_export", "hub_fetch", "merge", "run_start"})
 
 
 @functools.cache

@@ -117,7 +117,7 @@ def merge_runs(
             how = ([copy_entry(target)], files, lambda name: connect(by_name[name]), secrets.token_hex(8))
             copy_to_hosts(*how, transfer=launch.transfer)
         values = options.model_dump(include={"method", "weights", "density", "max_tokens"})
-        values |= {"parts": parts, "target": folder, "store": f"{target.data_dir}/store", "prompts": prompts}
+        values |= {"parts": parts, "target": folder, "prompts": prompts}
         request = apart_request(target, trainer, folder, values, MERGE_LIMIT)
         request["reads"] = [part["folder"] for part in parts]
         result = in_time(connection, lambda: connection.call("merge", request), MERGE_LIMIT)

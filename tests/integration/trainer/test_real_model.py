@@ -102,7 +102,7 @@ def test_a_merged_adapter_is_the_mean_of_the_updates(real: Here) -> None:
     target = real.folder / "runs/merged"
     target.mkdir()
     parts = [{"run": f"part{seed}", "folder": str(real.run_dir(f"part{seed}"))} for seed in (1, 2)]
-    where = {"target": str(target), "store": str(real.folder / "store")}
+    where = {"target": str(target)}
     merge(read_request({"parts": parts, "method": "cat", "weights": [0.5, 0.5], "density": 1.0} | where))
     base = AutoModelForCausalLM.from_pretrained(real.model, dtype=torch.float32)
     name = "model.layers.3.self_attn.q_proj.weight"

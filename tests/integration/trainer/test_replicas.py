@@ -247,7 +247,7 @@ def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
     # The adapter, loaded and merged with itself, has the loss that the run measured.
     part = {"run": "straight", "folder": str(cluster.run_dir(0, "straight"))}
     request = {"parts": [part, part | {"run": "twin"}], "method": "cat", "weights": [], "density": 0.5}
-    request |= {"target": str(cluster.folder / "merged"), "store": str(cluster.folder / "store")}
+    request |= {"target": str(cluster.folder / "merged")}
     merged = merge.merge(merge.read_request(request))
     assert merged["rank"] == 2 * 16
     assert merged["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-3)

@@ -53,7 +53,7 @@ def sample_order(cluster: Cluster, run: str = "r") -> Order:
     """Return the order of the samples of a run, derived only from its spec and data."""
     run_dir = cluster.run_dir(0, run)
     spec = read_spec(run_dir / "spec.yml", {}, "")
-    (cache,) = (run_dir.parents[1] / "store" / "cache").glob("*.npz")
+    (cache,) = (run_dir / "cache").glob("*.npz")
     corpus = load_corpus(cache)
     assert corpus is not None
     train_set = select(corpus, training_samples(spec, len(corpus), held_out(spec, len(corpus))))
@@ -170,7 +170,7 @@ def errors_of(cluster: Cluster, run: str = "r", **fields: Any) -> list[dict[str,
 
 def test_an_error_on_one_host_ends_all_and_is_attributed(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run_dir(1).mkdir(parents=True)
-    (cluster.run_dir(1).parents[1] / "store").write_text("a file where a folder should be")
+    (cluster.run_dir(1) / "cache").write_text("a file where a folder should be")
     head, peer = errors_of(cluster, **LONG)
     assert peer["plain"] and peer["message"].startswith("cannot write: "), peer
     assert head["secondary"] and not head["plain"], head

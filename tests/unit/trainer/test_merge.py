@@ -49,7 +49,7 @@ def runs(model_folder: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFa
 
 def request(runs: list[dict[str, str]], target: Path, method: str = "cat", **more: Any) -> dict[str, Any]:
     values = {"parts": runs, "method": method, "weights": [], "density": 0.5, "target": str(target)}
-    return values | {"store": str(target.parent / "store")} | more
+    return values | more
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:

@@ -49,7 +49,7 @@ def stage_files(
     `environments` cannot be written to a file.
 
     Args:
-        entries: the plan. Their `claim` is set, and their `writable`: paths of variables.
+        entries: the plan. Their `claim` is set, and their `writable` and `reads`: paths of variables.
         spec: of the plan.
         environments: environment variables for the ranks, by host.
         token: token of this controller's claim on the run.
@@ -82,6 +82,7 @@ def stage_files(
     for entry in entries:
         entry.claim = token
         named = environments.get(entry.host, {}).items()
+        entry.reads += [part for _, value in named for part in value.split(":") if part.startswith("/")]
         entry.writable = sorted(value for name, value in named if value.startswith("/") and name not in _CODE)
         if spec.rollout_folder and entry.servers:
             entry.writable.append(spec.rollout_folder)
