@@ -18,8 +18,8 @@ def foreign_files(service: str, root: Path = Path("/")) -> list[str]:
     """Return the files of another `service`, one of FILES."""
     found = []
     for path in (path for pattern in FILES[service] for path in sorted(root.glob(pattern))):
-        with contextlib.suppress(OSError):
-            text = path.read_bytes()[: 1 << 16]
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            text = file.read(1 << 16)
             drop_in = path.parent.suffix == ".d"
             if SET.search(text) if drop_in else b"trainyard" not in text + bytes(path.resolve()):
                 found.append(str(path))
