@@ -15,6 +15,7 @@ from trainer.spec import make_spec
 from trainer.supervise.environment import run_environment
 from trainer.supervise.link_free import link_free
 from trainyard.extra_vars import check_names, known_variables, plain_data, read_run_spec
+from trainyard.run.answer_times import LONGEST
 from trainyard.run.launch_options import ALIASES, OPTIONS, LaunchOptions, make_options, options_from_variables
 from trainyard.run.plan.nodes import environment
 from trainyard.run.types import PlanEntry
@@ -55,6 +56,7 @@ def test_values_may_be_text() -> None:
     options = make_options(given | {"render_to": None, "collect_to": ""})
     assert options.elastic is True and options.master_port == 29501
     assert options.unit_properties == ("MemoryMax=1G", "CPUQuota=50%") and options.run_env == {"N": "1"}
+    assert options.answer_limit == LONGEST and make_options({"lost_limit": "20"}).answer_limit == 20
     assert make_options({"master_port": ""}) == make_options({"run_env": ""}) == LaunchOptions()
 
 

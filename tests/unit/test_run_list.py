@@ -79,8 +79,8 @@ def test_a_run_whose_record_is_unreadable_is_listed_as_alive_and_can_be_stopped(
     with pytest.raises(RunError, match=r"node1: run run0 is alive, but its record .*node\.json is unreadable: stop"):
         manage_runs("followed", "run0", here, cluster.connect, OPTIONS, print)
     said: list[str] = []
-    manage_runs("stopped", "", here, cluster.connect, OPTIONS, said.append, every=True)
-    assert stopped == ["run0", "run1"] and plain, "by the names of their folders"
+    done = manage_runs("stopped", "", here, cluster.connect, OPTIONS, said.append, every=True)
+    assert list(done["runs"]) == stopped == ["run0", "run1"] and plain, "by the names of their folders"
     assert said[0].startswith("run run0: node1 stopped")
 
 
