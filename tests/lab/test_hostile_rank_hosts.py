@@ -14,6 +14,7 @@ from dashboard_site import Dashboard, end, serve
 from lab_hosts import NEEDS_LAB, VENV, Lab, Played, inventory_with, run_playbook
 from ranks_site import export
 from run_hosts import questions, until
+from tables import table
 from testbed.root import DATA_DIR
 
 pytestmark = [*NEEDS_LAB, pytest.mark.slow]
@@ -22,28 +23,8 @@ SECRET = "kept from every rank"
 KEPT = "/home/tester/.ssh/kept"  # the unit hides its folder; the login user, and so programs outside, can read it
 KEYS = "cd /home/tester/.ssh && stat -c '%n %U %a' . * && sha256sum *"
 
-LINK_STATE = """
-import os, pathlib, sys
-os.rename("state", "former")
-os.symlink(pathlib.Path.home() / ".ssh", "state")
-sys.exit(1)
-"""
-LINK_FILES = """
-import json, os, pathlib, sys, time
-kept = pathlib.Path.home() / ".ssh/kept"
-names = ["logs/rank0.log", "output/linked.txt", "checkpoints/step-00000001/state.pt"]
-names += ["adapter/adapter_model.safetensors", "adapter/adapter_config.json"]
-for path in map(pathlib.Path, names):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    path.symlink_to(kept)
-pathlib.Path("output/plain.txt").write_text("copied")
-manifest = {"step": 1, "files": {"state.pt": {"bytes": int(os.environ["SIZE"])}}}
-pathlib.Path("checkpoints/step-00000001/manifest.json").write_text(json.dumps(manifest))
-time.sleep(3)  # the playbook follows the log
-pathlib.Path(os.environ["TRAINYARD_RESULT"]).write_text(json.dumps({"adapter_sha256": os.environ["DIGEST"]}))
-sys.exit(int(os.environ["CODE"]))
-"""
+LINK_STATE = table("hostile_rank_hosts")["link_state"]
+LINK_FILES = table("hostile_rank_hosts")["link_files"]
 
 
 @pytest.fixture(scope="module")

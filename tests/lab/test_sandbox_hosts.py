@@ -28,52 +28,13 @@ __all__ = ["site"]
 pytestmark = NEEDS_LAB
 
 # It prints the outcome of each attempt: the name of the error, or "works". Processes of other namespaces of users are invisible.
-PROBE = """
-import ctypes, errno, json, os, pathlib, resource, socket, subprocess, sys
-
-def attempt(action):
-    try:
-        return str(action() or "works")
-    except subprocess.SubprocessError as error:
-        return type(error).__name__
-    except OSError as error:
-        return errno.errorcode[error.errno] if error.errno else type(error).__name__
-
-def connect(address):
-    socket.create_connection((address, 22), 3).close()
-
-def unix(path):
-    socket.socket(socket.AF_UNIX).connect(str(path))
-
-def edit(path):
-    path.open("r+b").close()
-
-def call(*words):
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(*words) < 0:
-        raise OSError(ctypes.get_errno(), "")
-
-def swap(path):
-    path.rename(path.with_name("other"))
-
-home, run = pathlib.Path.home(), pathlib.Path.cwd()
-data, process = run.parents[1], pathlib.Path("/proc") / sys.argv[3]
-"""
+PROBE = table("sandbox_hosts")["probe"]
 ATTEMPTS = table("sandbox_outcomes")
 EXPECTED = {name: outcome for name, (outcome, _) in ATTEMPTS.items()}
 # What lies beside a run, as roles, other runs and the login user have written it.
 FILES = table("sandbox_hosts")["files"]
 RESULTS = "/home/tester/results"
-OUTSIDE = """
-import os, socket, time
-home = os.path.expanduser("~/.docker/run/docker.sock")
-paths = (f"/run/user/{os.getuid()}/podman.sock", "/run/engine/docker.sock", home, "/var/lib/lxd/unix.socket", "/tmp/control")
-sockets = [socket.socket(socket.AF_UNIX) for _ in paths]
-for one, path in zip(sockets, paths):
-    one.bind(path)
-    one.listen()
-time.sleep(600)
-"""
+OUTSIDE = table("sandbox_hosts")["outside"]
 
 
 def attempts(rows: dict[str, list[str]]) -> str:
@@ -161,26 +122,7 @@ def test_exposure_of_a_unit(lab: Lab, site: Site, isolated: bool, limit: float) 
 
 # Programs that read what ranks wrote: merge and export -----------------------------------------------------------------------
 
-APART = """
-import json, os, pathlib, socket, sys, time
-from trainer.common.lost_connection import end_with_connection
-
-end_with_connection()
-request = json.load(sys.stdin)
-
-def attempt(action):
-    try:
-        return str(action() or "works")
-    except OSError as error:
-        return type(error).__name__
-
-run = pathlib.Path(request["run_dir"])
-home = pathlib.Path.home()
-(run / "began").touch()
-answer = ATTEMPTS
-time.sleep(request["seconds"])
-print(json.dumps(answer))
-"""
+APART = table("sandbox_hosts")["apart"]
 ENCLOSED = table("sandbox_hosts")["enclosed"]
 
 

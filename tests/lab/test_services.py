@@ -151,34 +151,7 @@ def state(lab: Lab, host: Host) -> str:
 
 
 # Answers like Ollama, and says what the unit allows: its environment, and where it can write.
-STAND_IN = r"""#!/usr/bin/python3
-import http.server, json, os, socket, subprocess
-def allowed(work):
-    try:
-        work()
-    except OSError as error:
-        return error.strerror
-    return "ok"
-def write(path):
-    with open(os.path.join(path, "written"), "w") as file:
-        file.write("x")
-class Answer(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        places = {"models": os.environ["OLLAMA_MODELS"], "tmp": "/tmp", "home": "/home", "var": "/var/tmp/..", "etc": "/etc"}
-        reply = {
-            "version": "stand-in", "models": [], "environment": dict(os.environ), "homes": os.listdir("/home"),
-            "write": {name: allowed(lambda path=path: write(path)) for name, path in places.items()},
-            "packets": allowed(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW)),
-            "child": subprocess.run(["/bin/echo", "ok"], capture_output=True, text=True).stdout.strip(),
-            "null": allowed(lambda: open("/dev/null", "w").close()),
-            "disks": allowed(lambda: os.open("/dev/fuse", os.O_RDWR)) if os.path.exists("/dev/fuse") else "",
-        }
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
-host, _, port = os.environ["OLLAMA_HOST"].rpartition(":")
-http.server.ThreadingHTTPServer((host, int(port)), Answer).serve_forever()
-"""
+STAND_IN = table("services")["stand_in"]
 HOSTILE = table("services")["hostile"]
 
 
