@@ -135,8 +135,7 @@ def read_spec(
         report: receives a line for each name whose meaning differs.
         strict: see `check_given`.
 
-    Raises:
-        UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
+    Raises UserError: the file cannot be read, or has an unknown name or an invalid value; or the overrides have.
     """
     of_file, given = read_tool_files(read_yaml(path) if path else {}), read_tool_files(overrides)
     values, notes = resolve_aliases(of_file, source=str(path), ranks=ranks)

@@ -88,8 +88,7 @@ def read_run_spec(
         source: origin of the extra variables, for error messages.
         more: further names that an unknown one may have meant.
 
-    Raises:
-        UserError: an unknown name (with the nearest known one), or a bad value.
+    Raises UserError: an unknown name (with the nearest known one), or a bad value.
     """
     check_pairs(extra_vars)
     of_file, named = read_tool_files(read_yaml(user_path(file, "spec")) if file else {}), read_tool_files(extra_vars)

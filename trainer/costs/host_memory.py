@@ -28,8 +28,7 @@ def read_hosts(source: str) -> list[dict[str, Any]]:
         For each host its name (`host`), `processes`, and from a file also `device` (a name; empty: unknown), `memory_mib`, `gpu_mib` and `capability` (0: unknown),
         `threads` per process, and `speed` of a process in relation to other hosts (1).
 
-    Raises:
-        UserError: no such file, or one without a list of hosts.
+    Raises UserError: no such file, or one without a list of hosts.
     """
     if re.fullmatch(r"[0-9]{1,5}", source) and 1 <= int(source) <= MAX_HOSTS:
         return [{"host": f"host{place + 1}", "processes": 1} for place in range(int(source))]

@@ -98,8 +98,7 @@ class AnswerFinder:
             variables: other variables of the template.
             silent: the indices of answers without loss.
 
-        Raises:
-            TemplateError: the template rejects the chat, leaves out a part of it, or the answers cannot be located.
+        Raises TemplateError: the template rejects the chat, leaves out a part of it, or the answers cannot be located.
         """
         problems: list[TemplateError] = []
         # Calls as Python writes them are the format of few templates, and a form that another template does not expect.

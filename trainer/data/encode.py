@@ -116,8 +116,7 @@ class Encoder:
         rows: of the model's embedding; None for that of a `TextTokenizer`, or if it is unknown.
         prompt_length: maximum number of tokens of a sample that is a prompt without an answer.
 
-        Raises:
-            UserError: the chat template is not valid.
+        Raises UserError: the chat template is not valid.
         """
         self.prompt_length = prompt_length
         self.seq_length, self.train_on, self._system, self.data = seq_length, train_on, system, data
@@ -195,8 +194,7 @@ class Encoder:
     def encode(self, sample: Sample) -> Encoded:
         """Return the encoding of one sample. The sequences of a pair are encoded one by one, each as a whole.
 
-        Raises:
-            UserError: the chat template rejects the sample, or leaves out a part of it.
+        Raises UserError: the chat template rejects the sample, or leaves out a part of it.
         """
         if sample.rejected:
             chosen = self.encode(replace(sample, rejected=None))

@@ -46,8 +46,7 @@ def finished_result(run_dir: Path) -> dict[str, Any] | None:
 def check_owner(spec: RunSpec, run_dir: Path) -> None:
     """Check that the run folder does not belong to a different run.
 
-    Raises:
-        UserError: the folder has checkpoints or the result of a different spec, or `resume: never` forbids to resume from them.
+    Raises UserError: the folder has checkpoints or the result of a different spec, or `resume: never` forbids to resume from them.
     """
     file = run_dir / "spec.yml"
     if has_begun(run_dir):

@@ -150,8 +150,7 @@ class Evaluation:
     def update(self, step: int) -> float | None:
         """Evaluate the model after `step` unless that was done; return and keep the loss. Every rank calls it.
 
-        Raises:
-            NonFiniteError: the loss is not finite, so the model is unusable.
+        Raises NonFiniteError: the loss is not finite, so the model is unusable.
         """
         if self.step != step:
             self.loss, self.step = self(), step
@@ -165,8 +164,7 @@ def train_step(
 ) -> list[list[int]]:
     """Train this rank's share of `step` (from 0) and add its metrics; return its rows (lists of sample indices).
 
-    Raises:
-        NonFiniteError: the gradient is not finite; the weights are unchanged.
+    Raises NonFiniteError: the gradient is not finite; the weights are unchanged.
     """
     spec = inputs.spec
     started = time.perf_counter()
@@ -251,8 +249,7 @@ def report(
 def begin(strategy: Strategy, state: RunState, spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> None:
     """Load the newest checkpoint of the hosts, if there is one, and record the start in `state`. Every rank calls it.
 
-    Raises:
-        UserError: no checkpoint is usable, or it is of another spec, other data or another base model.
+    Raises UserError: no checkpoint is usable, or it is of another spec, other data or another base model.
     """
     files, differences = strategy.per_host_files, functools.partial(changed_since, now=state.spec)
     if newest := find_checkpoint(run_dir / "checkpoints", strategy.world, print, files, differences):

@@ -227,10 +227,7 @@ class GRPO(Method):
     # Completions ---------------------------------------------------------------------------------------------------------
 
     def prepare(self, work: Work, rank: Rank) -> Work:
-        """Write and rate the completions of the prompts of `work`; return the work on them.
-
-        Raises UserError: a reward failed.
-        """
+        """Write and rate the completions of the prompts of `work`; return the work on them. Raises UserError: a reward failed."""
         prompts = [sample for rows in work.parts for row in rows for sample in row]
         known = [sample for row in work.rows for sample in row]
         is_evaluation = work.step < 0

@@ -82,8 +82,7 @@ def load_causal_model(name: str, setting: str = "model", shown: str = "", **opti
         shown: the name in messages; `name` by default.
         options: options of `from_pretrained`.
 
-    Raises:
-        UserError: it cannot be loaded, is an adapter, or its files do not match its config.json.
+    Raises UserError: it cannot be loaded, is an adapter, or its files do not match its config.json.
     """
     shown = shown or name
     refuse_adapter(name, setting)

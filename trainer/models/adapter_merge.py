@@ -144,8 +144,7 @@ def adapted_layers(adapted: Any) -> dict[str, Any]:
 def untie(model: Any, changed: Iterable[nn.Module]) -> None:
     """Give each module of `changed` a weight of its own, and say so in the configuration of the model.
 
-    Raises:
-        UserError: modules other than the embedding and the head share a weight; no configuration expresses that they do not.
+    Raises UserError: modules other than the embedding and the head share a weight; no configuration expresses that they do not.
     """
     ends = [_plain(module) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
     for module in changed:

@@ -123,10 +123,7 @@ def answer_loss(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> flo
 
 
 def prompt_rows(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
-    """Return the tokens of each chat up to where the answer begins.
-
-    Raises TemplateError: the chat template rejects a chat.
-    """
+    """Return the tokens of each chat up to where the answer begins. Raises TemplateError: the chat template rejects a chat."""
     if not chats:
         return []
     found = tokenizer.chat_template or PLAIN_TEMPLATE

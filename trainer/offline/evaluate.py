@@ -84,8 +84,7 @@ def evaluate(
         `seconds` of the generation; `answers`, for each question its `text`, number of `tokens`, whether it is `cut`, and the
         `loss` of the reference, a mean per token in nats, with its `loss_tokens`; None and 0 without a reference.
 
-    Raises:
-        UserError: the chat template cannot be rendered.
+    Raises UserError: the chat template cannot be rendered.
     """
     prepend = spec.system == "prepend"
     chats = [with_system_in_first_question(q["messages"]) if prepend else q["messages"] for q in questions]

@@ -80,8 +80,7 @@ class RunState:
     def restore(self, checkpoint: Path, spec: RunSpec) -> None:
         """Read the progress from a checkpoint folder.
 
-        Raises:
-            UserError: the run started with other data or another base model, or with another packing or backend.
+        Raises UserError: the run started with other data or another base model, or with another packing or backend.
         """
         stored = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         if stored.get("data") != self.data:

@@ -13,8 +13,7 @@ PREFIX = "reward"
 def check_reward_file(name: str) -> Path:
     """Return the absolute path of a file with rewards, after a check of its content. It is not run.
 
-    Raises:
-        UserError: it is missing, not a regular file, too large, not Python, or has no function whose name begins with ``reward``.
+    Raises UserError: it is missing, not a regular file, too large, not Python, or has no function whose name begins with ``reward``.
     """
     path, tree = parse_python_file(name, "reward")
     if not any(map(_defines_reward, tree.body)):

@@ -179,8 +179,7 @@ class Averaging(DDP):
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote.
 
-        Raises:
-            UserError: the checkpoint is that of another worker. Some samples would be trained on twice, others never.
+        Raises UserError: the checkpoint is that of another worker. Some samples would be trained on twice, others never.
         """
         kept, now = json.loads((folder / "worker.json").read_text(encoding="utf-8")), self._place()
         if kept != now:

@@ -273,10 +273,7 @@ class DiLoCo(Strategy):
         return step % self.spec.local_steps == 0
 
     def sync(self, waiting: Callable[[], bool]) -> None:
-        """Run the outer step, bit-equal on every host.
-
-        Raises NonFiniteError: the weights of a rank are not finite; all ranks raise it.
-        """
+        """Run the outer step, bit-equal on every host. Raises NonFiniteError: the weights of a rank are not finite; all ranks raise it."""
         count, mine = len(self.sizes), self.mine
         numbers = [0.0] * (2 * count)  # the tokens of every replica in this round, and its seconds per inner step
         numbers[mine] = self.tokens / self.replica_group.size

@@ -22,10 +22,7 @@ class WeightFiles:
     """The safetensors files of a model, in a folder or in the cache of the hub. A tensor is read only on request."""
 
     def __init__(self, model: str) -> None:
-        """Read the index of the model, a folder or a name on the hub.
-
-        Raises UserError: it has no safetensors files, or a damaged index.
-        """
+        """Read the index of the model, a folder or a name on the hub. Raises UserError: it has no safetensors files, or a damaged index."""
         self._model = model
         index = self._path(_INDEX, required=False)
         if index:
@@ -112,8 +109,7 @@ def read_own(
         check: raises UserError if the files do not match the model.
         wanted: {name: the names that the tensor can have in the files}.
 
-    Raises:
-        UserError: a host lacks a file, or its files do not match the model.
+    Raises UserError: a host lacks a file, or its files do not match the model.
     """
     why, files = "", None
     try:

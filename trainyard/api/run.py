@@ -85,8 +85,7 @@ class Run:
     def follow(self) -> Iterator[Event]:
         """Yield what happens, to the end of the run; lines before this call come first.
 
-        Raises:
-            RunError: the run has failed; its `details` have the evidence.
+        Raises RunError: the run has failed; its `details` have the evidence.
         """
         if self._thread is None:
             self._begin(self._attach)

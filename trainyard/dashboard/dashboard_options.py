@@ -61,8 +61,7 @@ class DashboardOptions(PlaybookOptions):
     def tls_files(self) -> tuple[Path, Path] | None:
         """Return the files of the certificate and of its key; None without TLS.
 
-        Raises:
-            UserError: they cannot be used, or other machines reach the address and there is no certificate.
+        Raises UserError: they cannot be used, or other machines reach the address and there is no certificate.
         """
         if not self.certfile:
             if self.keyfile:

@@ -49,8 +49,7 @@ NOT_OUR_FORM = "403: the form did not come from this page: reload it and try aga
 def read_token(path: Path) -> str:
     """Return the token in a file of mode 0600; write a new one if there is none.
 
-    Raises:
-        UserError: the file is unreadable, other users can read it, or it has no token.
+    Raises UserError: the file is unreadable, other users can read it, or it has no token.
     """
     try:
         if not path.exists():

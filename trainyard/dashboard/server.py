@@ -51,8 +51,7 @@ def serve(
         find_queue: returns the name of the queue host; raises UserError where there is no queue.
         project: whose runs are started again and deployed.
 
-    Raises:
-        UserError: the address is not one of this machine, the port is in use, or the token cannot be read.
+    Raises UserError: the address is not one of this machine, the port is in use, or the token cannot be read.
     """
     token_file = cache_folder() / "dashboard-token"  # a folder that units hide from ranks on this machine
     token, listener = read_token(token_file), _listen(options)

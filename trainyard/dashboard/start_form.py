@@ -105,8 +105,7 @@ class NewRuns:
     def draft(self, form: Mapping[str, str], fields: Sequence[FormField]) -> Draft:
         """Return a new draft of the form. The spec and the options are checked as those of the command line.
 
-        Raises:
-            UserError: the form has a wrong value, or a field that the page does not have.
+        Raises UserError: the form has a wrong value, or a field that the page does not have.
         """
         given = {name: value.strip() for name, value in form.items() if value.strip() and name != "csrf"}
         known = {field.name: field for field in fields}

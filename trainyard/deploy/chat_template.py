@@ -148,8 +148,7 @@ def _without(text: _Text, bos: str) -> _Text:
 def _rules(texts: Sequence[_Text]) -> list[tuple[dict[str, bool], tuple[str, ...]]]:
     """Return (conditions, parts) for the smallest set of conditions on which the texts of one place depend.
 
-    Raises:
-        TemplateError: no set of conditions explains the texts.
+    Raises TemplateError: no set of conditions explains the texts.
     """
     names = [name for name, _ in texts[0].facts]
     for size in range(len(names) + 1):

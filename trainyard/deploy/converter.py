@@ -33,8 +33,7 @@ _TIMEOUT = 60.0  # s without a byte
 def converter_folder() -> Path:
     """Return the folder of the unpacked converter; download it if it is missing.
 
-    Raises:
-        UserError: the package cannot be downloaded, or it is not the pinned one.
+    Raises UserError: the package cannot be downloaded, or it is not the pinned one.
     """
     cache = cache_folder()
     folder = cache / f"llama.cpp-{SHA256[:16]}"

@@ -53,8 +53,7 @@ def find_run(
 def find_copies(run: str, hosts: Mapping[str, Host], connections: Mapping[str, HostConnection]) -> list[TrainedRun]:
     """Return the run on every host that has its result with the same weights as the first.
 
-    Raises:
-        UserError: no host has the run, or its files are not valid.
+    Raises UserError: no host has the run, or its files are not valid.
     """
     request = {"text": ["result.json", "spec.yml"]}
     folders = {name: f"{host.data_dir}/runs/{run}" for name, host in hosts.items()}

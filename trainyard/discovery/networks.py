@@ -111,8 +111,7 @@ def address_order(address: str | IPAddress) -> tuple[int, int, str]:
 def host_and_port(text: str) -> tuple[str, int | None]:
     """Split `node1`, `10.0.0.5:11500`, `[fd00::5]:11434`, `fe80::5%eth0` or `http://node1:11434` into host and port.
 
-    Raises:
-        SettingsError: not one of these forms, or an address that only servers listen on (0.0.0.0, ::).
+    Raises SettingsError: not one of these forms, or an address that only servers listen on (0.0.0.0, ::).
     """
     bare = re.sub(r"^http://", "", text.strip()).rstrip("/")
     match = re.fullmatch(r"\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\](?::(\d{1,5}))?|([\w.-]+)(?::(\d{1,5}))?", bare)

@@ -11,8 +11,7 @@ class SettingsError(ValueError):
 class Settings:
     """The options of one scan. Times are in seconds. The documentation of the inventory plugin describes each field.
 
-    Raises:
-        SettingsError: a number is out of its range.
+    Raises SettingsError: a number is out of its range.
     """
 
     networks: tuple[str, ...] = ("auto",)

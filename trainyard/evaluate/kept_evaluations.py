@@ -102,8 +102,7 @@ def _changed_question(record: Mapping[str, Any], subjects: Sequence[str]) -> Cha
 def keep_evaluation(work: Path, result: Mapping[str, Any]) -> Path:
     """Write a result of `summarise` below the folder of created files, and remove the oldest ones. Return its path.
 
-    Raises:
-        OSError: it cannot be written, or is too large.
+    Raises OSError: it cannot be written, or is too large.
     """
     files = [_file_result(file, result) for file in result["scores"]]
     content = to_json(plain(KeptEvaluation(time.time(), list(result["tokens_per_second"]), files)))

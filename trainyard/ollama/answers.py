@@ -41,10 +41,7 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file.
-
-        Raises UserError: another process has it open; DiskError: it cannot be read or written.
-        """
+        """Open or create the file. Raises UserError: another process has it open; DiskError: it cannot be read or written."""
         self.path, self.repaired, self.damaged = path, 0, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,8 +28,7 @@ def read_prompts(path: Path, system: str = "", spec: RunSpec | None = None) -> l
         system: system message for chats that have none.
         spec: with `columns`, `dataset_split` and `dataset_config` of the prompts.
 
-    Raises:
-        UserError: the dataset cannot be read, or a record has no prompt.
+    Raises UserError: the dataset cannot be read, or a record has no prompt.
     """
     if not path_kind(path) and not is_hub_id(str(path)):
         raise UserError(f"prompts: no such file: {printable(path)}: give a file or folder of this machine, or a hub id")

@@ -50,8 +50,7 @@ def exports_path(value: Any) -> str:
 def config_word(value: Any) -> str:
     """Return text that is one word in any configuration file: a name, an address, a number or a path without spaces.
 
-    Raises:
-        ValueError: the text is empty, or has white space, quotes or other special characters.
+    Raises ValueError: the text is empty, or has white space, quotes or other special characters.
     """
     text = _unicode(value)
     if not text or _UNSAFE_IN_WORD.search(text) or text.endswith("\\"):
@@ -63,8 +62,7 @@ def config_word(value: Any) -> str:
 def config_string(value: Any) -> str:
     """Return text in double quotes, for formats without escapes in quotes, such as ssh_config(5).
 
-    Raises:
-        ValueError: the text has a control character or a quote, or ends with a backslash.
+    Raises ValueError: the text has a control character or a quote, or ends with a backslash.
     """
     text = _unicode(value)
     if any(_is_control(c) or c == '"' for c in text) or text.endswith("\\"):

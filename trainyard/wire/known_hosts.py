@@ -47,8 +47,7 @@ class KnownHosts(NamedTuple):
 def find_known_hosts(executable: str, arguments: str, host: str, port: int | None) -> KnownHosts:
     """Return the host key lookup of ssh for its command-line arguments and the configuration of this machine.
 
-    Raises:
-        subprocess.CalledProcessError: ssh rejects the arguments.
+    Raises subprocess.CalledProcessError: ssh rejects the arguments.
     """
     argv = [executable, "-G", *shlex.split(arguments), *(["-p", str(port)] if port else []), "--", host]
     out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout

@@ -29,8 +29,7 @@ class ReplyError(ValueError):
 def last_object(output: bytes) -> dict[str, Any] | None:
     """Return the last line of a program's output that begins with ``{``, as plain data; None if there is none.
 
-    Raises:
-        ReplyError: the line is too long, is not JSON, or is nested too deeply.
+    Raises ReplyError: the line is too long, is not JSON, or is nested too deeply.
     """
     start = output.rfind(b"\n{") + 1
     if not output.startswith(b"{", start):
@@ -45,8 +44,7 @@ def last_object(output: bytes) -> dict[str, Any] | None:
 def untrusted_json(text: str) -> Any:
     """Return the value of a JSON text from a host; what JSON does not allow, such as NaN, becomes None.
 
-    Raises:
-        ReplyError: the text is not JSON, or is nested too deeply.
+    Raises ReplyError: the text is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=lambda _: None)

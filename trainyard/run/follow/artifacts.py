@@ -93,11 +93,7 @@ def collect_artifacts(
 
 
 def _read_results(entries: list[PlanEntry], connections: dict[str, HostConnection]) -> dict[str, _HostResult]:
-    """Return what each host that answers has.
-
-    Raises:
-        RunError: a host does not answer, and the run cannot have ended without it.
-    """
+    """Return what each host that answers has. Raises RunError: a host does not answer, and the run cannot have ended without it."""
     wanted = {"sizes": ["logs/*.log", "state/rank*.json"], "text": ["result.json"]}
     requests = {entry.host: {"run_dir": entry.run_dir, **wanted} for entry in entries}
     asked = call_hosts(connections.__getitem__, "read_files", requests).wait(READ_LIMIT)

@@ -146,8 +146,7 @@ def manage_runs(
         watch: for `listed`: seconds after which the list is reported again, until no run is alive; 0 lists once.
         hardware: for `listed`: whether to list the hardware of the hosts before the runs.
 
-    Raises:
-        RunError: the name is missing, no host has the run, or see `stop_run` and `follow_run`.
+    Raises RunError: the name is missing, no host has the run, or see `stop_run` and `follow_run`.
     """
     by_name = {host.name: host for host in hosts}
 

@@ -126,8 +126,7 @@ def _host_lines(hosts: list[HostState], left_out: Mapping[str, str], preview: bo
 def surplus(names: Sequence[str], spec: RunSpec, min_nodes: int) -> dict[str, str]:
     """Return the last hosts to leave out, so that all pipelines have the same number of hosts, and the reason for each.
 
-    Raises:
-        PlanError: `min_nodes` does not allow so few hosts.
+    Raises PlanError: `min_nodes` does not allow so few hosts.
     """
     size = plan_of(spec).pipeline_hosts(spec) or 0
     over = len(names) % size if 0 < size < len(names) else 0
@@ -172,8 +171,7 @@ def _running_members(
 ) -> list[HostState]:
     """Return the hosts of a start that runs and that this session did not make, by node rank; else an empty list.
 
-    Raises:
-        PartlyActiveError: only a part of the run is alive, and the session may not restart it.
+    Raises PartlyActiveError: only a part of the run is alive, and the session may not restart it.
     """
     running = [host.name for host in hosts if host.facts["running"]]
     if not running:
@@ -227,8 +225,7 @@ def check_running_spec(head: HostState, prepared: PreparedRun, data_dir: str, sp
 def is_finished(hosts: list[HostState], prepared: PreparedRun, spec: RunSpec) -> bool:
     """Return whether the run has finished on every host.
 
-    Raises:
-        PlanError: the run's folder on a host holds another spec, or checkpoints while `resume` is never.
+    Raises PlanError: the run's folder on a host holds another spec, or checkpoints while `resume` is never.
     """
     another = f"choose another name with {front_end.option('run', 'NAME')}"
     for host in (host for host in hosts if host.facts["spec"] is not None):

@@ -47,8 +47,7 @@ def choose_port(requested: int | None, free: list[int], head: str, run_dir: str,
 def head_first(hosts: list[HostState], head: str) -> list[HostState]:
     """Return the hosts in rank order: the inventory's order, with the named head first.
 
-    Raises:
-        PlanError: the run has no host of that name.
+    Raises PlanError: the run has no host of that name.
     """
     if not head:
         return hosts
@@ -248,8 +247,7 @@ def environment(node: PlanEntry, extra: dict[str, str]) -> str:
     """Return the contents of the node's `env` file: KEY=VALUE lines. The file has mode 0600, because it may hold
     secrets.
 
-    Raises:
-        PlanError: a name or value that such a file cannot hold.
+    Raises PlanError: a name or value that such a file cannot hold.
     """
     values = {
         "PYTHONPATH": f"{node.run_dir}/trainer.zip",

@@ -29,8 +29,7 @@ def show_data(spec: RunSpec, samples: int | None, as_json: bool, work: Path, rep
         work: folder for created files.
         report: receives lines about what is created or fetched.
 
-    Raises:
-        UserError: a dataset or the model is not on this machine, or a run would refuse a sample.
+    Raises UserError: a dataset or the model is not on this machine, or a run would refuse a sample.
     """
     view = View.of(samples, as_json)
     check_shown(spec)

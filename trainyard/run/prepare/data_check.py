@@ -32,8 +32,7 @@ def check_data(
         work: folder on the controller in which totals are kept.
         samples: those of all datasets, if they were just read.
 
-    Raises:
-        UserError: a sample is refused (`file:line: reason`), or more than half of the samples are lost.
+    Raises UserError: a sample is refused (`file:line: reason`), or more than half of the samples are lost.
     """
     tokenizer = TextTokenizer.read(folder)
     if tokenizer is None or any(needs_missing_library(source.path) for source in spec.sources):

