@@ -31,18 +31,10 @@ esac
 
 
 class FakeSlurm:
-    """The programs, their answers, and the folders of the runs.
-
-    Attributes:
-        programs: folder for the PATH.
-    """
+    """The programs, their answers, and the folders of the runs. `programs`: folder for the PATH."""
 
     def __init__(self, folder: Path, data_dir: Path) -> None:
-        """Write the programs.
-
-        Args:
-            data_dir: `cluster_data_dir` of the queue host.
-        """
+        """Write the programs. `data_dir`: `cluster_data_dir` of the queue host."""
         self.folder, self.runs = folder, data_dir / "queue"
         self.programs = folder / "bin"
         self.programs.mkdir(parents=True)

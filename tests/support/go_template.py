@@ -35,11 +35,7 @@ def collate(messages: Sequence[Mapping[str, str]]) -> tuple[str, list[dict[str, 
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]]) -> str:
-    """Return what Ollama sends to the model for a conversation.
-
-    Raises:
-        ValueError: the template is outside the subset.
-    """
+    """Return what Ollama sends to the model for a conversation. Raises ValueError: the template is outside the subset."""
     actions = _ACTION.findall(template)
     if "".join(f"{{{{ {action} }}}}" for action in actions) != template:
         raise ValueError("there is text between the actions")

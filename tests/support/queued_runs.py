@@ -39,12 +39,7 @@ LEFT = f"grep -lsaz ^{RUN_VARIABLE}= /proc/[0-9]*/environ || :"
 
 @dataclass
 class QueuedRun:
-    """A run in the queue.
-
-    Attributes:
-        head: the queue host.
-        job: its job.
-    """
+    """A run in the queue. `head`: the queue host. `job`: its job."""
 
     lab: Lab
     head: Host

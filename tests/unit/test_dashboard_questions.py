@@ -174,7 +174,7 @@ def test_two_spellings_are_one_model(served: Served, ollama: Server) -> None:
     [
         forever(b" " * 65536),
         forever(line("x" * 1000)),
-        forever(line("")),
+        pytest.param(forever(line("")), marks=pytest.mark.slow),
         lambda write: write(b'{"message": "' + b"x" * (2 << 20)),
         lambda write: write(b"[]\n"),
         lambda write: write(b'{"message": []}\n'),

@@ -115,7 +115,9 @@ def unit_properties(
 def interpreter_paths() -> list[Path]:
     """Return the folders and links of the interpreter and its packages, also those of the user, as they are named."""
     user = Path(site.getusersitepackages())  # not in sys.path of the programs that call this
-    lines = [line for file in user.glob("*.pth") for line in file.read_text(errors="replace").splitlines()]
+    lines = [
+        line for file in user.glob("*.pth") for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
     found: list[str | Path] = [
         sys.prefix,
         sys.base_prefix,

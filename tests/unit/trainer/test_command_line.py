@@ -65,7 +65,9 @@ REPLACED = table("connection")["replaced"]
 PROGRAMS = table("connection")["programs"] | {"replaced": ("-c", REPLACED)}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [name if name == "replaced" else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+)
 def test_a_program_ends_when_nobody_reads_its_answer(name: str) -> None:
     """It waits for its request meanwhile, which stands for its work."""
     reader, writer = os.pipe()
