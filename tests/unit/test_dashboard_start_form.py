@@ -37,6 +37,7 @@ def form(tmp_path: Path) -> NewRuns:
     return NewRuns(tmp_path, hosts(), LaunchOptions(max_restarts=2, unit_properties="MemoryMax=20G"))
 
 
+@pytest.mark.slow
 def test_no_field_takes_text_but_the_name_of_the_run(form: NewRuns, tmp_path: Path) -> None:
     """A new field of the run spec that takes text, or of the launch options, is not in the form before a developer adds it."""
     fields = {field.name: field for field in form.fields()}

@@ -47,6 +47,7 @@ def test_the_reader(case: Case, folder: dict[str, Path]) -> None:
         assert len(read_source(source(case, folder, case.columns))) == case.samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [True, False], ids=["with datasets", "without datasets"])
 def test_the_check_of_the_controller(library: bool, folder: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the library, it finds what it can, and leaves the rest to the hosts."""

@@ -53,6 +53,7 @@ def by_hand(base: Path, adapter: Path | None, questions: list[dict[str, Any]]) -
     return found
 
 
+@pytest.mark.slow
 def test_answers_and_losses_are_those_of_a_loop_by_hand(
     here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
