@@ -65,6 +65,7 @@ PLAN_AHEAD = 2.0  # s before a restart at which it is planned: a user may stop t
 CLAIM_WAIT = 60.0  # s to wait for another controller that starts the same run
 LINE_LIMIT = 2000  # characters of a reported line
 END_LIMIT = 10.0  # s for a host to end what is left of a run; a connection that was lost takes most of it
+ALONE_LIMIT = 3.0  # s for a host that counts as lost to do so over a connection of its own: most such hosts are off
 _SKIPPED: StepResult = {"skipped": True}
 
 
@@ -280,7 +281,7 @@ class RunSession:
                     # Code of a run may have halted every process of the login user, the SSH session of this one included.
                     silent = {name: alone(self.hosts[name]) for name in failure.get("lost", [])}
                     anew = lambda name, hosts=silent: self.connect_host(hosts[name])  # noqa: E731
-                    stop_parts(run_parts(silent.values(), self.run_name), anew, {"now": True}, END_LIMIT)
+                    stop_parts(run_parts(silent.values(), self.run_name), anew, {"now": True}, ALONE_LIMIT)
                     raise policy.error(failure, why)
                 for line in policy.lines(failure):
                     self.report(line)
