@@ -29,7 +29,6 @@ LINK_FILES = table("hostile_rank_hosts")["link_files"]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, Path]]:
-    """One host with a secret."""
     lab, folder = Lab(f"hostile-{os.getpid()}"), tmp_path_factory.mktemp("hostile")
     lab.up(hosts=1, venv=VENV, persistent=False)
     inventory = inventory_with(lab, folder)
@@ -47,6 +46,7 @@ def train(cluster: tuple[Lab, Path], folder: Path, run: str, script: str, **more
     return run_playbook("train.yml", cluster[1], spec | more)
 
 
+@pytest.mark.long
 def test_a_restart_removes_nothing_behind_a_link_in_place_of_state(cluster: tuple[Lab, Path], tmp_path: Path) -> None:
     lab, _ = cluster
     head = lab.hosts[0]

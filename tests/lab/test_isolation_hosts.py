@@ -26,6 +26,7 @@ def listening(lab: Lab, host: Host) -> list[int]:
     return sorted(ports - {22})
 
 
+@pytest.mark.long
 def test_no_other_machine_reaches_the_ranks(lab: Lab, hosts: list[Host], tmp_path: Path) -> None:
     dataset = tmp_path / "questions.jsonl"
     dataset.write_text("".join(json.dumps({"text": f"{n} and {n + 1}"}) + "\n" for n in range(60)))

@@ -51,6 +51,7 @@ def authorized(lab: Lab, host: Host) -> str:
     return lab.inside(host, "cat /home/tester/.ssh/authorized_keys")
 
 
+@pytest.mark.long
 def test_peers_have_no_keys_unless_a_role_copies_files(lab: Lab, tmp_path: Path) -> None:
     one, two, three = lab.hosts
     # A cluster as version 0.2.0 left it: every host logs in to every other one.

@@ -78,6 +78,7 @@ def test_driver_that_does_not_support_the_gpu_is_rejected(lab: Lab, host: Host) 
     assert "apt has driver 535, and a GPU of this host needs 570 or later" in played.stdout
 
 
+@pytest.mark.long
 def test_driver_is_installed_only_on_hosts_with_a_gpu(lab: Lab, host: Host, tmp_path: Any) -> None:
     cards(lab, host, PASCAL)
     lab.inside(host, REPOSITORY.replace("VERSION", "580.65"))

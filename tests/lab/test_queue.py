@@ -196,13 +196,11 @@ def test_the_former_service_of_the_dashboard_is_removed_and_said(cluster: tuple[
 
 
 def phase(lab: Lab, run: str) -> str:
-    """Return the phase of a queued run; empty before the first."""
     text = lab.inside(lab.hosts[0], f"cat {DATA_DIR}/queue/{run}/state.json 2>/dev/null || echo '{{}}'")
     return str(json.loads(text).get("phase", ""))
 
 
 def change(cluster: tuple[Lab, Path], verb: str, wanted: str, **more: object) -> None:
-    """Change the run `queued`, and wait for a phase of it."""
     lab, inventory = cluster
     played = run_playbook("playbooks/queue.yml", inventory, {"do": verb, "run": "queued", **more})
     assert played.rc == 0, played.stdout
@@ -211,7 +209,6 @@ def change(cluster: tuple[Lab, Path], verb: str, wanted: str, **more: object) ->
 
 @pytest.fixture(scope="module")
 def package(cluster: tuple[Lab, Path], site: Played, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of the unpacked program of a queued run, which trained and was cancelled."""
     folder = tmp_path_factory.mktemp("queued")
     spec = tiny_spec("queued", questions(folder, 600), 100_000)
     change(cluster, "add", "running", **spec, time_limit=30, cores=1)
