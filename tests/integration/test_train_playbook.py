@@ -142,7 +142,7 @@ def test_a_run_from_one_command(inventory: Path, dataset: Path) -> None:
     assert list((head / "tensorboard").glob("events.*"))
     assert (head / "env").stat().st_mode & 0o777 == 0o600
     assert run_environment(link_free(head))["NOTE"] == "one\u2028line"
-    private = [path for name in ("datasets", "cache") for path in (head.parents[1] / "store" / name).iterdir()]
+    private = [path for folder in (head.parents[1] / "store/datasets", head / "cache") for path in folder.iterdir()]
     assert len(private) == 2 and {path.stat().st_mode & 0o777 for path in private} == {0o600}
     assert [json.loads(line)["step"] for line in (head / "metrics.jsonl").read_text().splitlines()] == list(
         range(1, 21)

@@ -47,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         output.error("interrupted; a run that has started continues: trainyard attach follows, trainyard stop ends it")
         return INTERRUPTED
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         if type(error).__module__ != "ansible.errors":
             raise
         output.error(UserError(f"Ansible does not start: {error}: set HOME to a folder that you can write"))
         return 2
-    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def set_locale() -> None:
