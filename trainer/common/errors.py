@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.common.formats import printable
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 # torch.save reports any failed write with one of these.
 _TORCH_WRITE_ERRORS = ("inline_container", "iostream error", "PytorchStreamWriter")
 
