@@ -60,7 +60,7 @@ def add_parameters(spec: RunSpec, every: Matrices, model: Any, config: LoraConfi
     found: dict[str, set[str]] = {}
     for name, (module, parameter) in every.items():
         place, leaf = name.rpartition(".")[::2]
-        linear = isinstance(module, nn.Linear) and not is_router(module)
+        linear = isinstance(module, nn.Linear) and place not in (config.exclude_modules or ())  # routers among them
         lost = (
             linear and not matches(place, read.target_modules)
             if mapped

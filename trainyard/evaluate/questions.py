@@ -140,7 +140,12 @@ class Searcher:
         self._process: LimitedProcess | None = None
 
     def __call__(self, pattern: re.Pattern[str], text: str) -> bool:
-        self._process = self._process or LimitedProcess(__name__, SEARCH_MEMORY, SEARCH_LIMIT)
+        if self._process is None:
+            self._process = LimitedProcess(__name__, SEARCH_MEMORY, SEARCH_LIMIT)
+            try:
+                self._process.ask(("", ""))  # one that cannot start must not pass for texts without a match
+            except LimitError as error:
+                raise UserError(f"regex: the process that searches answers does not start: {error}") from None
         try:
             return bool(self._process.ask((pattern.pattern, text))[1])
         except LimitError:
