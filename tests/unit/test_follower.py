@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tables import table
 
+from trainer.supervise.status import status
 from trainyard.run.answer_times import HALF_LIFE, LONGEST, MARGIN, SHORTEST, AnswerTimes
 from trainyard.run.follow import follower as follower_module
 from trainyard.run.follow.follower import SHORT_POLL, Follower, evidence
@@ -199,6 +201,24 @@ def test_a_traceback_that_the_log_has_too_is_shown_once() -> None:
     assert "last lines of rank0.log:" not in found()
     error["plain"] = True
     assert found() == ["rank0.log on node1: /logs/rank0.log", "torchrun.0.log on node1: /run/logs/torchrun.0.log"]
+
+
+def test_a_path_that_the_unit_hides_is_named_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / "my corpus").touch()
+    host = SimpleNamespace(call=lambda verb, request: status(request))
+    part = HostRun("node1", str(tmp_path / "run"), 0, [0])
+    for path, unit, told in (
+        (
+            tmp_path / "my corpus",
+            "trainyard-r",
+            [f"{tmp_path}/my corpus is not shown to runs: -e run_shows='{tmp_path}/my corpus'"],
+        ),
+        (tmp_path / "my corpus", None, []),
+        (tmp_path / "nothing", "trainyard-r", []),
+    ):
+        error = {"type": "FileNotFoundError", "message": f"[Errno 2] No such file or directory: '{path}'"}
+        part.answer = {"ranks": {"0": {"error": error}}, "status": "failed", "node": {"unit": unit}}  # type: ignore[typeddict-item]
+        assert evidence([part], Cause(0, 0, "node1", "a file", "rank"), lambda name: host)[:-2] == told  # type: ignore
 
 
 def test_each_of_several_problems_is_in_one_line() -> None:

@@ -24,6 +24,7 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
     Args:
         request: `run_dir`; `wait`, the seconds to wait for a change before answering (default 0); `logs_from`, {name in
             logs/: byte offset, or -N for the last N lines}; `brief`, leave out what all hosts would repeat, see `shorten`;
+            `outside`, a path that a rank has not found: the reply has `outside`, whether this user finds it;
             `plain`, leave out what the run wrote, see `without_records`.
 
     Returns:
@@ -41,7 +42,8 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
         state = read_state(run_dir)
     wanted: dict[str, int] = request.get("logs_from", {})
     logs = {name: read_log(run_dir / "logs" / name, since) for name, since in wanted.items()}
-    return {**(shorten(state) if request.get("brief") else state), "logs": logs}
+    outside = bool(request.get("outside")) and os.path.lexists(request["outside"])
+    return {**(shorten(state) if request.get("brief") else state), "logs": logs, "outside": outside}
 
 
 def shorten(state: dict[str, Any]) -> dict[str, Any]:

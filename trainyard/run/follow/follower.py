@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterable
 
@@ -27,6 +29,7 @@ LONG_POLL = 3.0  # s that a host delays its answer while nothing changes: fewer 
 # s, where the limit of a lost host adapts: hosts that a switch takes at once are all silent for half the limit or more
 SHORT_POLL = SHORTEST / 2
 PROBE = 1.0  # s between two probes of a host that is late
+_MISSING = re.compile(r"No such file or directory: '(/[^'\0]{1,4000})'")  # of a rank's error
 REJOIN_GRACE = 600.0  # s for the ranks to write the checkpoint after which absent hosts rejoin
 SETTLE = 1.5  # s to wait for the cause when only its consequences have been seen
 ALIVE_LIMIT = (
@@ -234,7 +237,10 @@ def part_ends(parts: Iterable[HostRun]) -> dict[str, PartEnd]:
 
 
 def evidence(parts: list[HostRun], cause: Cause, connect: Connect) -> list[str]:
-    """Return the failed rank's traceback, the end of its log, and the paths of the logs; nothing of a lost host."""
+    """Return the failed rank's traceback, the end of its log, and the paths of the logs; nothing of a lost host.
+
+    A path that the rank did not find, but that its host has outside of the unit, comes first.
+    """
     if cause.kind == "lost":
         return []
     part = next(part for part in parts if part.host == cause.host)
@@ -243,7 +249,9 @@ def evidence(parts: list[HostRun], cause: Cause, connect: Connect) -> list[str]:
     traceback = [printable(line.expandtabs(), LINE_LIMIT) for line in text.splitlines()[-TRACEBACK:]]
     names = [*([f"rank{cause.rank}.log"] if cause.rank >= 0 else []), f"torchrun.{part.node_rank}.log"]
     tails = dict.fromkeys(names, -TAIL)
-    call = functools.partial(read_status, connect(part.host), part.run_dir, logs_from=tails)
+    missing = _MISSING.search(str(error.get("message") or "")) if part.node.get("unit") else None
+    outside = missing[1] if missing else ""
+    call = functools.partial(read_status, connect(part.host), part.run_dir, logs_from=tails, outside=outside)
     answer = FanOut({part.host: call}).wait(EVIDENCE_LIMIT).answers.get(part.host)
     logs = answer.get("logs", {}) if answer else {}
     places = {name: logs[name]["path"] if name in logs else f"{part.run_dir}/logs/{name}" for name in names}
@@ -253,4 +261,6 @@ def evidence(parts: list[HostRun], cause: Cause, connect: Connect) -> list[str]:
     known = {line.strip() for line in traceback}
     ends = [line for line in logs[shown]["lines"][-TAIL:] if line.strip() not in known] if shown else []
     tail = [f"last lines of {shown}:", *(f"  {line}" for line in ends)] if ends else []
-    return [*traceback, *([] if error.get("plain") else tail), *paths]
+    hidden = f"{outside} is not shown to runs: -e run_shows={shlex.quote(outside)}"
+    first = [printable(hidden, LINE_LIMIT)] if answer and answer.get("outside") else []
+    return [*first, *traceback, *([] if error.get("plain") else tail), *paths]

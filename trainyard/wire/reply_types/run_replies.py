@@ -112,6 +112,7 @@ class RunStatus(OpenReply):
     disk_full: NotRequired[Flag]
     why: NotRequired[Line]
     logs: NotRequired[dict[str, Log]]
+    outside: NotRequired[Flag]
 
 
 class RunList(OpenReply):
