@@ -137,6 +137,10 @@ def test_a_unit_protects_a_run_without_a_firewall() -> None:
 
 def test_the_plan_names_hosts_whose_login_user_nothing_protects() -> None:
     hosts = [host("a", "10.0.0.1", system_unit=True), host("b", "10.0.0.2", system_unit=False), host("c", "10.0.0.3")]
-    (line,) = unit_lines(hosts)
+    (line,) = unit_lines(hosts, SPEC, {})
     assert line.startswith("b: no system unit protects") and "sudo without a password" in line
-    assert unit_lines([hosts[0], hosts[2]]) == []
+    assert unit_lines([hosts[0], hosts[2]], SPEC, {}) == []
+    wandb = SPEC.model_copy(update={"loggers": ("wandb",)})
+    (line,) = unit_lines(hosts[:1], wandb, {})
+    assert line == "warning: loggers=wandb: runs on a do not see ~/.netrc: give WANDB_API_KEY in run_env"
+    assert unit_lines(hosts[:1], wandb, {"WANDB_MODE": "offline"}) == [] and len(unit_lines(hosts[1:2], wandb, {})) == 1

@@ -99,7 +99,9 @@ def plan_run(
         with spec_here(spec, prepared.files) as here:
             check_layers(here, [len(node.ranks) for node in entries])
             lines += [f"rows: {packing_text(here)}", *data_lines(prepared, here), *chosen]
-    return RunPlan(entries, phase, port, lines + isolation_lines(isolation, hosts) + unit_lines(hosts), spec)
+    return RunPlan(
+        entries, phase, port, lines + isolation_lines(isolation, hosts) + unit_lines(hosts, spec, variables), spec
+    )
 
 
 def data_lines(prepared: PreparedRun, here: RunSpec) -> list[str]:
