@@ -9,7 +9,7 @@ import trainyard
 
 
 def package_text(name: str) -> str:
-    """Return the text of a file, such as trainyard/remote/verified_tree.py."""
+    """Return the text of a file, such as trainyard/remote/queue_phases.py."""
     return (Path(trainyard.__path__[0]).parent / name).read_text(encoding="utf-8")
 
 

@@ -23,7 +23,6 @@ from trainer.supervise.processes import RUN_VARIABLE
 from trainyard.ansible_adapter import Inventory
 from trainyard.queue.request import Request, slurm_options
 from trainyard.queue.run_folder import QueuedStart, program_archive
-from trainyard.remote.queue_phases import PROGRAM_DIGESTS
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.prepare.spec_files import prepare
 
@@ -186,8 +185,7 @@ def add_run(lab: Lab, inventory: Path, work: Path, spec: dict[str, Any], **asked
     head = lab.hosts[0]
     folder = f"{DATA_DIR}/queue/{request.run}"
     (work / f"{request.run}.tar").write_bytes(buffer.getvalue())
-    record = f"sha256sum <{folder}/program.zip | cut -c -64 >{PROGRAM_DIGESTS}/{request.run}"
-    make = f"rm -rf {folder}; mkdir -p -m 700 {folder} && tar -C {folder} -x && {record}"
+    make = f"rm -rf {folder}; mkdir -p -m 700 {folder} && tar -C {folder} -x"
     _copy(lab, head, work / f"{request.run}.tar", make)
     words = ["env", f"PYTHONPATH={folder}/program.zip", "/usr/bin/python3", "-c", SUBMIT, folder]
     job = lab.inside(head, f"cd /; runuser -u {USER} -- {shlex.join([*words, *slurm_options(request, excluded)])}")

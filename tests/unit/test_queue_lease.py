@@ -1,8 +1,6 @@
 """Leases of the queue: Slurm's words for a job, and the step that holds a host."""
 
-import base64
 import fcntl
-import hashlib
 import io
 import json
 import math
@@ -27,7 +25,6 @@ from trainyard.queue import queue_service as service
 from trainyard.queue import slurm_lease as lease
 from trainyard.queue.run_folder import QueuedStart, program_archive, read_session
 from trainyard.remote import lease_state as remote_lease
-from trainyard.remote import queue
 from trainyard.remote.queue_job import submit
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun, StagedFile
@@ -221,7 +218,6 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
     for name, job, phase in (("a", 1, "waiting"), ("b", 2, "waiting"), ("c", 3, "running"), ("d", 4, "finished")):
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": job, "phase": phase})
-    monkeypatch.setattr(service, "PROGRAM_DIGESTS", str(tmp_path / "digests"))
     one = service.Service(tmp_path / "queue", sys.executable, tmp_path / "programs")
     assert one.runs() == {"a": (1, True), "b": (2, True), "c": (3, True), "d": (4, False)}
     assert service.job_states() == {1: ("PENDING", "c d", "a", "Resources"), 2: ("RUNNING", "(null)", "b", "None")}
@@ -244,63 +240,37 @@ def test_the_service_starts_drivers_of_jobs_with_hosts(tmp_path: Path, monkeypat
 
 
 def write_program(folder: Path, run: str, driver: str) -> None:
-    """Write the program of a run with this driver, and its digest, as the verb `queue_add` does."""
+    """Write the program of a run with this driver, as the verb `queue_add` does."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("trainyard/__init__.py", "")
         archive.writestr("trainyard/queue/__init__.py", "")
         archive.writestr("trainyard/queue/driver.py", driver)
     (folder / f"queue/{run}/program.zip").write_bytes(buffer.getvalue())
-    (folder / "digests").mkdir(exist_ok=True)
-    (folder / "digests" / run).write_text(hashlib.sha256(buffer.getvalue()).hexdigest())
 
 
-def test_the_service_runs_the_program_that_was_added_and_no_other(
+def test_runs_with_one_program_share_what_is_unpacked_and_a_damaged_one_ends_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm(tmp_path, monkeypatch, scancel=f'echo "cancel $@" >>{tmp_path}/log')
-    monkeypatch.setattr(service, "PROGRAM_DIGESTS", str(tmp_path / "digests"))
-    for number, name in enumerate(("good", "changed", "planted")):
+    for number, name in enumerate(("one", "two", "damaged")):
         (tmp_path / "queue" / name).mkdir(parents=True)
         write_json(tmp_path / f"queue/{name}/state.json", {"job": number, "phase": "waiting"})
-        write_program(tmp_path, name, f"print('as added: {name}')")
+        write_program(tmp_path, name, "print('as added')")
+    content = (tmp_path / "queue/damaged/program.zip").read_bytes()
+    (tmp_path / "queue/damaged/program.zip").write_bytes(content[: len(content) // 2])
     one = service.Service(tmp_path / "queue", sys.executable, tmp_path / "programs")
-    for _ in range(2):  # the second start finds an edited tree, and replaces it
-        one.start("good")
-        one.drivers["good"].wait(20)
-        one.reap()
-        (driver,) = (tmp_path / "programs").glob("*/trainyard/queue/driver.py")
-        assert driver.stat().st_mode & 0o777 == 0o444
-        driver.chmod(0o644)
-        driver.write_text("print('edited')")
-    assert (tmp_path / "queue/good/driver.log").read_text() == "as added: good\n" * 2
-    (tmp_path / "digests/planted").unlink()
-    with zipfile.ZipFile(tmp_path / "queue/changed/program.zip", "a") as archive:
-        archive.writestr("sitecustomize.py", "")
-    for name in ("changed", "planted"):
+    for name in ("one", "two"):
         one.start(name)
+        one.drivers[name].wait(20)
+        assert (tmp_path / f"queue/{name}/driver.log").read_text() == "as added\n"
+    assert len(list((tmp_path / "programs").iterdir())) == 1
+    for _ in range(service.ATTEMPTS):
         one.not_before.clear()
-        one.start(name)
-        assert not one.drivers and not (tmp_path / f"queue/{name}/driver.log").exists()
-        assert read_json(tmp_path / f"queue/{name}/state.json")["phase"] == "failed"
-    first, second = capsys.readouterr().err.splitlines()
-    assert "program.zip was changed after the run was added: add the run again" in first
-    assert "program.zip was not added by a controller: add the run again" in second
-    assert (tmp_path / "log").read_text() == "cancel --name=changed 1\n" * 2 + "cancel --name=planted 2\n" * 2
-
-
-def test_adding_a_run_records_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm(tmp_path, monkeypatch, squeue="true", sbatch="echo 5", scontrol="true")
-    monkeypatch.setattr(queue, "PROGRAM_DIGESTS", str(tmp_path / "digests"))
-    content = base64.b64encode(b"program").decode()
-    request = {"folder": str(tmp_path / "queue/r"), "links": {}, "arguments": []}
-    request["contents"] = {"program.zip": [0o600, content], "session.json": [0o600, ""]}
-    with pytest.raises(SupervisorError, match="by an earlier version of trainyard: run site"):
-        queue.add(request)
-    assert not (tmp_path / "queue/r").exists()
-    (tmp_path / "digests").mkdir()
-    assert queue.add(request) == {"job": 5}
-    assert (tmp_path / "digests/r").read_text() == hashlib.sha256(b"program").hexdigest()
+        one.start("damaged")
+    assert read_json(tmp_path / "queue/damaged/state.json")["phase"] == "failed"
+    assert "run damaged: cannot start its driver: File is not a zip file" in capsys.readouterr().err
+    assert (tmp_path / "log").read_text() == "cancel --name=damaged 2\n"
 
 
 def test_a_number_that_slurm_has_given_to_another_job_is_no_job_of_the_run(

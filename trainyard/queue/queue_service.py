@@ -6,16 +6,17 @@ FOLDER is <cluster_data_dir>/queue, with a folder for each run. PYTHON runs the 
 
 A waiting run costs only a line in Slurm's answer. A driver that crashed is started again, and monitors the ranks, which do not
 depend on it. So does this service after a reboot. It runs as the user of the hosts; the role queue installs this file for root,
-and the Python of the distribution runs it: standard library only. The run contains its driver, `program.zip`. The service runs
-no other program than the one that was added: it compares the digest before each start, and unpacks outside of the data folder.
+and the Python of the distribution runs it: standard library only. The run contains its driver, `program.zip`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,12 +26,11 @@ from typing import Any, NamedTuple
 
 from trainer.supervise.run_files import read_json, write_json
 from trainyard.queue.lease_step import FAILED
-from trainyard.remote.queue_phases import LIVE, NEW, PROGRAM, PROGRAM_DIGESTS
-from trainyard.remote.verified_tree import TreeError, read_regular, unpack
+from trainyard.remote.queue_phases import LIVE, NEW, PROGRAM
 
 POLL = 0.5  # s between two queries to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
-REFUSED_PAUSE = 5.0  # s after a run whose program was changed
+REFUSED_PAUSE = 5.0  # s after a run whose driver cannot be started
 ATTEMPTS = 3  # to start a driver whose program or interpreter cannot be used
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
@@ -132,10 +132,6 @@ class Service:
                 streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 env = {**os.environ, "PYTHONPATH": str(program), "PYTHONUNBUFFERED": "1"}
                 self.drivers[run] = subprocess.Popen(words, cwd=folder, env=env, **streams)
-        except TreeError as error:
-            why = f"{error}: add the run again on the controller"
-            self.report(run, why)
-            self.refuse(run, why)
         except (OSError, zipfile.BadZipFile) as error:
             self.report(run, why := f"cannot start its driver: {error}")
             self.not_before[run] = time.monotonic() + DELAY_LIMIT
@@ -162,18 +158,16 @@ class Service:
             subprocess.run(words, capture_output=True, timeout=ANSWER_LIMIT, check=False)
 
     def program(self, run: str) -> Path:
-        """Return the folder with the program of a run, as it was added. Runs with the same program share it.
-
-        Raises OSError, TreeError for a program that was changed, and zipfile.BadZipFile.
-        """
-        path, record = self.folder / run / PROGRAM, Path(PROGRAM_DIGESTS, run)
-        content = read_regular(path)
-        digest = hashlib.sha256(content).hexdigest()
-        if not record.is_file() or record.read_text(encoding="utf-8").strip() != digest:
-            why = "was changed after the run was added" if record.is_file() else "was not added by a controller"
-            raise TreeError(f"{path} {why}")
-        unpack(content, self.programs / digest)
-        return self.programs / digest
+        """Return the folder with the unpacked program of a run; runs with the same program share it. Raises OSError and BadZipFile."""
+        content = (self.folder / run / PROGRAM).read_bytes()
+        tree = self.programs / hashlib.sha256(content).hexdigest()
+        if not tree.exists():
+            temporary = tree.with_suffix(".tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                archive.extractall(temporary)
+            temporary.rename(tree)
+        return tree
 
 
 def job_states() -> dict[int, JobState] | None:

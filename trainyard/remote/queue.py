@@ -10,7 +10,6 @@ import base64
 import contextlib
 import errno
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import SupervisorError, hold_lock, read_json
 from trainyard.remote.queue_job import command, submit
-from trainyard.remote.queue_phases import LIVE, PROGRAM, PROGRAM_DIGESTS
+from trainyard.remote.queue_phases import LIVE
 
 JOB_FORMAT = "%i|%P|%T|%r|%S|%e|%l|%N|%j"
 NODE_FORMAT = "%N|%T|%c|%m|%G"
@@ -82,7 +81,6 @@ def add(request: dict[str, Any]) -> dict[str, Any]:
                 link_free(folder / name).write(base64.b64decode(content), mode)
             for name, path in request["links"].items():
                 _link(folder / name, Path(path))
-            _record_program(folder.name, base64.b64decode(request["contents"][PROGRAM][1]))
             return {"job": submit(folder, request["arguments"])}
         except (OSError, SupervisorError):
             if new:
@@ -109,13 +107,6 @@ def again(request: dict[str, Any]) -> dict[str, Any]:
         if after := [str(int(job)) for job in request["after"]]:
             arguments.append(f"--dependency=afterok:{':'.join(after)}")
         return {"job": submit(folder, arguments)}
-
-
-def _record_program(run: str, program: bytes) -> None:
-    """Record the digest with which the service compares the program of a run. Raises OSError and SupervisorError."""
-    if not Path(PROGRAM_DIGESTS).is_dir():
-        raise SupervisorError("the queue was installed by an earlier version of trainyard: run site.yml")
-    link_free(Path(PROGRAM_DIGESTS, run)).write(hashlib.sha256(program).hexdigest().encode(), 0o600)
 
 
 def _refusal(folder: Path, locked: bool) -> dict[str, Any]:

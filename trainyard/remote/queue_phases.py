@@ -1,8 +1,6 @@
 """The messages between the programs of a queued run. Standard library only."""
 
 PROGRAM = "program.zip"  # in the folder of a run: trainyard and trainer, which its driver runs
-# {run: SHA-256 of its program.zip} as files, which the verb `queue_add` writes. Ranks in units cannot write outside of the data folder.
-PROGRAM_DIGESTS = "/var/lib/trainyard/queue/programs"
 # Phases in `state.json` in which the driver of the run has not recorded its end.
 LIVE = ("waiting", "running")
 # Comments of a job of Slurm: it is submitted held, and released once `state.json` names it.
