@@ -13,7 +13,7 @@ SECRET = "s3cret-of-the-host"
 QUICK = {"max_steps": 3, "seq_length": 32, "total_batch_size": 2, "max_restarts": 2, "restart_delay": 0.1}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_host_trains_alone_and_one_table_compares_them(tmp_path: Path) -> None:
     own: dict[str, dict[str, object]] = {"node1": {}, "node2": {}, "node3": {"cluster_python": "/nonexistent/python"}}
     secret = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "A_TOKEN": SECRET}

@@ -52,6 +52,7 @@ def run(project: tuple[Path, dict[str, str]], program: str, *words: str) -> subp
     )
 
 
+@pytest.mark.long
 def test_a_run_of_the_collection(project: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     values = {"model": "tiny", "dataset": str(questions(tmp_path)), "max_steps": 2, "epochs": 20, "run": "first"}
     done = run(project, "ansible-playbook", "trainyard.cluster.train", "-e", json.dumps(values))

@@ -86,6 +86,7 @@ def test_two_models_are_asked_side_by_side(site: Site, browser: WebDriver, tmp_p
     assert console_errors(browser) == []
 
 
+@pytest.mark.long
 def test_a_run_is_planned_and_started(site: Site, browser: WebDriver, tmp_path: Path) -> None:
     site.open(browser, "/runs")
     browser.find_element(By.LINK_TEXT, "Start a run").send_keys(Keys.ENTER)

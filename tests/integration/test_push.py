@@ -26,7 +26,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     one.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_pushed_at_its_end_and_again(hub: FakeHub, tmp_path: Path) -> None:
     outer = {name: value for name, value in os.environ.items() if name not in ("ANSIBLE_CONFIG", "HF_HUB_OFFLINE")}
     environment = outer | {"PYTHONPATH": str(TOP), "ANSIBLE_NOCOLOR": "1"}

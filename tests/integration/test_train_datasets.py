@@ -19,7 +19,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_on_a_folder_a_table_and_a_weighted_file(tmp_path: Path) -> None:
     inventory = local_inventory(tmp_path)
     paths = write_cases(tmp_path / "cases")
