@@ -271,6 +271,11 @@ def test_runs_with_one_program_share_what_is_unpacked_and_a_damaged_one_ends_its
     assert read_json(tmp_path / "queue/damaged/state.json")["phase"] == "failed"
     assert "run damaged: cannot start its driver: File is not a zip file" in capsys.readouterr().err
     assert (tmp_path / "log").read_text() == "cancel --name=damaged 2\n"
+    (tmp_path / "queue/one/program.zip").unlink()
+    os.mkfifo(tmp_path / "queue/one/program.zip")
+    one.reap()
+    one.start("one")  # it waits for no writer
+    assert "run one: cannot start its driver" in capsys.readouterr().err
 
 
 def test_a_number_that_slurm_has_given_to_another_job_is_no_job_of_the_run(

@@ -24,6 +24,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.supervise.link_free import link_free
 from trainer.supervise.run_files import read_json, write_json
 from trainyard.queue.lease_step import FAILED
 from trainyard.remote.queue_phases import LIVE, NEW, PROGRAM
@@ -31,6 +32,7 @@ from trainyard.remote.queue_phases import LIVE, NEW, PROGRAM
 POLL = 0.5  # s between two queries to Slurm while there are runs
 IDLE_POLL = 10.0  # s between them while all runs have ended: Slurm may have started the job of one again
 REFUSED_PAUSE = 5.0  # s after a run whose driver cannot be started
+PROGRAM_LIMIT = 1 << 30  # bytes of an archive
 ATTEMPTS = 3  # to start a driver whose program or interpreter cannot be used
 DELAY_LIMIT = 30.0  # s between two starts of a driver that crashes
 ANSWER_LIMIT = 20.0  # s for Slurm to answer
@@ -159,7 +161,7 @@ class Service:
 
     def program(self, run: str) -> Path:
         """Return the folder with the unpacked program of a run; runs with the same program share it. Raises OSError and BadZipFile."""
-        content = (self.folder / run / PROGRAM).read_bytes()
+        content = link_free(self.folder / run / PROGRAM).read(PROGRAM_LIMIT)
         tree = self.programs / hashlib.sha256(content).hexdigest()
         if not tree.exists():
             temporary = tree.with_suffix(".tmp")
