@@ -261,6 +261,6 @@ def evidence(parts: list[HostRun], cause: Cause, connect: Connect) -> list[str]:
     known = {line.strip() for line in traceback}
     ends = [line for line in logs[shown]["lines"][-TAIL:] if line.strip() not in known] if shown else []
     tail = [f"last lines of {shown}:", *(f"  {line}" for line in ends)] if ends else []
-    hidden = f"{outside} is not shown to runs: -e run_shows={shlex.quote(outside)}"
+    hidden = f"{outside} is not shown to runs: {front_end.option('run_shows', shlex.quote(outside))}"
     first = [printable(hidden, LINE_LIMIT)] if answer and answer.get("outside") else []
     return [*first, *traceback, *([] if error.get("plain") else tail), *paths]

@@ -84,16 +84,16 @@ def isolation_lines(isolation: Isolation, hosts: Sequence[HostState]) -> list[st
 
 def unit_lines(hosts: Sequence[HostState], spec: RunSpec, run_env: Mapping[str, str]) -> list[str]:
     """Return the sentences of the plan about hosts without system units, and about keys that system units hide."""
-    ranked = [host for host in hosts if host.host.backend != "process"]
     lines = []
-    if bare := [host.name for host in ranked if host.facts.get("system_unit") is False]:
+    if bare := [
+        host.name for host in hosts if host.facts.get("system_unit") is False and host.host.backend != "process"
+    ]:
         lines.append(
             f"{', '.join(bare)}: no system unit protects what the login user has from code in a rank: that needs systemd, and root or "
             "sudo without a password"
         )
     given = run_env.keys() & {"WANDB_API_KEY", "WANDB_MODE"}
-    if "wandb" in spec.loggers and not given and ranked and ranked[0].facts.get("system_unit"):  # rank 0 logs
-        lines.append(
-            f"warning: loggers=wandb: runs on {ranked[0].name} do not see ~/.netrc: give WANDB_API_KEY in run_env"
-        )
+    head = hosts[0]  # of rank 0, which logs
+    if "wandb" in spec.loggers and not given and head.facts.get("system_unit") and head.host.backend != "process":
+        lines.append(f"warning: loggers=wandb: runs on {head.name} do not see ~/.netrc: give WANDB_API_KEY in run_env")
     return lines
