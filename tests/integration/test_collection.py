@@ -74,7 +74,7 @@ def test_roles_and_plugins_in_a_playbook_of_a_user(project: tuple[Path, dict[str
     (project[0] / "own.yml").write_text(OWN)
     done = run(project, "ansible-playbook", "own.yml")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert '"node2": "127.0.0.1"' in done.stdout and "first  node2" in done.stdout, done.stdout
+    assert '"node2": "127.0.0.1"' in done.stdout and "\nhost   GPUs" in done.stdout, done.stdout
 
 
 def test_the_inventory_plugin(project: tuple[Path, dict[str, str]]) -> None:

@@ -139,9 +139,8 @@ def test_without_a_store_the_worker_at_the_address_serves_it(workers: Workers) -
     workers.spec |= {"data_dir": workers.folder, "run_name": "r", "epochs": 400, "max_steps": 2000}
     peers = f"--hv.initial-peers 127.0.0.1:{free_port()}"
     both = [workers.start(rank, 2, peers) for rank in (0, 1)]
-    log = workers.folder / "runs/r-worker1/metrics.jsonl"
-    until(log.exists, 240)
-    assert (workers.folder / "runs/r/metrics.jsonl").exists()
+    logs = [workers.folder / f"runs/{name}/metrics.jsonl" for name in ("r", "r-worker1")]
+    until(lambda: all(log.exists() for log in logs), 240)
     workers.send(both[0], signal.SIGKILL)
     assert both[1].wait(60) == 1
     assert f"error: worker 0 (--hv.world-rank 0) on '{socket.gethostname()}' has " in workers.log(1), workers.log(1)[
