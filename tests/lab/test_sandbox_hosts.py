@@ -58,12 +58,12 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lines += [
             "rm -rf /run/engine /run/user/$(id -u tester)/podman.sock; ln -sfn /run/engine/docker.sock /run/docker.sock"
         ]
-        lines += ["rm -rf /home/tester/.docker /var/lib/lxd"]
-        lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester) /var/lib/lxd"]
-        lines += [
-            "mkdir -p /home/tester/.docker/run; touch /dev/shm/host; rm -f /home/tester/results/disk /home/tester/results/kvm"
-        ]
-        lines += ["cd /home/tester/results; mknod -m 666 disk b 254 0; mknod -m 666 kvm c 10 232"]
+        lines += ["rm -rf /home/tester/.docker /var/lib/lxd /var/lib/incus"]
+        lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester) /var/lib/lxd /var/lib/incus"]
+        lines += ["mkdir -p /home/tester/.docker/run; touch /dev/shm/host"]
+        lines += ["cd /home/tester/results; rm -f disk kvm fuse tun mem; mknod -m 666 disk b 254 0"]
+        nodes = (("kvm", 10, 232), ("fuse", 10, 229), ("tun", 10, 200), ("mem", 1, 1))
+        lines += [f"mknod -m 666 {name} c {major} {minor}" for name, major, minor in nodes]
         lab.inside(host, "\n".join(["set -e", *lines, "chown -hR tester: /home/tester"]))
         command = f"{sys.executable} -c {shlex.quote(OUTSIDE)} >/dev/null 2>&1 </dev/null & echo $!"
         pids[host] = as_user(lab, host, command)
@@ -73,7 +73,7 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lab.inside(
             host,
             f"kill {pid}; rm -rf /tmp/control /run/docker.sock /run/engine {DATA}/dashboard {DATA}/queue {DATA}/venv"
-            " /home/tester/.docker /var/lib/lxd",
+            " /home/tester/.docker /var/lib/lxd /var/lib/incus",
         )
 
 

@@ -71,7 +71,7 @@ class Cluster(lying_host.Cluster):
             peers = [host for host in self.hosts if host is not self.hosts[number]]
             answer["names"]["addresses"] = {peer.name: [peer.address] for peer in peers}
             answer |= {"busy": [], "torchruns": [], "clock": [time.time(), time.time()], "files": {}, "wsl": None}
-            answer["gpu"] = {"cards": 0, "gpus": [], "users": []}
+            answer["gpu"] = {"cards": 0, "gpus": [], "users": [], "exclusive": []}
         if verb == "begin":
             self.began = self.began or time.monotonic()
             answer = {"now": time.time()}

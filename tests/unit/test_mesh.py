@@ -245,6 +245,16 @@ def test_health_of_this_machine(tmp_path: Path) -> None:
     assert 0 < answer["spin"]["share"] <= 1.05
 
 
+def test_a_folder_that_root_cannot_open_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS with root_squash: a sudo whose root may not open one folder, of which the nearest one that exists is asked."""
+    (tmp_path / "sudo").write_text('#!/bin/sh\nshift; case "$*" in *closed*) exit 2;; esac; exec "$@"\n')
+    (tmp_path / "sudo").chmod(0o755)
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = health.site([], [tmp_path, tmp_path / "closed/home/data"])
+    assert found["folders"] == str(tmp_path / "closed") and "sudo" not in found, found
+
+
 def test_a_process_cannot_allocate_more_than_the_memory() -> None:
     assert health.can_allocate(8)
     assert not health.can_allocate(1 << 40)

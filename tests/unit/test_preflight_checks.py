@@ -132,7 +132,7 @@ def test_one_machine_under_two_names_has_its_load_reported_once() -> None:
     for state in states[:2]:
         state.facts |= {name: states[0].facts[name] for name in ("boot_id", "machine_id", "addresses")}
         state.health |= {"busy": [{"pid": 7, "name": "x", "uid": 0, "cores": 3.0}], "quota": 2.0}
-        state.health |= {"gpu": {"cards": 1, "gpus": [], "users": []}}
+        state.health |= {"gpu": {"cards": 1, "gpus": [], "users": [], "exclusive": []}}
         state.health |= {"memory": {"total_mib": 4000, "available_mib": 1000}}
     states[1] = dataclasses.replace(states[1], host=dataclasses.replace(states[1].host, data_dir="/other"))
     found = [(finding.check, finding.host) for finding in findings(states)]

@@ -230,9 +230,7 @@ def test_links_of_ranks_decide_nothing(home: Path) -> None:
     assert f"{data_dir}/checkpoints/r" not in bound(properties(home))
 
 
-def test_a_server_that_does_not_answer_is_one_line(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_answer_is_one_line(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stat").write_text("#!/bin/sh\nexec sleep 5\n")
     (tmp_path / "stat").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

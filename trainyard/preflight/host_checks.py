@@ -117,6 +117,9 @@ def resources(state: HostState) -> list[Finding]:
     if names := said.get("packages"):
         remedy = f"run sudo dpkg --configure -a on this host: {site} installs packages"
         out.failure("packages", f"dpkg has not configured {names}", remedy)
+    if names := said.get("folders"):
+        text = f"root cannot open {names}, so the service manager cannot show it to runs"
+        out.failure("disk", text, "set cluster_data_dir and cluster_python to folders on a disk of this host")
     for service, program in (("ollama", "Ollama"), ("queue", "Slurm")):
         if names := said.get(service):
             remedy = f"remove them: {site} does not replace what it did not install"
@@ -200,6 +203,9 @@ def accelerator(state: HostState) -> list[Finding]:
         text = f"there are {gpu['cards']} NVIDIA cards on the PCI bus, the driver shows {len(gpu['gpus'])}"
         remedy = f"run {front_end.playbook('site')} -e nvidia_install=true, or reboot after a driver update"
         out.warning("gpu", text, remedy)
+    for index in gpu["exclusive"]:
+        text = f"GPU {index} is in an exclusive compute mode: only one process can use it, and runs share no MPS server"
+        out.warning("gpu", text, f"run sudo nvidia-smi -i {index} -c DEFAULT on this host")
     for line in gpu["users"]:
         out.warning("gpu", f"another process uses the GPU ({line})", "end it, or wait until it ends")
     return out.found

@@ -45,6 +45,7 @@ def gather(
             "memory_mib": memory_mib,
             "peers": [host.name for host in hosts if host is not state.host],
             "sudo": state.host.managed,
+            "python": state.host.python,
             "services": list(state.host.services),
             "ssh_port": state.host.login.port or 22,
         }

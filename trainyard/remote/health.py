@@ -20,7 +20,7 @@ from trainer.supervise.link_free import LinkFreePath
 from trainyard.remote import hardware, wsl
 from trainyard.remote.digests import sha256_file
 from trainyard.remote.foreign_files import foreign_files
-from trainyard.remote.host_facts import read
+from trainyard.remote.host_facts import nearest_folder, read
 from trainyard.remote.network import interface_details
 from trainyard.remote.trees import files_below, matching
 
@@ -36,11 +36,12 @@ CGROUP_V1_LIMITS = r"""
 mount -t cgroup -o memory none /mnt && cat /mnt/memory.limit_in_bytes && awk '/^total_rss / {print $2}' /mnt/memory.stat
 umount /mnt; mount -t cgroup -o cpu none /mnt && cat /mnt/cpu.cfs_quota_us /mnt/cpu.cfs_period_us
 """
-# The last line of sudo if it refuses, and the packages that dpkg has not configured.
+# The last line of sudo if it refuses, the packages that dpkg has not configured, and the folders that root cannot open.
 SITE = (
     'export LC_ALL=C; [ "$(id -u)" = 0 ] || said=$(sudo -n true 2>&1) || echo "$said" | tail -n 1; echo =; '
     "ls /var/lib/dpkg/updates; dpkg-query --show --showformat='${db:Status-Status} ${Package}\\n' | "
-    "sed -En 's/^(half-|unpacked|triggers-)[^ ]* //p'"
+    "sed -En 's/^(half-|unpacked|triggers-)[^ ]* //p'; echo =; "
+    'for folder; do sudo -n true && ! sudo -n ls -d -- "$folder/." >/dev/null && echo "$folder"; done'
 )
 # The child is the first process that the kernel kills for lack of memory.
 ALLOCATE = (
@@ -53,8 +54,8 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
     """Measure this host, by the functions of this module. `clock` has its time at the start and at the end, in seconds since the epoch.
 
     `request`: what `hardware.gather` needs; `run`, the name of a run or an empty string; `peers`, the names of the other hosts; `memory_mib`,
-    what a process must be able to allocate; `sudo`, whether trainyard configures the host as root; `services`, which of "ollama" and "queue"
-    it installs; `ssh_port`, that of its SSH server.
+    what a process must be able to allocate; `sudo`, whether trainyard configures the host as root; `python`, the interpreter of the
+    cluster's environment; `services`, which of "ollama" and "queue" it installs; `ssh_port`, that of its SSH server.
     """
     start = time.time()
     data_dir = Path(request["data_dir"])
@@ -75,7 +76,7 @@ def gather(request: dict[str, Any]) -> dict[str, Any]:
         "hardware": hardware.gather(request),
         "files": files(data_dir, request["run"]),
         "wsl": wsl.gather(request["ssh_port"]),
-        "site": site(request["services"]) if request["sudo"] else {},
+        "site": site(request["services"], [data_dir, Path(request["python"]).parent]) if request["sudo"] else {},
         "inodes_free": os.statvfs(data_dir if data_dir.exists() else "/").f_favail,
     }
     return answer | {"clock": [start, time.time()]}
@@ -221,7 +222,7 @@ def torchruns(runs: Path) -> list[dict[str, Any]]:
 
 
 def gpu_state() -> dict[str, Any]:
-    """Return the number of NVIDIA `cards` on the bus, the `gpus` that the driver shows, and the `users` of their memory."""
+    """Return the number of NVIDIA `cards` on the bus, the `gpus` that the driver shows, the `users` of their memory, and which are `exclusive`."""
     cards = 0
     for folder in Path("/sys/bus/pci/devices").glob("*"):
         cards += read(folder / "vendor") == "0x10de" and read(folder / "class").startswith("0x03")
@@ -229,7 +230,9 @@ def gpu_state() -> dict[str, Any]:
         {"name": name, "total_mib": nvidia_smi.mib(total)} for name, total in nvidia_smi.query("name", "memory.total")
     ]
     users = nvidia_smi.query("pid", "used_memory", "process_name", subject="compute-apps")
-    return {"cards": cards, "gpus": gpus, "users": [f"{pid}, {name}, {used}" for pid, used, name in users]}
+    exclusive = [index for index, mode in nvidia_smi.query("index", "compute_mode") if mode.startswith("Exclusive")]
+    users = [f"{pid}, {name}, {used}" for pid, used, name in users]
+    return {"cards": cards, "gpus": gpus, "users": users, "exclusive": exclusive}
 
 
 def files(data_dir: Path, run: str) -> dict[str, Any]:
@@ -254,13 +257,15 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
     return {"damaged": damaged, "equal": equal}
 
 
-def site(services: list[str]) -> dict[str, str]:
-    """Return what stops site.yml, by check: what `sudo` says, `packages` that are not configured, files of other `services`."""
+def site(services: list[str], folders: list[Path]) -> dict[str, str]:
+    """Return what stops site.yml and units, by check: what `sudo` says, `packages` that are not configured, `folders` of the cluster that
+    are closed to root, files of other `services`."""
+    command = ["sh", "-c", SITE, "sh", *(str(nearest_folder(folder)) for folder in folders)]
     try:
-        out = subprocess.run(["sh", "-c", SITE], capture_output=True, stdin=subprocess.DEVNULL, timeout=20).stdout
+        out = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=20).stdout
     except subprocess.TimeoutExpired:
         out = b"no answer within 20 s"
-    sudo, _, packages = out.decode(errors="replace").partition("=\n")
-    found = {"sudo": sudo.strip(), "packages": ", ".join(packages.split())}
+    sudo, packages, closed, *_ = [*out.decode(errors="replace").split("=\n"), "", ""]
+    found = {"sudo": sudo.strip(), "packages": ", ".join(packages.split()), "folders": ", ".join(closed.splitlines())}
     found |= {name: ", ".join(foreign_files(name)) for name in services}
     return {check: text for check, text in found.items() if text}
