@@ -26,8 +26,19 @@ def python_env_error(infos: Any, check_mode: bool = False) -> str:
     return consistency_error(infos, check_mode)
 
 
+def python_host_error(info: Any) -> str:
+    """Return why the environment cannot be built on a host, or an empty string. `info`: what M(python_env_info) returned."""
+    from trainyard.python_env.environment_plan import host_error
+
+    return host_error(info)
+
+
 class FilterModule:
     """Filters for Python environments, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
-        return {"python_environments": python_environments, "python_env_error": python_env_error}
+        return {
+            "python_environments": python_environments,
+            "python_env_error": python_env_error,
+            "python_host_error": python_host_error,
+        }

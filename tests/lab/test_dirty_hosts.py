@@ -72,6 +72,7 @@ def test_each_kind_of_dirt(bare: Lab, name: str, tmp_path: Path) -> None:
         first = run_playbook("site.yml", inventory)
         assert (first.rc != 0) == bool(check) and kind.get("says", "") in " ".join(first.stdout.split()), first.stdout
         assert "fatal:" not in first.stdout and "[ERROR]" not in first.stdout, first.stdout
+        assert first.stats.get("failures", {}).keys() <= {host.name}, first.stdout  # the other host is configured
         if check:
             run_playbook("playbooks/preflight.yml", inventory, {"json": str(tmp_path / "report.json")})
             report = json.loads((tmp_path / "report.json").read_text())

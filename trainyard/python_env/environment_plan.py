@@ -134,7 +134,8 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
     plans: dict[str, dict[str, Any]] = {}
     builders: dict[str, str] = {}
     for host, info in managed.items():
-        check(host, info, request)
+        if error := host_error(info) or resolve.wheel_error(info["machine"], request.requirements):
+            raise EnvironmentBuildError(f"{host}: {error}")
         conda = info["env"] == "conda"
         version = resolve.conda_python(resolve.conda_packages(request.conda)) if conda else info["version"]
         tag = ".".join(version.split(".")[:2])
@@ -157,33 +158,27 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
     return plans
 
 
-def check(host: str, info: Mapping[str, Any], request: EnvironmentRequest) -> None:
-    """Check that the environment can be built on the host. Raises EnvironmentBuildError."""
-    if info["python"] != info["link"] + "/bin/python":
-        raise EnvironmentBuildError(
-            f"{host}: cluster_python is {info['python']}, but python_env={info['env']} builds {info['link']}/bin/python: "
-            "remove cluster_python, or set python_env: as-is"
-        )
+def host_error(info: Mapping[str, Any]) -> str:
+    """Return why the environment cannot be built on a host, or an empty string. `info`: what `python_env_info` returned."""
+    link, base = info["link"], info["base"]
+    if info["env"] == "as-is":
+        return ""
+    if info["python"] != f"{link}/bin/python":
+        what = f"cluster_python is {info['python']}, but python_env={info['env']} builds {link}/bin/python"
+        return f"{what}: remove cluster_python, or set python_env: as-is"
     if info["blocked"]:
-        what = f"{info['link']} exists and trainyard did not create it"
-        raise EnvironmentBuildError(f"{host}: {what}: move it, or set python_env: as-is")
+        return f"{link} exists and trainyard did not create it: move it, or set python_env: as-is"
     if info.get("noexec"):
-        what = f"{Path(info['link']).parent} is on a file system with the option noexec, which runs no program"
-        raise EnvironmentBuildError(f"{host}: {what}: remove that option and remount it, or set cluster_data_dir")
-    if error := resolve.wheel_error(info["machine"], request.requirements):
-        raise EnvironmentBuildError(f"{host}: {error}")
+        what = f"{Path(link).parent} is on a file system with the option noexec, which runs no program"
+        return f"{what}: remove that option and remount it, or set cluster_data_dir"
     if info["env"] == "conda":
-        return
+        return ""
     if not info["version"]:
-        what = f"there is no Python at {info['base']}"
-        raise EnvironmentBuildError(f"{host}: {what}: apt install python3, or set python_base")
+        return f"there is no Python at {base}: apt install python3, or set python_base"
     if not resolve.is_supported_python(info["version"]):
-        raise EnvironmentBuildError(
-            f"{host}: {info['base']} is Python {info['version']}, 3.11 to 3.14 is required: set python_base to an "
-            "installed one, or set python_env: conda, which installs its own"
-        )
-    if not info["has_venv"]:
-        raise EnvironmentBuildError(f"{host}: {info['base']} has no module venv: apt install python3-venv")
+        what = f"{base} is Python {info['version']}, 3.11 to 3.14 is required"
+        return f"{what}: set python_base to an installed one, or set python_env: conda, which installs its own"
+    return "" if info["has_venv"] else f"{base} has no module venv: apt install python3-venv"
 
 
 def consistency_error(infos: Infos, check_mode: bool = False) -> str:
