@@ -88,6 +88,7 @@ def action(driver: WebDriver) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_run_is_watched_stopped_started_again_and_deployed(
     site: Site, browser: WebDriver, ollamas: list[OllamaClient]
 ) -> None:

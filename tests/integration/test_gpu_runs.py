@@ -32,7 +32,7 @@ def start(host: Host, folder: Path, run: str, **options: Any) -> list[PlanEntry]
     return session.state.plan
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_on_one_host_use_different_gpus(bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")

@@ -108,10 +108,8 @@ def test_a_dataset_and_a_model_of_the_hosts_are_used_there(here: Here) -> None:
     assert copied.run_name == session.run_name, "the name depends on the contents alone"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "prefix", [pytest.param("", id="copied"), pytest.param("host:", id="on the hosts", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("prefix", [pytest.param("", id="copied"), pytest.param("host:", id="on the hosts")])
 def test_a_teacher_reaches_the_hosts_as_the_model_does(prefix: str, here: Here) -> None:
     """The teacher is a model of the same tokenizer in another folder; two hosts train with it."""
     shutil.copytree(here.folder / "srv/model", here.folder / "srv/teacher")

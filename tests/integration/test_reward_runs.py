@@ -52,6 +52,7 @@ def session(bed: Bed, reward: Path, lines: list[str], run: str, **options: Any) 
     return session_of_spec(bed, fields, lines, progress_interval=0.1, **options)
 
 
+@pytest.mark.long
 def test_a_killed_rank_loses_no_completion(bed: Bed) -> None:
     note = bed.folder / "calls"
     reward = bed.folder / "short.py"

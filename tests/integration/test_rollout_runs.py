@@ -64,6 +64,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_real_servers_write_what_a_resumed_run_trains_on(folder: Path) -> None:
     places = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     with real_ollama.serve(places, folder) as clients:

@@ -189,7 +189,7 @@ def test_every_host_of_a_pipeline_receives_the_files_of_the_model(bed: Bed) -> N
     assert [len(list(store.glob("*/model.safetensors"))) for store in stores] == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("connect", ["ssh"], indirect=True)
 def test_a_run_from_spec_to_result_that_survives_a_killed_rank(
     bed: Bed, connect: Connect, events: tuple[str, list[dict[str, Any]]]

@@ -134,7 +134,7 @@ def rewards_of(here: Here, run: str, name: str) -> tuple[float, float]:
     return statistics.mean(found[:2]), statistics.mean(found[-5:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_mean_reward_at_least_doubles_and_stays_with_shuffled_rewards(
     here: Here, prompts: Path, reward: Path, tmp_path: Path
 ) -> None:

@@ -120,7 +120,7 @@ def test_full_weights_resume_after_the_permanent_loss_of_a_host(
     compare(deep_cluster, 2, deep, "model/model.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pipelines_as_replicas_of_diloco_train_as_replicas_of_one_host(deep_cluster: Cluster) -> None:
     """Two replicas of one host each, and two of two hosts each, the latter with a resume."""
     fields = STEPS | {"strategy": "diloco", "local_steps": 5, "balance": "even", "max_steps": 20}

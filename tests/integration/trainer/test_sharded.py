@@ -127,7 +127,7 @@ def test_one_rank_trains_as_ddp(strategy: str, here: Here) -> None:
         {"strategy": "fsdp", "precision": "fp16-mixed"},
         {"strategy": "fsdp", "fsdp_offload": True, "max_grad_norm": 0.5},
         {"strategy": "pipeline", "precision": "fp16-mixed"},
-        {"strategy": "deepspeed", "precision": "fp16-mixed"},
+        pytest.param({"strategy": "deepspeed", "precision": "fp16-mixed"}, marks=pytest.mark.long),
         pytest.param(
             {"strategy": "deepspeed", "deepspeed_stage": 3, "precision": "fp16-mixed"}, marks=pytest.mark.long
         ),
@@ -141,13 +141,13 @@ def test_sharded_ranks_train_as_ddp(fields: dict[str, Any], lora: int, cluster: 
     train_as_ddp(cluster, here, 2e-3 if "precision" in fields else 1e-4, **fields, lora_r=lora)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
     [
         {},
-        pytest.param({"precision": "bf16-mixed", "fsdp_shard": "gradients"}, marks=pytest.mark.long),
-        pytest.param({"fsdp_offload": True, "gradient_checkpointing": True}, marks=pytest.mark.long),
+        {"precision": "bf16-mixed", "fsdp_shard": "gradients"},
+        {"fsdp_offload": True, "gradient_checkpointing": True},
     ],
     ids=["float32", "bfloat16, gathered", "offload"],
 )

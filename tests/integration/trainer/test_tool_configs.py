@@ -347,7 +347,7 @@ def test_accelerate_shards_as_its_config_says(
         assert (kind, count, found) == ("FSDP", 2 * processes, parts) and losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_trainer_of_transformers_shards_with_its_fsdp_config(
     capsys: Any, tmp_path: Path, model_folder: Path
 ) -> None:
@@ -360,7 +360,7 @@ def test_the_trainer_of_transformers_shards_with_its_fsdp_config(
     assert (kind, parts) == ("FSDP", 2) and losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_accelerate_trains_with_a_users_own_file_of_deepspeed(capsys: Any, tmp_path: Path, model_folder: Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed here")
     capsys.readouterr()  # DeepSpeed prints while it is imported

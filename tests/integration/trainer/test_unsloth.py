@@ -92,7 +92,7 @@ def test_unsloth_that_does_not_import_is_one_line(train: Any) -> None:
     assert "error: backend: unsloth needs an NVIDIA GPU with CUDA" in without.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unsloth_refuses_what_peft_refuses(train: Any, model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "missing"
     shutil.copytree(model_folder, folder)

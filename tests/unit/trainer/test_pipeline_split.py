@@ -249,7 +249,11 @@ def rank(number: int, folder: Path, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "copied"),
-    [("plain", [True, True]), ("off", [False, False]), ("slow", [False, False]), ("full", [True, False])],
+    [
+        ("plain", [True, True]),
+        ("full", [True, False]),
+        *(pytest.param(name, [False, False], marks=pytest.mark.long) for name in ("off", "slow")),
+    ],
 )
 def test_copies_are_complete_or_absent(case: str, copied: list[bool], tmp_path: Path) -> None:
     """`copied`: whether a host has the file of the other one."""
