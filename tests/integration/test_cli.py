@@ -109,7 +109,7 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     assert other.returncode == 2 and "set batch_size to different values" in other.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_listed_followed_left_and_stopped(bed: Bed, hosts: Path) -> None:
     bed.make_run(2)
     session_of_plan(bed, local, bed.plan(2, 100_000), []).launch()

@@ -81,6 +81,7 @@ def test_the_controller_goes_away_and_comes_back(bed: Bed) -> None:
     assert "ok: [node1]" in bed.output_text(), "nothing is left to stop"
 
 
+@pytest.mark.long
 def test_stop_says_who_had_to_be_killed(bed: Bed) -> None:
     bed.make_run(2, environment="FAKE=1:2:deaf\n")
     bed.ranks(bed.plan(2))

@@ -90,6 +90,7 @@ def test_each_kind_of_dirt(bare: Lab, name: str, tmp_path: Path) -> None:
         bare.inside(host, kind["undo"], check=False)
 
 
+@pytest.mark.long
 def test_sudo_that_refuses_is_one_line_before_any_change(bare: Lab) -> None:
     host = bare.hosts[1]
     bare.inside(host, f"cp -a {SUDOERS} /root/sudoers")

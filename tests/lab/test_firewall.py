@@ -244,6 +244,7 @@ def test_invalid_settings_are_reported_before_any_change(lab: Lab, hosts: list[H
     assert "firewall_allow: port is '99999': expected a number from 1 to 65535 or a range" in played.stdout
 
 
+@pytest.mark.long
 def test_next_play_after_a_kill_cancels_the_rollback_timer(lab: Lab, hosts: list[Host], inventory: Any) -> None:
     """Killed after it enabled ufw and before it reconnected: the next play cancels the rollback timer."""
     all_of_them = inventory([host.name for host in hosts])

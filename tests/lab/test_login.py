@@ -118,6 +118,7 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
     assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
 
 
+@pytest.mark.long
 def test_hosts_by_name_by_address_and_behind_a_jump_host(lab: Lab, tmp_path: Path) -> None:
     """Only ssh knows where they are. Roles prove the login with a key at each, and our own SSH reaches it, too."""
     one, two, three = lab.hosts
@@ -181,6 +182,7 @@ def sshd(lab: Lab, host: Host) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition(" ") for line in lines)}
 
 
+@pytest.mark.long
 def test_links_of_the_login_user_do_not_redirect_root(lab: Lab, tmp_path: Path) -> None:
     """The login user, without sudo in this test, replaces its own folders with links to files of root."""
     _, two, three = lab.hosts

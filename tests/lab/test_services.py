@@ -40,6 +40,7 @@ def play(lab: Lab, tag: str, **variables: Any) -> Any:
     return run_playbook("site.yml", lab.inventory, variables, f"--tags {tag}")
 
 
+@pytest.mark.long
 def test_datasets_are_copied_and_only_differences_are_transferred(
     lab: Lab, hosts: list[Host], keys: None, tmp_path: Path
 ) -> None:
