@@ -102,6 +102,7 @@ def test_real_servers_write_what_a_resumed_run_trains_on(folder: Path) -> None:
         assert sha256_file(adapter) == digest and [step["loss"] for step in metrics(folder)] == losses
 
 
+@pytest.mark.long
 def test_two_ranks_resume_with_the_same_completions(folder: Path) -> None:
     """Also if completions are two steps old, and each is trained on twice, in micro-batches of 4."""
     fields = {"grpo_iterations": 2, "max_staleness": 2, "batch_size": 4, "lora_dropout": 0.1}

@@ -328,10 +328,10 @@ def two_hosts(folder: Path, processes: int) -> str:
     return f"--hosts={file}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shard", "processes", "parts"),
-    [("all", 1, [[2], ["S(0)"], 2]), pytest.param("host", 2, [[2, 2], ["R", "S(0)"], 2], marks=pytest.mark.long)],
+    [("all", 1, [[2], ["S(0)"], 2]), ("host", 2, [[2, 2], ["R", "S(0)"], 2])],
     ids=["all", "host"],
 )
 def test_accelerate_shards_as_its_config_says(
