@@ -136,6 +136,7 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []
 
 
+@pytest.mark.long
 def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:
     pages = {"actions": f"/runs/{RUN}", "models": "/models", "gpu": "/"}
     for name, path in pages.items():
