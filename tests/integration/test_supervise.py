@@ -379,7 +379,7 @@ def test_the_ranks_end_with_the_lease_of_the_host(bed: Bed) -> None:
     path = bed.run_dir(0).parents[1] / "leases/7"
     path.parent.mkdir()
     with path.open("ab") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.lockf(held, fcntl.LOCK_EX)
         start(bed, plain_rank(), lease=str(path))
         bed.at_step(0, 1)
     final = ended(bed)

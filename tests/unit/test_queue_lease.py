@@ -101,14 +101,20 @@ def test_hosts_keep_to_what_slurm_granted() -> None:
     assert whole[0].gpus == ("3",) and whole[0].cpus == ()
 
 
-@pytest.fixture
-def step(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The step of job 7 on a host whose data directory is `tmp_path`, as srun starts it."""
+def start_step(tmp_path: Path) -> subprocess.Popen[bytes]:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPO), "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n"}
     environment |= {"SLURM_RESTART_COUNT": "3", "CUDA_VISIBLE_DEVICES": "1,0"}
     words = [sys.executable, "-S", "-m", "trainyard.queue.lease_step", "r", json.dumps({"n": str(tmp_path)})]
+    (tmp_path / "leases/7.json").unlink(missing_ok=True)
     process = subprocess.Popen(words, env=environment)
     wait_for((tmp_path / "leases/7.json").exists)
+    return process
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The step of job 7 on a host whose data directory is `tmp_path`, as srun starts it."""
+    process = start_step(tmp_path)
     yield process
     process.kill()
     process.wait()
@@ -143,6 +149,22 @@ def test_the_driver_ends_a_lease_with_its_exit_code(step: subprocess.Popen[bytes
     assert ask(tmp_path)["held"] is False
     with pytest.raises(SupervisorError, match="the lease of this host has ended"):
         check_lease(str(tmp_path / "leases/7"))
+
+
+def test_a_rank_keeps_no_lease(step: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Its unit shows the file read-only, which the locks of both kinds permit that it takes when the step has ended."""
+    code = "import fcntl, sys; one, two = (open(sys.argv[1], 'rb') for _ in '12'); fcntl.flock(one, fcntl.LOCK_EX); "
+    code += "fcntl.lockf(two, fcntl.LOCK_SH); print(flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", code, tmp_path / "leases/7"]
+    step.kill()
+    step.wait()
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout and rank.stdout.readline() and ask(tmp_path)["held"] is False
+        again = start_step(tmp_path)
+        assert ask(tmp_path)["held"] is True
+        again.kill()
+        again.wait()
+        rank.kill()
 
 
 def test_sigterm_asks_for_a_checkpoint_and_waits_for_the_ranks(step: subprocess.Popen[bytes], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,15 +116,18 @@ def is_alive(run_dir: LinkFreePath) -> bool:
     return is_locked(run_dir / "lock")
 
 
-def is_locked(path: Path | LinkFreePath) -> bool:
-    """Return whether a process holds the lock of a file. Raises OSError if that cannot be found out."""
+def is_locked(path: Path | LinkFreePath, lock: Callable[[Any, int], object] = fcntl.flock) -> bool:
+    """Return whether a process holds the lock of a file. Raises OSError if that cannot be found out.
+
+    `lock`: fcntl.lockf for a lease, whose lock a rank cannot take, because its unit shows the file read-only.
+    """
     try:
         file = link_free(path).open_read()
     except (FileNotFoundError, NotADirectoryError):
         return False
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
         except BlockingIOError:
             return True
@@ -196,7 +199,7 @@ def run_lease(run_dir: LinkFreePath) -> str:
 
 def check_lease(lease: str) -> None:
     """Check that the step of a Slurm job still keeps a file locked, its lease; empty without a queue. Raises SupervisorError."""
-    if lease and not is_locked(Path(lease)):
+    if lease and not is_locked(Path(lease), fcntl.lockf):
         raise SupervisorError(f"the lease of this host has ended ({Path(lease).name}): the queue starts the run again")
 
 

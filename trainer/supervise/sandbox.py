@@ -29,15 +29,17 @@ ANY_UNIT = (
     "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",  # RDMA uses devices, not sockets
     "SystemCallArchitectures=native",
     "SystemCallFilter=@system-service",  # includes mbind and set_mempolicy
-    "SystemCallFilter=~io_uring_setup io_uring_enter io_uring_register",  # its sockets pass the filter of address families
+    # Sockets of io_uring pass the filter of address families; a private keyring still reaches that of the user.
+    "SystemCallFilter=~io_uring_setup io_uring_enter io_uring_register @keyring",
     "SystemCallErrorNumber=EPERM",
     "LimitCORE=0",
 )
 # Of a host without trainyard.slice, which the role storage installs for all runs together.
 LIMITS = ("MemoryMax=90%", "MemorySwapMax=10%", "TasksMax=16384")
 SLICE = Path("/etc/systemd/system/trainyard.slice")
-# GPUs of NVIDIA, AMD and Intel, of Jetson and of WSL; other accelerators; RDMA. No disk, kvm, fuse or tun, whatever groups the user has.
-DEVICES = "char-nvidia* char-drm char-kfd char-accel* char-infiniband* char-nvhost* char-nvgpu* char-gdrdrv /dev/nvmap /dev/dxg /dev/infiniband/rdma_cm"
+# GPUs of NVIDIA, AMD and Intel, of Jetson and of WSL; other accelerators; RDMA. No disk, kvm, fuse or tun, whatever groups the user has, and
+# no terminal of the user, which DevicePolicy=closed would add.
+DEVICES = "/dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty /dev/ptmx char-nvidia* char-drm char-kfd char-accel* char-infiniband* char-nvhost* char-nvgpu* char-gdrdrv /dev/nvmap /dev/dxg /dev/infiniband/rdma_cm"
 # PrivateDevices and ProtectClock hide GPUs; compilers of kernels need what MemoryDenyWriteExecute forbids; ProtectHome would win over an empty /home.
 SYSTEM_UNIT = (
     "ProtectSystem=strict",
@@ -50,7 +52,7 @@ SYSTEM_UNIT = (
     "KeyringMode=private",
     "PrivateIPC=yes",
     "TemporaryFileSystem=/dev/shm:mode=1777,nosuid,nodev,size=50%",  # of the ranks of this host
-    "DevicePolicy=closed",
+    "DevicePolicy=strict",
     *(f"DeviceAllow={name} rw" for name in DEVICES.split()),
     "LimitMEMLOCK=infinity",  # RDMA registers memory, for which root needs CAP_IPC_LOCK otherwise
 )

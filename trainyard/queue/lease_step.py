@@ -41,8 +41,9 @@ def main() -> int:
     granted = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # in the order of gres.conf
     gpus = granted.split(",") if _GPUS.fullmatch(granted) else []
     lease = {"run": run, "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0), "gpus": gpus}
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    path.unlink(missing_ok=True)  # a rank of a former job of this number may hold a lock of the former file
+    with path.open("xb") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)  # unlike flock, only with a file that is open for writing
         # The locked file stays the same; only its contents are replaced.
         describe(path, lease)
         return hold(path, lease, LinkFreePath(data_dir / "runs", run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def lease(request: dict[str, Any]) -> dict[str, Any]:
         write_json(path.with_name(f"{path.name}.end"), order)
     found = read_json(path.with_name(f"{path.name}.json")) or {}
     return {
-        "held": is_locked(path),
+        "held": is_locked(path, fcntl.lockf),
         "restart": found.get("restart", -1),
         "gpus": found.get("gpus", []),
         "ending": bool(found.get("ending")),
