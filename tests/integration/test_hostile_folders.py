@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,15 +18,23 @@ import pytest
 from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
 
-from trainer.supervise.processes import all_pids, environ, is_running
+from trainer.supervise.processes import all_pids, descendants, environ, is_running
 from trainyard.run.follow.gathered_logs import FILES_LIMIT, copy_logs
+from trainyard.run.follow.manage_runs import manage_runs
 from trainyard.run.launch.start_ranks import begin
+from trainyard.run.launch_options import LaunchOptions
 from trainyard.wire.connection import Host, HostConnection, RemoteError
 from trainyard.wire.openssh import LocalTransport, OpenSSHTransport
 from trainyard.wire.remote_archive import remote_command, remote_input
 from trainyard.wire.run_errors import RunError
 
 __all__ = ["control_folder", "server"]
+
+
+def manage(state: str, here: Here, run: str, **how: Any) -> dict[str, Any]:
+    connection = here.connection
+    return manage_runs(state, run, [connection.host], lambda _: connection, LaunchOptions(), print, **how)
+
 
 LIMIT = 10.0  # s for a program to end on a loaded machine; its own limit is much longer
 
@@ -87,6 +96,31 @@ def test_a_start_through_a_link_in_place_of_the_run_folder_is_refused(here: Here
         here.call(
             "commit", run_dir=str(here.run), token="t", contents={}, trainer=f"{here.data}/store/t", previous=None
         )
+    here.check_home()
+
+
+@pytest.mark.parametrize(
+    ("kind", "closed", "every"), [("link", "state", 0), ("link", ".", 1), ("mode", "state", 1), ("mode", ".", 0)]
+)
+def test_a_run_that_closes_its_folders_is_stopped(kind: str, closed: str, every: int, here: Here) -> None:
+    """Its records cannot be read, and its supervisor is halted."""
+    pid = here.start()["pid"]
+    folder = here.run / closed
+    os.kill(pid, signal.SIGSTOP)
+    if kind == "mode":
+        folder.chmod(0)
+    else:
+        folder.rename(here.data / "moved")
+        folder.symlink_to(here.home)
+    try:
+        listed = manage("listed", here, "")["lines"]
+        found = manage("stopped", here, "" if every else "r", now=True, every=bool(every))
+    finally:
+        folder.chmod(0o750)
+        left = [one for one in (pid, *descendants(pid)) if is_running(one)]
+        for one in left:
+            os.kill(one, signal.SIGKILL)
+    assert not left and found["changed"] and listed[1].split()[:2] == ["r", "node1"], listed
     here.check_home()
 
 

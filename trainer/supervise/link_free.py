@@ -181,6 +181,8 @@ class LinkFreePath:
                     os.close(handle)
         except FileNotFoundError:
             return []
+        except PermissionError as error:
+            raise self._error(error, str(self)) from None
 
     def make_folder(self, mode: int = 0o777) -> None:
         """Create a folder, and those above it, unless they exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -62,7 +63,8 @@ class RankMonitor:
 
     def read_log(self) -> None:
         """Read the exit codes that torchrun has logged since the last call."""
-        with self._log.open_read() as file:
+        text = b""
+        with contextlib.suppress(OSError), self._log.open_read() as file:  # a rank may have closed or replaced it
             if file.seek(0, os.SEEK_END) < self._log_offset:  # it was emptied because of its size
                 self._log_offset = 0
             file.seek(self._log_offset)
@@ -113,7 +115,8 @@ class RankMonitor:
             self.ranks = sorted(found)
             for heartbeat in rank_files(self.run_dir):
                 if not is_running((read_json(heartbeat) or {}).get("pid", 0)):  # of the earlier numbering
-                    heartbeat.remove(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        heartbeat.remove()
         for rank, pid in found.items():
             self._pids.setdefault(rank, pid)
 

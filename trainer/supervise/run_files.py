@@ -116,6 +116,14 @@ def is_alive(run_dir: LinkFreePath) -> bool:
     return is_locked(run_dir / "lock")
 
 
+def holds_lock(run_dir: LinkFreePath) -> bool:
+    """Return whether a supervisor holds the lock of a run. A rank may have replaced the file: that is no lock."""
+    try:
+        return is_alive(run_dir)
+    except OSError:
+        return False
+
+
 def is_locked(path: Path | LinkFreePath, lock: Callable[[Any, int], object] = fcntl.flock) -> bool:
     """Return whether a process holds the lock of a file. Raises OSError if that cannot be found out.
 
@@ -150,8 +158,11 @@ def read_node(run_dir: LinkFreePath) -> dict[str, Any] | None:
 
 
 def rank_files(run_dir: LinkFreePath) -> list[LinkFreePath]:
+    """Return the files of heartbeats; none if code of a rank has closed or replaced their folder."""
     state = run_dir / "state"
-    return [state / name for name in state.entries() if _RANK_FILE.fullmatch(name)]
+    with contextlib.suppress(OSError):
+        return [state / name for name in state.entries() if _RANK_FILE.fullmatch(name)]
+    return []
 
 
 def read_ranks(run_dir: LinkFreePath) -> list[dict[str, Any]]:

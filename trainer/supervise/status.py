@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import all_pids, marked_runs, process_stat, run_processes, unit_name, units_of
-from trainer.supervise.run_files import UNTRUSTED, SupervisorError, is_alive, read_log, read_node, read_ranks
+from trainer.supervise.run_files import UNTRUSTED, SupervisorError, holds_lock, read_log, read_node, read_ranks
 
 POLL = 0.2  # s between two reads of the state while a request waits for a change
 _OF_ALL_RANKS = ("step_seconds", "comm_share", "mfu")  # of a heartbeat
@@ -33,7 +33,7 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
     """
     run_dir = run_folder(request["run_dir"])
     if request.get("plain"):
-        return without_records(read_state(run_dir)) | {"logs": {}}
+        return without_records(run_dir, holds_lock(run_dir) or bool(run_processes(run_dir.resolved()))) | {"logs": {}}
     deadline = time.monotonic() + request.get("wait", 0.0)
     state = read_state(run_dir)
     before = rank_statuses(state)
@@ -59,10 +59,11 @@ def shorten(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "node": node, "ranks": ranks}
 
 
-def without_records(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state without the records of the run, which may not have the types that the controller expects."""
-    alive = state["alive"] or state["left"]
-    return {**state, "alive": alive, "node": None, "ranks": {}, "job": {}, "status": "unreadable" if alive else "none"}
+def without_records(run_dir: LinkFreePath, alive: bool) -> dict[str, Any]:
+    """Return a state that needs no record of the run: a rank may have closed their folder, or written other types."""
+    status = "unreadable" if alive else "none"
+    found = {"now": time.time(), "run_dir": str(run_dir), "alive": alive, "left": alive, "status": status}
+    return {**found, "node": None, "ranks": {}}
 
 
 def list_runs(request: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def list_runs(request: dict[str, Any]) -> dict[str, Any]:
             continue  # not started yet, or no run folder
         except UNTRUSTED:
             if has_processes:
-                runs.append(without_records({"now": time.time(), "alive": False, "left": True, "run_dir": str(folder)}))
+                runs.append(without_records(folder, alive=True))
             else:
                 skipped.append(folder.name)
         else:
@@ -130,19 +131,13 @@ def read_state(run_dir: LinkFreePath, has_processes: bool = True) -> dict[str, A
     state["disk_full"] = disk_full(run_dir)
     state["halted"] = supervisor is not None and supervisor[0] in HALTED
     if node is None:
-        status = "unreadable" if (run_dir / "state/node.json").exists() or left else "starting"
+        status = "unreadable"
+        with contextlib.suppress(OSError):
+            status = "starting" if not left and "node.json" not in (run_dir / "state").entries() else status
         return {**state, "alive": alive or left, "status": status if alive or left else "none"}
     if node["status"] in ("starting", "running") and not alive:
         return {**state, "status": "lost", "why": why_lost(node, run_dir)}
     return {**state, "status": node["status"]}
-
-
-def holds_lock(run_dir: LinkFreePath) -> bool:
-    """Return whether a supervisor holds the lock of a run. A rank may have replaced the file: that is no lock."""
-    try:
-        return is_alive(run_dir)
-    except OSError:
-        return False
 
 
 def why_lost(node: dict[str, Any], run_dir: LinkFreePath) -> str:

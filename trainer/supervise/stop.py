@@ -9,8 +9,8 @@ from typing import Any
 
 from trainer.supervise.link_free import LinkFreePath, run_folder
 from trainer.supervise.processes import belongs, descendants, is_running, process_stat, run_processes, send_signal
-from trainer.supervise.run_files import UNTRUSTED, SupervisorError, read_node, write_json
-from trainer.supervise.status import holds_lock, read_state
+from trainer.supervise.run_files import UNTRUSTED, SupervisorError, holds_lock, read_node, write_json
+from trainer.supervise.status import read_state
 
 TERM_LIMIT = 10.0  # s between SIGTERM and SIGKILL
 KILL_LIMIT = 10.0  # s for killed processes to end; longer means that they hang in the kernel

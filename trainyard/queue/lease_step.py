@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.link_free import LinkFreePath
-from trainer.supervise.run_files import is_alive, read_json, write_json
+from trainer.supervise.run_files import holds_lock, read_json, write_json
 
 FINISHED, FAILED, AGAIN = 10, 11, 75  # exit codes of a lease; srun itself may return 0 when a host is lost
 POLL = 0.1  # s between two checks of the files
@@ -63,11 +63,11 @@ def hold(path: Path, lease: dict[str, Any], run_dir: LinkFreePath) -> int:
         same = (order.get("run", lease["run"]), order.get("restart")) == (lease["run"], lease["restart"])
         if same and order.get("code") in (FINISHED, FAILED, AGAIN):
             return int(order["code"])
-        if ending and not is_alive(run_dir):
+        if ending and not holds_lock(run_dir):
             return AGAIN
         if signal.sigtimedwait(AWAITED, POLL) and not ending:
             ending = True
-            if is_alive(run_dir):
+            if holds_lock(run_dir):
                 with contextlib.suppress(OSError):  # code of a rank has the name: the ranks end at the job's limit
                     (run_dir / "stop").make_file()
             describe(path, lease | {"ending": True})

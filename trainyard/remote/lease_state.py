@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.supervise.link_free import run_folder
-from trainer.supervise.run_files import is_alive, is_locked, read_json, write_json
+from trainer.supervise.run_files import holds_lock, is_locked, read_json, write_json
 
 
 def lease(request: dict[str, Any]) -> dict[str, Any]:
@@ -29,5 +29,5 @@ def lease(request: dict[str, Any]) -> dict[str, Any]:
         "gpus": found.get("gpus", []),
         "ending": bool(found.get("ending")),
         "time": found.get("time", 0.0),
-        "alive": is_alive(run_folder(request["run_dir"])),
+        "alive": holds_lock(run_folder(request["run_dir"])),
     }

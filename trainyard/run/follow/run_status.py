@@ -14,7 +14,7 @@ from trainyard.run.follow.monitor import gpu_cell
 from trainyard.run.host_run import HostRun
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, StepResult
-from trainyard.wire.connection import FanOut, Host, HostConnection, InvalidReplyError
+from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
 from trainyard.wire.replies import ReplyError, checked_reply
 from trainyard.wire.reply_types.run_replies import RunStatus
 from trainyard.wire.run_errors import RunError
@@ -57,10 +57,10 @@ def read_status(connection: HostConnection, run_dir: str, **request: Any) -> Run
 
 
 def _any_status(connection: HostConnection, run_dir: str) -> RunStatus:
-    """Return the status of a run on a host; without its records if those are not what the trainer writes. Raises RemoteError."""
+    """Return the status of a run on a host; without its records if those prevent it. Raises RemoteError."""
     try:
         return read_status(connection, run_dir)
-    except InvalidReplyError:
+    except RemoteError:  # whatever code of a rank has done, its processes can be found and stopped
         return read_status(connection, run_dir, plain=True)
 
 
