@@ -35,6 +35,7 @@ EXPECTED = {name: outcome for name, (outcome, _) in ATTEMPTS.items()}
 FILES = table("sandbox_hosts")["files"]
 RESULTS = "/home/tester/results"
 OUTSIDE = table("sandbox_hosts")["outside"]
+SHIM = "/home/tester/.pyenv/shims/python"  # which the unit does not show
 
 
 def attempts(rows: dict[str, list[str]]) -> str:
@@ -61,6 +62,7 @@ def beside(lab: Lab, site: Site) -> Iterator[dict[Host, str]]:
         lines += ["rm -rf /home/tester/.docker /var/lib/lxd /var/lib/incus"]
         lines += ["install -d -o tester -m 700 /run/engine /run/user/$(id -u tester) /var/lib/lxd /var/lib/incus"]
         lines += ["mkdir -p /home/tester/.docker/run; touch /dev/shm/host"]
+        lines += [f"install -D -m 755 /dev/null {SHIM}; printf '#!/bin/sh\\nexec {sys.executable} \"$@\"\\n' > {SHIM}"]
         lines += ["cd /home/tester/results; rm -f disk kvm fuse tun mem; mknod -m 666 disk b 254 0"]
         nodes = (("kvm", 10, 232), ("fuse", 10, 229), ("tun", 10, 200), ("mem", 1, 1))
         lines += [f"mknod -m 666 {name} c {major} {minor}" for name, major, minor in nodes]
@@ -84,7 +86,7 @@ def probe(lab: Lab, site: Site, pids: dict[Host, str], isolated: bool, propertie
     program = f"{PROBE}print(json.dumps({attempts(ATTEMPTS)}))"
     plan = [
         entry
-        | {"command": [sys.executable, "-c", program, addresses[1 - place], outside, pids[lab.hosts[place]]]}
+        | {"command": [SHIM, "-c", program, addresses[1 - place], outside, pids[lab.hosts[place]]]}
         | {"peers": addresses, "isolated": isolated, "writable": [RESULTS, "/etc"]}
         | {"reads": [f"{DATA}/store/models/own", "/etc/passwd", f"{RUN_DIR}/x", f"{DATA}/runs/finished/link"]}
         for place, entry in enumerate(site.plan()[:2])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from trainer.supervise.claim import START_LOCK, consume_claim
@@ -34,7 +35,7 @@ from trainer.supervise.run_files import (
     run_devices,
     run_lease,
 )
-from trainer.supervise.sandbox import address_properties, unit_properties
+from trainer.supervise.sandbox import address_properties, interpreter_paths, unit_properties
 from trainer.supervise.start_request import StartRequest
 
 STOPPED = "a user stopped the run after this start was planned"
@@ -113,6 +114,10 @@ def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
     wanted.unit = unit_name(run_dir) if systemd else ""
     command = [sys.executable, "-m", "trainer.supervise", "run", wanted.to_json()]
     if systemd:
+        first = Path(wanted.command[0])
+        if first.is_relative_to(Path.home()) and not any(first.is_relative_to(shown) for shown in interpreter_paths()):
+            wanted.command[0] = sys.executable  # which a shim of pyenv, that the unit does not show, has started
+            command[-1] = wanted.to_json()
         start_unit(systemd, wanted, run_dir, command)
     else:
         start_process(wanted, run_dir, command)
