@@ -124,6 +124,20 @@ def test_a_run_that_closes_its_folders_is_stopped(kind: str, closed: str, every:
     here.check_home()
 
 
+def test_a_start_copes_with_folders_in_place_of_files(here: Here) -> None:
+    for name in ("state/go2/deep", "state/rank0.json", "state/node.json", "stop/deep"):
+        (here.run / name).mkdir(parents=True)
+    (here.run / "state/go2/file").touch()
+    (here.run / "state/go2").chmod(0)
+    for name in ("lock", "claim.json", "env", "logs/torchrun.0.log"):
+        (here.run / name).mkdir(parents=True)
+        with pytest.raises(RemoteError, match=f"(it is a folder|not a regular file): remove it: '{here.run}/{name}'"):
+            here.start()
+        (here.run / name).rmdir()
+    here.start()
+    assert here.call("run_stop", run_dir=str(here.run), now=True)["status"] == "stopped"
+
+
 @pytest.mark.parametrize("name", ["incoming", "datasets"])
 def test_staging_does_not_follow_a_link(name: str, here: Here) -> None:
     """It set the mode of the folder, and removed old files in it."""

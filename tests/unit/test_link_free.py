@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.supervise.link_free import ENTRIES, LinkFreePath, link_free
+from trainer.supervise.link_free import DEPTH, ENTRIES, LinkFreePath, link_free, remove_tree
 from trainer.supervise.run_files import LOG_LIMIT, hold_lock, is_locked, read_json, read_log, write_json
 from trainyard.remote.exchange import exchange
 from trainyard.remote.host_facts import last_rows
 from trainyard.remote.host_use import _deployed as deployed_models
-from trainyard.remote.trees import DEPTH, files_below, matching, path_below, remove_tree
+from trainyard.remote.trees import files_below, matching, path_below
 
 NAMES = ("r", "state", "file")
 ROUNDS = 3000  # of a folder that is exchanged for a link while the helper works

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 ENTRIES = 20_000  # entries of a folder that are read
+DEPTH = 16  # folders in folders
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # Never blocks, unlike the opening of a FIFO, and gets no terminal.
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_REASONS = {errno.ELOOP: "it is a symbolic link: remove it", errno.ENXIO: "not a regular file"}
+_REASONS = {errno.ELOOP: "it is a symbolic link", errno.ENXIO: "not a regular file", errno.EISDIR: "it is a folder"}
 
 
 class LinkFreePath:
@@ -225,7 +226,8 @@ class LinkFreePath:
 
     @staticmethod
     def _error(error: OSError, path: str) -> OSError:
-        return OSError(error.errno, _REASONS.get(error.errno or 0, error.strerror), path)
+        reason = _REASONS.get(error.errno or 0)
+        return OSError(error.errno, f"{reason}: remove it" if reason else error.strerror, path)
 
 
 def _kind(name: str, folder: int) -> int:
@@ -243,3 +245,18 @@ def link_free(path: Path | LinkFreePath) -> LinkFreePath:
 def run_folder(path: str) -> LinkFreePath:
     """Return the folder of a run. The folder of all runs is trusted. Raises ValueError for a path without a name."""
     return link_free(Path(path))
+
+
+def remove_tree(path: LinkFreePath, depth: int = 0) -> None:
+    """Remove a file, a link, or a folder with its contents, if it exists. Raises OSError."""
+    if not path.is_folder():
+        path.remove(missing_ok=True)
+        return
+    if depth > DEPTH:
+        raise OSError(errno.ELOOP, "its folders are nested too deeply: remove it", str(path))
+    with contextlib.suppress(OSError):  # of another user
+        path.set_mode(0o700)  # code of a rank may have closed it
+    while names := path.entries():
+        for name in names:
+            remove_tree(path / name, depth + 1)
+    path.remove_folder()

@@ -22,7 +22,7 @@ from trainer.supervise.environment import (
     run_environment,
     systemctl_environment,
 )
-from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.link_free import LinkFreePath, remove_tree
 from trainer.supervise.processes import run_processes, unit_name
 from trainer.supervise.run_files import (
     SupervisorError,
@@ -68,10 +68,9 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         last = read_node(run_dir) or {}
         wanted.attempt = wanted.attempt or last.get("attempt", 0) + 1
         state = run_dir / "state"
-        if (state / "go").is_folder():
-            (state / "go").remove_folder()
         for stale in (*(state / name for name in state.entries()), run_dir / "stop"):
-            stale.remove(missing_ok=True)
+            remove_tree(stale)
+        log_file(wanted, run_dir).make_file()  # report its errors now
         return launch(wanted, run_dir)
 
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.supervise.link_free import LinkFreePath
+from trainer.supervise.link_free import LinkFreePath, remove_tree
 from trainyard.remote.receive import STALE
-from trainyard.remote.trees import matching, path_below, remove_tree
+from trainyard.remote.trees import matching, path_below
 
 BLOCK = 1 << 20  # bytes
 FOLDER = ".exchange"  # in the folder of all runs, or in the store: a move stays on one file system

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainer.supervise.link_free import ENTRIES, LinkFreePath
-
-DEPTH = 16  # folders in folders
+from trainer.supervise.link_free import DEPTH, ENTRIES, LinkFreePath
 
 
 def path_below(root: Path, path: str) -> LinkFreePath:
@@ -46,16 +44,3 @@ def matching(folder: LinkFreePath, pattern: str, limit: int = ENTRIES) -> list[L
             inside += [path / name for name in names if fnmatchcase(name, part)]
         found = inside
     return found
-
-
-def remove_tree(path: LinkFreePath, depth: int = 0) -> None:
-    """Remove a file, a link, or a folder with its contents, if it exists. Raises OSError."""
-    if not path.is_folder():
-        path.remove(missing_ok=True)
-        return
-    if depth > DEPTH:
-        raise OSError(errno.ELOOP, "its folders are nested too deeply: remove it", str(path))
-    while names := path.entries():
-        for name in names:
-            remove_tree(path / name, depth + 1)
-    path.remove_folder()
