@@ -102,7 +102,8 @@ def test_progress_is_what_this_start_reports(tmp_path: Path) -> None:
     assert not progress.read() and progress.latest == {}
     with path.open("a") as file:
         file.write('{"step": 8, "steps": 20, "loss": 5.0}\nno JSON\n[1]\n{"step": "9"}\n{"step": -1}\n{"loss": NaN}\n')
-        file.write('{"step": 9, "loss": NaN, "eta": true}\n{"step": 10')
+        file.write('{"step": 9, "loss": NaN, "eta": true}\n')
+        file.write(f'{{"step": 9, "steps": -1, "loss": {"9" * 4000}}}\n{{"step": {2**53}}}\n{{"step": 10')
     assert progress.read() and progress.latest == {"step": 9, "steps": 20, "loss": 5.0}
     assert (progress.step, progress.steps, progress.first_loss) == (9, 20, 5.0)
     with path.open("a") as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -158,9 +157,9 @@ def _fields(line: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(record, dict):
         return {}
-    known = {name: value for name in _PROGRESS if isinstance(value := record.get(name), int | float)}
-    found = {name: value for name, value in known.items() if not isinstance(value, bool) and math.isfinite(value)}
-    counts = {name: int(found[name]) for name in ("step", "steps") if name in found and found[name] >= 0}
+    known: dict[str, Any] = {name: value for name in _PROGRESS if type(value := record.get(name)) in (int, float)}
+    counts = {name: int(count) for name in ("step", "steps") if 0 <= (count := known.pop(name, -1)) < 2**53}
+    found = {name: value for name, value in known.items() if abs(value) <= sys.float_info.max}
     return found | counts if "step" in counts else {}
 
 
