@@ -101,6 +101,14 @@ def test_folders_that_are_nested_deeply_are_removed(home: Path, user: User, caps
     assert result.get("changed") and not (home / "d").exists(), result
 
 
+def test_folders_that_a_run_has_closed_are_removed(home: Path, user: User, capsys: Capture) -> None:
+    """By their user, without the rights of root, where root could be redirected."""
+    close = "mkdir -p d/a/b/c && touch d/a/b/c/file && chmod 0 d/a/b/c d/a/b d/a"
+    subprocess.run(["/bin/sh", "-c", close], cwd=home, user=user.pw_uid, check=True)
+    result = run_module(user_folder, capsys, paths=[str(home / "d")], owner="nobody", state="absent")
+    assert result.get("changed") and not (home / "d").exists(), result
+
+
 def test_a_folder_of_root_becomes_the_users(place: Path, user: User, capsys: Capture) -> None:
     (place / "srv").mkdir()
     (place / "link").symlink_to("srv")  # an administrator's link
