@@ -6,6 +6,7 @@ Standard library only: the controller also uses this module.
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -14,6 +15,7 @@ from trainer.common.formats import printable, quoted
 from trainer.supervise import run_files as files
 
 HOST_PREFIX = "host:"
+RUN_FILES = ("*.yml", "*.json", "adapter/*", "model/*", "merged/*", "deploy/*")  # of a run, which later programs read
 _LFS = b"version https://git-lfs.github.com/"
 
 
@@ -80,6 +82,12 @@ def read_regular(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit // 1024} KiB", str(path))
     return data
+
+
+def refuse_special_files(folder: Path, what: str, patterns: Sequence[str] = ("*", "*/*")) -> None:
+    """Check that a folder has no FIFO, for which a library would wait for ever, nor other special files. `what`: see below. Raises UserError."""
+    for path in [path for pattern in patterns for path in folder.glob(pattern) if path_kind(path) == "other"]:
+        raise UserError(f"{what}: {printable(path, 4096)} is not a regular file: remove it")
 
 
 def refuse_lfs_pointer(path: Path, what: str) -> None:

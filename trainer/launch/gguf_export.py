@@ -21,6 +21,7 @@ from typing import Any
 
 from trainer.common.errors import UserError, first_line
 from trainer.common.files import sha256_file, write_atomic
+from trainer.common.inputs import RUN_FILES, refuse_special_files
 from trainer.common.lost_connection import end_with_connection
 from trainer.distributed.worker_process import die_with_launcher
 from trainer.gguf.metadata import adds_bos, context_length, is_byte_level
@@ -44,6 +45,7 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
     if quantize not in ("", *QUANTIZATIONS):
         raise UserError(f"quantize is {quantize!r}, expected {' or '.join(QUANTIZATIONS)}")
     run_dir = Path(request["run_dir"])
+    refuse_special_files(run_dir, "deploy", RUN_FILES)
     (run_dir / "deploy").mkdir(exist_ok=True)
     with (run_dir / "deploy" / "lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.common.errors import UserError
 from trainer.common.formats import printable
-from trainer.common.inputs import path_kind, read_regular, refuse_lfs_pointer, user_path
+from trainer.common.inputs import path_kind, read_regular, refuse_lfs_pointer, refuse_special_files, user_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MAX_CONFIG = 1024 * 1024  # bytes of an adapter_config.json
@@ -33,6 +33,7 @@ def refuse_adapter(name: str, setting: str = "model") -> None:
     """Check that a model, a folder or a name on the hub, is no adapter and holds none, nor pointers of Git LFS. Raises UserError."""
     folder = user_path(name, setting)
     if path_kind(folder) == "folder":
+        refuse_special_files(folder, setting)
         for file in sorted(folder.iterdir()):
             refuse_lfs_pointer(file, setting)
         found = folder / ADAPTER_CONFIG

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from trainer.common.errors import UserError
-from trainer.common.inputs import path_kind, user_path
+from trainer.common.inputs import path_kind, refuse_special_files, user_path
 from trainer.config import SMOLLM2, SMOLLM2_ON_HUB, TINY
 from trainer.data.dataset_files import is_hub_id
 
@@ -17,8 +17,10 @@ def check_model_name(name: str, setting: str = "model") -> None:
     otherwise be asked for on the hub, repeatedly. `setting`: the field of the run spec that names the model.
     """
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if path_kind(user_path(name, setting)) == "folder" or (not is_path and (is_hub_id(name) or in_hub_cache(name))):
-        return
+    if path_kind(folder := user_path(name, setting)) == "folder":
+        return refuse_special_files(folder, setting)
+    if not is_path and (is_hub_id(name) or in_hub_cache(name)):
+        return None
     if name == SMOLLM2:
         raise UserError(
             f"{setting}: trainyard data, plan and train and ansible-playbook train.yml fetch {name}, this program does not: "

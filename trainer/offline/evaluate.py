@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trainer.common.errors import UserError
+from trainer.common.inputs import RUN_FILES, refuse_special_files
 from trainer.config import RunSpec
 from trainer.data.shapes import with_system_in_first_question
 from trainer.data.text_tokenizer import first_tokens
@@ -136,6 +137,7 @@ def main() -> int:
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     subject = Subject(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
+    refuse_special_files(subject.folder, "evaluate", RUN_FILES)
     size, length = int(request["batch_size"]), int(request["max_tokens"])
     how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}
     as_text = not subject.model and trained_on_text(subject.folder)

@@ -18,6 +18,7 @@ import torch
 from trainer.common.errors import UserError, first_line
 from trainer.common.files import atomic_folder, sha256_file, sha256_tree, to_json, write_atomic
 from trainer.common.finite import all_finite
+from trainer.common.inputs import RUN_FILES, refuse_special_files
 from trainer.config import RunSpec
 from trainer.data.corpus import Corpus, preferred, select
 from trainer.data.encode import encoded_dataset
@@ -88,6 +89,7 @@ def read_request(values: Mapping[str, Any]) -> MergeRequest:
     parts = []
     for entry in values["parts"]:
         folder = Path(entry["folder"])
+        refuse_special_files(folder, "merge", RUN_FILES)
         spec = read_spec(folder / "spec.yml", {}, str(folder))
         part = Part(entry["run"], folder, spec)
         if not part.weights.is_dir():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import pytest
 import torch
 from trainer_runs import Here, records, write_jsonl
 
+from trainer.common.errors import UserError
 from trainer.config import read_yaml
 from trainer.data.samples import read_samples
+from trainer.launch.gguf_export import export
 from trainer.models import greedy_answers
 from trainer.offline import evaluate
+from trainer.offline.merge import read_request
 from trainer.spec import make_spec
 
 
@@ -82,6 +86,13 @@ def test_a_run_without_weights(here: Here, monkeypatch: pytest.MonkeyPatch, caps
     request = {"folder": str(here.run_dir()), "base": False, "questions": [], "max_tokens": 4, "batch_size": 1}
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(request)))
     assert evaluate.main() == 1 and "has no adapter" in json.loads(capsys.readouterr().out)["error"]
+    (here.run_dir() / "adapter").mkdir()
+    os.mkfifo(here.run_dir() / "adapter/adapter_model.safetensors")
+    parts = {"parts": [{"run": "r", "folder": str(here.run_dir())}]}
+    exported = {"run_dir": str(here.run_dir()), "quantize": ""}
+    for call in (lambda: evaluate._answer(request), lambda: read_request(parts), lambda: export(exported)):
+        with pytest.raises(UserError, match=r"adapter_model.safetensors is not a regular file: remove it$"):
+            call()
 
 
 # The greedy answers that a run keeps ---------------------------------------------------------------------------------

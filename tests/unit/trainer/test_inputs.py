@@ -21,6 +21,7 @@ from trainer.costs.host_memory import read_hosts
 from trainer.data.corpus import save_corpus
 from trainer.data.samples import read_samples
 from trainer.data.tiny import ensure_tiny_model
+from trainer.model_files.model_name import check_model_name
 from trainer.spec import make_spec, read_spec
 from trainyard.extra_vars import plain_data, read_run_spec
 from trainyard.run.launch_options import make_options
@@ -102,8 +103,9 @@ def test_a_model_folder_with_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     os.mkfifo(tmp_path / "model.safetensors")
-    text = refusal(lambda: model_folder(make_spec({"model": str(tmp_path)}, "-e"), [], tmp_path, print))
-    assert "weights" in text or "not a regular file" in text
+    spec = make_spec({"model": str(tmp_path)}, "-e")
+    for reader in (lambda: check_model_name(spec.model), lambda: model_folder(spec, [], tmp_path, print)):
+        assert refusal(reader) == f"model: {tmp_path}/model.safetensors is not a regular file: remove it"
 
 
 @pytest.mark.parametrize("argument", ["max_stesp=4", "--max-stesp=4"])
