@@ -146,6 +146,8 @@ def heartbeat(number: int) -> dict[str, Any]:
 
 def read_files(number: int, request: dict[str, Any]) -> dict[str, Any]:
     names = {name: len(data) for name, data in FILES.items()} | {f"state/rank{number}.json": 2}
+    sized = request.get("sizes", ["*"])
+    names = {name: size for name, size in names.items() if any(fnmatchcase(name, pattern) for pattern in sized)}
     texts = {"result.json": json.dumps(RESULT), "spec.yml": "model: /srv/model\n"}
     patterns = (request["sha256"] or ["*"]) if "sha256" in request else []
     wanted = [name for name in FILES if any(fnmatchcase(name, pattern) for pattern in patterns)]

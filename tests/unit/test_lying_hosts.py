@@ -355,8 +355,10 @@ def test_sizes_and_contents_are_checked(cluster: Cluster, tmp_path: Path, monkey
     with pytest.raises(RunError, match=r"^node1: .*arrives too slowly"):
         collect(cluster, tmp_path)
     transport.lie = lambda verb, request, truth: truth | {"sizes": dict.fromkeys(FILES, 2**52)}
+    transport.asked.clear()
     with pytest.raises(RunError, match=r"^node1: .*free disk space"):
         collect(cluster, tmp_path)
+    assert not [request for _, request in transport.asked if "sha256" in request], "the host reads a file of any size"
     assert outside(tmp_path) == []
 
 
@@ -371,7 +373,7 @@ def test_a_host_delivers_the_logs_of_its_own_ranks_only(cluster: Cluster, tmp_pa
 
     cluster.transports["node2"].lie = lie
     cluster.transports["node1"].lie = lambda verb, request, truth: (
-        truth | {"sizes": {"state/rank0.json": 1}} if verb == "read_files" and "sha256" not in request else truth
+        truth | {"sizes": {"state/rank0.json": 1}} if verb == "read_files" and "text" in request else truth
     )
     collect(cluster, tmp_path)
     assert sorted(put) == ["rank1.log", "torchrun.1.log"]

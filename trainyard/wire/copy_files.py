@@ -132,19 +132,27 @@ def copy_artifacts(
         RemoteError: a name, size or content is not what the host may send, or a copy fails.
         OSError: a file cannot be written.
     """
-    request = {"run_dir": run_dir, "sha256": patterns, "sizes": patterns}
-    answer = in_time(head, lambda: head.call("read_files", request), REPLY_LIMIT)
-    digests: dict[str, str] = answer["sha256"]
-    sizes: dict[str, int] = answer["sizes"]
-    for name in digests:
-        check_name(name, patterns)
-        if name not in sizes:
-            raise RemoteError(f"sent no size of {name}")
-        if name in (edits or {}) and sizes[name] > EDIT_LIMIT:
+
+    def ask(what: str) -> Any:
+        request = {"run_dir": run_dir, what: patterns}
+        answer = in_time(head, lambda: head.call("read_files", request), REPLY_LIMIT)[what]
+        for name in answer:
+            check_name(name, patterns)
+        return answer
+
+    sizes: dict[str, int] = ask("sizes")
+    edits = edits or {}
+    for name in edits:
+        if sizes.get(name, 0) > EDIT_LIMIT:
             raise RemoteError(f"{run_dir}/{name} has more than {EDIT_LIMIT >> 20} MiB: it is none of peft's")
     folder.mkdir(parents=True, exist_ok=True)
-    check_inside(folder, digests)
-    edits = edits or {}
+    check_inside(folder, sizes)
+    # Before the host reads what must be copied in any case: a sparse file can have any size.
+    new = (name for name in sizes if not (folder / name).is_file() or (folder / name).stat().st_size != sizes[name])
+    check_space(folder, sum(map(sizes.__getitem__, new)), "files")
+    digests: dict[str, str] = ask("sha256")
+    if missing := digests.keys() - sizes:
+        raise RemoteError(f"sent no size of {min(missing)}")
     wanted = [name for name in sorted(digests) if name in edits or not is_copy(folder / name, digests[name])]
     if wanted:
         check_space(folder, sum(sizes[name] for name in wanted), "files")
