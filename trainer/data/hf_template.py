@@ -5,14 +5,17 @@ A chat template is a program that belongs to the model. It runs in jinja2's sand
 
 import datetime
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -22,6 +25,8 @@ from trainer.common.formats import quoted
 Message = Mapping[str, Any]  # role, content, and for some roles reasoning_content, tool_calls, name, tool_call_id
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SIZE_LIMIT = 4 << 20  # bytes of one file
+_TIME_LIMIT = 10.0  # s to render one chat
+_MAX_POWER = 1000  # base and exponent
 # Around a generation block while a chat is rendered. Unicode gives these codes to no character; records that have them are refused.
 BLOCK_MARKS = _BEGIN, _END = "\U0010fffe", "\U0010ffff"
 _EDGE = re.compile(f"[{_BEGIN}{_END}]")
@@ -66,6 +71,37 @@ def _raise_exception(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
 
+class _LimitedCode(jinja2.compiler.CodeGenerator):
+    """Writes Python that asks whether its time is over, in every block of the template and for every item of a loop with a condition."""
+
+    def blockvisit(self, nodes: Iterable[jinja2.nodes.Node], frame: Any) -> None:
+        self.writeline("environment.check_time()")
+        super().blockvisit(nodes, frame)
+
+    def visit_For(self, node: jinja2.nodes.For, frame: Any) -> None:
+        if node.test:
+            asks = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+            node.test = jinja2.nodes.And(jinja2.nodes.Not(asks), node.test)
+        super().visit_For(node, frame)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox of transformers for a program that may be hostile. `deadline`: of time.monotonic, for the current chat."""
+
+    code_generator_class = _LimitedCode
+    intercepted_binops = frozenset({"**"})
+    deadline = math.inf
+
+    def check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise UserError(f"model: its chat template takes more than {_TIME_LIMIT:g} s for one chat: use another one")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if max(abs(left), abs(right)) > _MAX_POWER:
+            raise OverflowError("the operands of a power are too large")
+        return super().call_binop(context, operator, left, right)
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A rendered chat. `blocks`: where its generation blocks begin and end, in order."""
@@ -91,7 +127,7 @@ class ChatTemplate:
         `source`: the text of the template. `tokens`: the special tokens by name, such as bos_token; a template may use
         them. `today`: the date that `strftime_now` formats.
         """
-        environment = ImmutableSandboxedEnvironment(
+        self._environment = environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
@@ -104,7 +140,7 @@ class ChatTemplate:
             raise TemplateError(f"chat template: {first_line(error)}") from None
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-        """Return the text of a conversation. Raises TemplateError if the template rejects it."""
+        """Return the text of a conversation. Raises TemplateError if the template rejects it, UserError if it takes too long."""
         return self.render_blocks(messages, generation_prompt=generation_prompt).text
 
     def render_blocks(
@@ -131,8 +167,11 @@ class ChatTemplate:
         return _without_marks(self._render(values))
 
     def _render(self, values: Mapping[str, Any]) -> str:
+        self._environment.deadline = time.monotonic() + _TIME_LIMIT
         try:
             return self._template.render(**{**self.tokens, **values})
+        except UserError:
+            raise
         except Exception as error:  # a template can raise anything
             raise TemplateError(f"chat template: it rejects a conversation: {first_line(error)}") from None
 

@@ -6,8 +6,11 @@ import json
 import pytest
 import transformers.utils.chat_template_utils as reference
 from go_template import render
+from hostile import limits
 from tables import table
 
+from trainer.common.errors import UserError
+from trainer.data import hf_template
 from trainer.data.hf_template import ChatTemplate, TemplateError, read_template
 from trainyard.deploy import chat_template
 from trainyard.deploy.chat_template import derive, derive_apart, go_string
@@ -97,6 +100,18 @@ def test_template_of_a_model_folder(tmp_path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(TemplateError, match=r"tokenizer_config\.json"):
         read_template(tmp_path)
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+CONDITION = "{% for a in range(99999) if range(99999) | list | sum < 0 %}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [NESTED, MACRO, CONDITION, "{{ 10**10**9 }}"])
+def test_a_template_that_does_not_end_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_template, "_TIME_LIMIT", 0.3)
+    with pytest.raises(UserError, match=r"takes more than 0.3 s|operands of a power are too large"), limits():
+        ChatTemplate(source, TOKENS, TODAY).render(CHAT)
 
 
 def test_a_template_is_derived_in_a_process_with_limits(monkeypatch: pytest.MonkeyPatch) -> None:
