@@ -6,9 +6,10 @@ transformers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,17 @@ from trainer.data.special_tokens import add_tokens, class_of, default_tokens, se
 
 Offsets = Sequence[tuple[int, int]]
 _PROBE = "a"
+
+
+@contextlib.contextmanager
+def naming_panics(tokenizer: object) -> Iterator[None]:
+    """Raise UserError, which names a tokenizer, for a panic of the library tokenizers: its files are not valid, but it is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"model: the tokenizer {tokenizer} fails: {first_line(error)}: use another model") from None
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class TextTokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
 
+        @naming_panics(tokenizer.name_or_path)
         def tokenize(text: str) -> tuple[list[int], Offsets | None]:
             out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=bool(tokenizer.is_fast))
             return list(out["input_ids"]), out["offset_mapping"] if tokenizer.is_fast else None
@@ -72,11 +85,14 @@ class TextTokenizer:
 
         Raises UserError: its files are damaged.
         """
+        path = folder / "tokenizer.json"
+        with naming_panics(path):
+            return cls._read(folder, path) if path.is_file() else None
+
+    @classmethod
+    def _read(cls, folder: Path, path: Path) -> TextTokenizer | None:
         from tokenizers import Tokenizer
 
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            return None
         try:
             core = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
@@ -95,6 +111,7 @@ class TextTokenizer:
         set_pipeline(core, config, name)
         add_tokens(core, config, tokens)
 
+        @naming_panics(path)
         def tokenize(text: str) -> tuple[list[int], Offsets | None]:
             out = core.encode(text, add_special_tokens=False)
             return out.ids, out.offsets
@@ -154,7 +171,13 @@ class TextTokenizer:
 
 def first_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that a tokenizer of transformers puts before a text."""
-    return _before(tokenizer(_PROBE)["input_ids"], tokenizer(_PROBE, add_special_tokens=False)["input_ids"])
+    return _before(token_ids(tokenizer, _PROBE, special=True), token_ids(tokenizer, _PROBE))
+
+
+def token_ids(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
+    """Return the ids of a text with a tokenizer of transformers. `special`: with those that it puts around a text. Raises UserError."""
+    with naming_panics(tokenizer.name_or_path):
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def _before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from trainer.data.hf_template import ChatTemplate, Message
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.text_tokenizer import token_ids
 from trainer.models.tokenizer_output import end_ids
 
 _COMPARED = 8  # tokens with which a batch is compared with a prompt alone
@@ -130,4 +131,4 @@ def prompt_rows(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list
     source = found.get("default", PLAIN_TEMPLATE) if isinstance(found, dict) else found
     tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
     template = ChatTemplate(source, tokens, datetime.datetime.now())
-    return [list(tokenizer(template.render(chat), add_special_tokens=False)["input_ids"]) for chat in chats]
+    return [token_ids(tokenizer, template.render(chat)) for chat in chats]

@@ -177,16 +177,13 @@ def answer(
         TimeoutError: the deadline (of time.monotonic) has passed.
         TemplateError: the chat template rejects a prompt, or exceeds a limit.
     """
-    from trainer.data.text_tokenizer import first_tokens
+    from trainer.data.text_tokenizer import first_tokens, token_ids
     from trainer.models.greedy import greedy, prompt_rows
 
     chats = iter(prompt_rows(tokenizer, [prompt["messages"] for prompt in prompts if "messages" in prompt]))
     first = first_tokens(tokenizer)
     rows = [
-        next(chats)
-        if "messages" in prompt
-        else [*first, *tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]]
-        for prompt in prompts
+        next(chats) if "messages" in prompt else [*first, *token_ids(tokenizer, prompt["prompt"])] for prompt in prompts
     ]
     found = greedy(model, tokenizer, rows, MAX_TOKENS, deadline=deadline)
     return [str(tokenizer.decode(each.tokens, skip_special_tokens=True)) for each in found]

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.common.errors import UserError, first_line
 from trainer.config import RunSpec
 from trainer.data.plain_template import PLAIN_TEMPLATE
+from trainer.data.text_tokenizer import naming_panics
 from trainer.data.token_ids import set_padding
 from trainer.model_files.base_weights import embedding_rows, load_causal_model
 from trainer.model_files.model_name import check_model_name
@@ -34,11 +35,12 @@ def load_tokenizer(name: str, setting: str = "model") -> Any:
     tokenizer.
     """
     check_model_name(name, setting)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:
-        offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
-        raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
+    with naming_panics(name):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except Exception as error:
+            offline = " (offline: HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
+            raise UserError(f"{setting}: cannot load the tokenizer of {name}{offline}: {first_line(error)}") from None
     set_padding(tokenizer, embedding_rows(name))
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN_TEMPLATE

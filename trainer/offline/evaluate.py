@@ -17,7 +17,7 @@ from trainer.common.errors import UserError
 from trainer.common.inputs import RUN_FILES, refuse_special_files
 from trainer.config import RunSpec
 from trainer.data.shapes import with_system_in_first_question
-from trainer.data.text_tokenizer import first_tokens
+from trainer.data.text_tokenizer import first_tokens, token_ids
 from trainer.model_files.base_weights import load_causal_model
 from trainer.models.adapter_merge import adapted_model
 from trainer.models.greedy import answer_loss, greedy, prompt_rows
@@ -92,14 +92,14 @@ def evaluate(
     end = end_ids(tokenizer, model.generation_config)[-1:]  # that of the template
     if as_text:
         texts = [chat[-1]["content"].rstrip() for chat in chats]
-        rows = [[*first_tokens(tokenizer), *_ids(tokenizer, text)] for text in texts]
+        rows = [[*first_tokens(tokenizer), *token_ids(tokenizer, text)] for text in texts]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     else:
         rows = prompt_rows(tokenizer, chats)
     losses: list[tuple[float | None, int]] = []
     for row, question in zip(rows, questions, strict=True):
         reference = question["reference"]
-        answer = [*_ids(tokenizer, f" {reference}" if as_text else reference), *end] if reference else []
+        answer = [*token_ids(tokenizer, f" {reference}" if as_text else reference), *end] if reference else []
         losses.append((answer_loss(model, row, answer), len(answer)) if answer else (None, 0))
     started = time.monotonic()
     found = greedy(model, tokenizer, rows, max_tokens, batch_size=batch_size, temperature=temperature, seeds=seeds)
@@ -115,10 +115,6 @@ def evaluate(
         for said, (loss, tokens) in zip(found, losses, strict=True)
     ]
     return {"seconds": seconds, "answers": answers}
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def trained_on_text(folder: Path) -> bool:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import table
-from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from trainer_runs import chat, records, write_jsonl
 
 from trainer.common.errors import UserError
@@ -27,8 +28,9 @@ from trainer.data.plain_template import PLAIN_TEMPLATE
 from trainer.data.samples import Sample
 from trainer.data.shapes import to_sample
 from trainer.data.special_tokens import DEFAULTS
-from trainer.data.text_tokenizer import TextTokenizer
+from trainer.data.text_tokenizer import TextTokenizer, token_ids
 from trainer.data.tiny import TEMPLATE
+from trainer.models.model import load_tokenizer
 from trainer.spec import make_spec
 
 # Like those of Qwen and Llama: no generation tags, and text after every answer.
@@ -332,6 +334,18 @@ def test_the_controller_encodes_as_the_hosts_do(tokenizer: Any, tmp_path: Path) 
         there, here = (Encoder(each, seq_length=512, train_on="answer") for each in (saved, read))
         for sample in (TALK, Sample(pieces=(("the 猫 cat", False), (" runs 🚂", True)))):
             assert here.encode(sample) == there.encode(sample)
+
+
+def test_a_panic_of_the_tokenizer_names_its_file(
+    tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    splits = copy.deepcopy(tokenizer)
+    splits.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    splits.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    for call in (TextTokenizer.of(loaded).tokenize, TextTokenizer.read(tmp_path).tokenize, partial(token_ids, loaded)):  # type: ignore[union-attr]
+        with pytest.raises(UserError, match=rf"^model: the tokenizer {tmp_path}.* fails: .*retry-limit"):
+            call("a" * 3000 + "b")
 
 
 @pytest.mark.parametrize("change", table("encode")["the_controller_has_the_special_tokens_of_the_hosts"])
