@@ -108,10 +108,13 @@ class StagedFile:
         """Return a folder of the controller; its digest is appended to `target`.
 
         Args:
-            files: those of the folder to copy; by default all.
+            files: those of the folder to copy; by default all but code of Python, which never runs.
         """
-        chosen = [file for file in sorted(folder.rglob("*")) if file.is_file()] if files is None else files
-        contents = {str(file.relative_to(folder)): digests.of(file) for file in chosen}
+        if files is None:
+            files = [
+                file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix not in (".py", ".pyc")
+            ]
+        contents = {str(file.relative_to(folder)): digests.of(file) for file in files}
         return cls.of(folder, f"{target}-{tree_digest(contents)[:12]}", contents, kind)
 
 

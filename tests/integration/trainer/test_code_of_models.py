@@ -16,6 +16,8 @@ from trainer.__main__ import main
 from trainer.common.errors import UserError
 from trainer.model_files.base_weights import load_causal_model
 from trainer.models.model import load_tokenizer
+from trainyard.remote.digests import Digests
+from trainyard.run.types import StagedFile
 
 TOP = Path(__file__).resolve().parents[3]
 LOADERS = {
@@ -62,6 +64,8 @@ def test_no_code_of_a_model_runs(evil: Path, here: Here, tmp_path: Path, monkeyp
         main([command, "--model", str(evil), "--dataset", "data.jsonl", "--seq_length", "32"])
     here(model=str(evil), dataset="data.jsonl", seq_length=32, max_steps=1)
     assert not (tmp_path / "canary").exists()
+    staged = StagedFile.of_folder(evil, "store/models/m", Digests(tmp_path / "digests"), "model").sha256
+    assert "config.json" in staged and not [name for name in staged if name.endswith(".py")]
 
 
 def test_every_loader_refuses_code() -> None:
