@@ -8,25 +8,24 @@ becomes a Go template. The answers of the deployed model prove it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
-import json
-import os
-import resource
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
+from trainer.common.errors import UserError
 from trainer.common.formats import quoted
 from trainer.data.hf_template import ChatTemplate, Message, TemplateError
+from trainer.data.limited_process import LimitedProcess, LimitError, answer_messages, limit_answer, limit_process
 from trainer.data.shapes import with_system_in_first_question
 from trainyard import front_end
 
 TURNS = 4  # turns of the longest conversation that a template is derived from
-_TIME_LIMIT = 60.0  # s to derive a template
+_TIME_LIMIT = 60  # s of processor time to derive a template
 _MEMORY_LIMIT = 2 << 30  # bytes
 RANGE = "range $index, $message := .Messages"
 SYSTEM = "$.System"
@@ -234,34 +233,25 @@ def derive_apart(
     template takes too much time or memory.
     """
     about = {"source": source, "tokens": dict(tokens), "today": today.isoformat()}
-    request = json.dumps(about | {"added_bos": added_bos, "prepend": prepend})
-    words = [sys.executable, "-P", "-m", "trainyard.deploy.chat_template"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    try:
-        done = subprocess.run(
-            words, input=request, capture_output=True, text=True, timeout=_TIME_LIMIT, env=environment
-        )
-        reply = json.loads(done.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        raise _refusal("it takes too much time or memory") from None
-    if "error" in reply:
-        raise TemplateError(reply["error"])
+    with contextlib.closing(LimitedProcess("trainyard.deploy.chat_template", _MEMORY_LIMIT, _TIME_LIMIT)) as process:
+        try:
+            error, reply = process.ask(about | {"added_bos": added_bos, "prepend": prepend})
+        except LimitError:
+            raise _refusal("it takes too much time or memory") from None
+    if error:
+        raise TemplateError(error)
     return Derived(**reply)
 
 
-def main() -> None:
-    """Derive the template of the request on standard input."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(_TIME_LIMIT), int(_TIME_LIMIT)))
-    request = json.loads(sys.stdin.read())
+def _answer(request: dict[str, Any]) -> tuple[str, Any]:
     try:
         kind = _SystemInQuestion if request["prepend"] else ChatTemplate
         template = kind(request["source"], request["tokens"], datetime.datetime.fromisoformat(request["today"]))
-        reply = dataclasses.asdict(derive(template, request["added_bos"]))
-    except TemplateError as error:
-        reply = {"error": str(error)}
-    print(json.dumps(reply))
+        return "", dataclasses.asdict(derive(template, request["added_bos"]))
+    except UserError as error:
+        return str(error), None
 
 
 if __name__ == "__main__":
-    main()
+    limit_answer(limit_process())
+    sys.exit(answer_messages(sys.stdin.buffer, sys.stdout.buffer, _answer))

@@ -118,6 +118,13 @@ def test_a_template_is_derived_in_a_process_with_limits(monkeypatch: pytest.Monk
     assert derive_apart(CHATML, TOKENS, TODAY, "") == derive(ChatTemplate(CHATML, TOKENS, TODAY))
     with pytest.raises(TemplateError, match="0 times"):
         derive_apart("{{ messages | length }}", TOKENS, TODAY, "")
-    monkeypatch.setattr(chat_template, "_TIME_LIMIT", 0.01)
+    with pytest.raises(TemplateError, match="MemoryError"):
+        derive_apart(
+            "{% set x = namespace(y='a') %}{% for i in range(40) %}{% set x.y = x.y ~ x.y %}{% endfor %}",
+            TOKENS,
+            TODAY,
+            "",
+        )
+    monkeypatch.setattr(chat_template, "_TIME_LIMIT", 0)
     with pytest.raises(TemplateError, match="too much time"):
-        derive_apart(CHATML, TOKENS, TODAY, "")
+        derive_apart(NESTED, TOKENS, TODAY, "")
