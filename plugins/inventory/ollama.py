@@ -218,7 +218,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         untrusted: list[tuple[str, Trust]] = []
         for machine, trust in checked:
             declared = self.declared.hosts_of(machine, report.own_addresses)
-            hosts = declared or [_host_name(_login_address(machine, report))]
+            # Without characters that have a meaning in host patterns.
+            hosts = declared or [re.sub(r"[:%]+", "-", _login_address(machine, report)).strip("-")]
             for host in hosts:
                 self._add(host, machine, trust, report, bool(declared))
             if trust.ready:
@@ -378,8 +379,3 @@ def _login_address(machine: Machine, report: Report) -> str:
     """Return the address at which other machines reach it: this machine may have answered only at 127.0.0.1."""
     address = machine.addresses[0]
     return report.own_addresses[0] if address.startswith("127.") and report.own_addresses else address
-
-
-def _host_name(address: str) -> str:
-    """Return an address as an inventory name, without characters that have a meaning in host patterns."""
-    return re.sub(r"[:%]+", "-", address).strip("-")

@@ -227,7 +227,9 @@ class ServerPool(Generic[N, T]):
         self._executor = executor
         self._watch(self.numbers(self._started))
         try:
-            while not self._stopped and (self._left() or not source.ended() or self._busy()):
+            while not self._stopped and (
+                self._left() or not source.ended() or any(state.in_flight for state in self._states)
+            ):
                 self._step()
         finally:
             for state in self._states:
@@ -241,9 +243,6 @@ class ServerPool(Generic[N, T]):
             {state.node.name: state.tokens for state in self._states},
             time.monotonic() - self._started,
         )
-
-    def _busy(self) -> bool:
-        return any(state.in_flight for state in self._states)
 
     def _step(self) -> None:
         """Hand out prompts, wait for the next event, and process all that have arrived."""

@@ -94,11 +94,12 @@ def load_causal_model(name: str, setting: str = "model", shown: str = "", **opti
     except Exception as error:
         raise UserError(f"{setting}: cannot load {shown}: {first_line(error)}") from None
     refuse_adapter(name, setting)  # the hub may have had one, which is in the cache only now
+    tied, part = model.get_expanded_tied_weights_keys(all_submodels=True), model.get_parameter_or_buffer
     found = WeightDifferences(
         info["missing_keys"],
         {key: (stored, expected) for key, stored, expected in info["mismatched_keys"]},
         _without_other_parts(name, unexpected_names(model, info["unexpected_keys"])),
-        _untied(model),
+        [each for each, source in tied.items() if part(each) is not part(source)],  # the files have two different ones
     )
     if found.describe():
         raise found.error(setting, shown)
@@ -130,13 +131,6 @@ def _without_report() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(wanted)
-
-
-def _untied(model: Any) -> list[str]:
-    """Return the tensors that the configuration ties, and transformers did not, because the files have two different ones."""
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    found = model.get_parameter_or_buffer
-    return [name for name, source in tied.items() if found(name) is not found(source)]
 
 
 def embedding_rows(name: str) -> int | None:

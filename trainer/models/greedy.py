@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from trainer.data.hf_template import ChatTemplate, Message
 from trainer.data.plain_template import PLAIN_TEMPLATE
-from trainer.data.text_tokenizer import token_ids
+from trainer.data.text_tokenizer import TextTokenizer
 from trainer.models.tokenizer_output import end_ids
 
 _COMPARED = 8  # tokens with which a batch is compared with a prompt alone
@@ -127,8 +127,6 @@ def prompt_rows(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[list
     """Return the tokens of each chat up to where the answer begins. Raises TemplateError: the chat template rejects a chat."""
     if not chats:
         return []
-    found = tokenizer.chat_template or PLAIN_TEMPLATE
-    source = found.get("default", PLAIN_TEMPLATE) if isinstance(found, dict) else found
-    tokens = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-    template = ChatTemplate(source, tokens, datetime.datetime.now())
-    return [token_ids(tokenizer, template.render(chat)) for chat in chats]
+    text = TextTokenizer.of(tokenizer)
+    template = ChatTemplate(text.template or PLAIN_TEMPLATE, text.tokens, datetime.datetime.now())
+    return [text.tokenize(template.render(chat))[0] for chat in chats]

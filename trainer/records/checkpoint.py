@@ -307,7 +307,9 @@ def find_checkpoint(
         ({int(step): HostCheckpoint.from_list(copy, per_host_files) for step, copy in found.items()}, lacks)
         for found, lacks, _ in gathered
     ]
-    for step, digest in _newest_first([found for found, _ in all_hosts]):
+    # The newest step first, and for equal steps the lowest rank first.
+    known = {(step, copy.digest): None for found, _ in all_hosts for step, copy in found.items()}
+    for step, digest in sorted(known, key=lambda entry: -entry[0]):
         holders = [copy if (copy := found.get(step)) and copy.digest == digest else None for found, _ in all_hosts]
         owners = _owners(holders)
         if lost := sorted(name for name, owner in owners.items() if owner is None):
@@ -339,12 +341,6 @@ def _foreign(folder: Path, steps: Iterable[int], differences: Callable[[Mapping[
         if spec and (changes := differences(spec)):
             return f"{path} on {socket.gethostname()} is of another spec ({'; '.join(changes)})"
     return ""
-
-
-def _newest_first(all_ranks: list[dict[int, HostCheckpoint]]) -> list[tuple[int, str]]:
-    """Return every (step, digest) that a rank has: newest step first, and for equal steps the lowest rank first."""
-    found = {(step, copy.digest): None for copies in all_ranks for step, copy in copies.items()}
-    return sorted(found, key=lambda entry: -entry[0])
 
 
 def _owners(holders: Sequence[HostCheckpoint | None]) -> dict[str, int | None]:

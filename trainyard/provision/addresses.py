@@ -49,9 +49,10 @@ def host_errors(variables: Mapping[str, Any]) -> list[str]:
         return [f"netplan_address is {text!r}, expected an address with its prefix, such as 192.168.1.11/24"]
     errors = []
     network = interface.network
+    reserved = [network.network_address, *([network.broadcast_address] if network.version == 4 else [])]
     if interface.ip.is_loopback or interface.ip.is_multicast or interface.ip.is_unspecified:
         errors.append(f"netplan_address is {text}, which is not a valid address of a NIC")
-    elif network.prefixlen < network.max_prefixlen - 1 and interface.ip in _reserved(network):
+    elif network.prefixlen < network.max_prefixlen - 1 and interface.ip in reserved:
         errors.append(f"netplan_address is {text}, which is reserved in its network: use another address")
     errors += _gateway_errors(printable(variables.get("netplan_gateway") or ""), interface)
     dns = variables.get("netplan_dns")
@@ -87,8 +88,3 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(text)
     except ValueError:
         return None
-
-
-def _reserved(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> set[object]:
-    """Return the addresses that no host may have: the network address, and in IPv4 the broadcast address."""
-    return {network.network_address} | ({network.broadcast_address} if network.version == 4 else set())

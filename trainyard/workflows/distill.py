@@ -134,20 +134,6 @@ def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mappin
     return Questions(chats, options, first.common_seed)
 
 
-def _host_teachers(
-    options: DistillOptions,
-    cluster: Cluster,
-    launch: LaunchOptions,
-    top: Path,
-    report: Report,
-    check: bool,
-) -> HostTeachers:
-    """Return the hosts that teach with transformers. Raises UserError."""
-    if options.teacher_url:
-        raise UserError("distill: teacher_url names servers: omit it, or teacher_with=transformers")
-    return HostTeachers(cluster, launch, options.teacher, top, report, check)
-
-
 def _teachers(
     options: DistillOptions,
     cluster: Cluster,
@@ -158,7 +144,9 @@ def _teachers(
 ) -> tuple[Sequence[Any], Collect | None]:
     """Return what teaches, and what asks it if it is no server. Raises UserError."""
     if options.teacher_with == "transformers":
-        hosts = _host_teachers(options, cluster, launch, top, report, check)
+        if options.teacher_url:
+            raise UserError("distill: teacher_url names servers: omit it, or teacher_with=transformers")
+        hosts = HostTeachers(cluster, launch, options.teacher, top, report, check)
         return hosts.nodes, hosts.collect
     if options.teacher_url:
         how = (options.teacher_url, options.teacher, options.answer_limit, options.teacher_remote)
