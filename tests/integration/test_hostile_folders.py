@@ -18,7 +18,7 @@ import pytest
 from run_hosts import free_port, until
 from ssh_server import Server, control_folder, server
 
-from trainer.supervise.processes import all_pids, descendants, environ, is_running
+from trainer.supervise.processes import all_pids, environ, is_running
 from trainyard.run.follow.gathered_logs import FILES_LIMIT, copy_logs
 from trainyard.run.follow.manage_runs import manage_runs
 from trainyard.run.launch.start_ranks import begin
@@ -29,11 +29,6 @@ from trainyard.wire.remote_archive import remote_command, remote_input
 from trainyard.wire.run_errors import RunError
 
 __all__ = ["control_folder", "server"]
-
-
-def manage(state: str, here: Here, run: str, **how: Any) -> dict[str, Any]:
-    connection = here.connection
-    return manage_runs(state, run, [connection.host], lambda _: connection, LaunchOptions(), print, **how)
 
 
 LIMIT = 10.0  # s for a program to end on a loaded machine; its own limit is much longer
@@ -99,28 +94,22 @@ def test_a_start_through_a_link_in_place_of_the_run_folder_is_refused(here: Here
     here.check_home()
 
 
-@pytest.mark.parametrize(
-    ("kind", "closed", "every"), [("link", "state", 0), ("link", ".", 1), ("mode", "state", 1), ("mode", ".", 0)]
-)
-def test_a_run_that_closes_its_folders_is_stopped(kind: str, closed: str, every: int, here: Here) -> None:
+@pytest.mark.parametrize("case", ["link state", "link .", "mode state", "mode ."])
+def test_a_run_that_closes_its_folders_is_stopped(case: str, here: Here) -> None:
     """Its records cannot be read, and its supervisor is halted."""
-    pid = here.start()["pid"]
-    folder = here.run / closed
+    pid, connection, kind, folder = here.start()["pid"], here.connection, case[:4], here.run / case[5:]
     os.kill(pid, signal.SIGSTOP)
-    if kind == "mode":
-        folder.chmod(0)
-    else:
+    if kind == "link":
         folder.rename(here.data / "moved")
         folder.symlink_to(here.home)
-    try:
-        listed = manage("listed", here, "")["lines"]
-        found = manage("stopped", here, "" if every else "r", now=True, every=bool(every))
-    finally:
-        folder.chmod(0o750)
-        left = [one for one in (pid, *descendants(pid)) if is_running(one)]
-        for one in left:
-            os.kill(one, signal.SIGKILL)
-    assert not left and found["changed"] and listed[1].split()[:2] == ["r", "node1"], listed
+    folder.chmod(0o750 if kind == "link" else 0)
+    how: tuple[Any, ...] = ([connection.host], lambda _: connection, LaunchOptions(), print)
+    listed = manage_runs("listed", "", *how)["lines"]
+    every = case == "link ."
+    found = manage_runs("stopped", "" if every else "r", *how, now=True, every=every)
+    folder.chmod(0o750)
+    assert found["changed"] and not is_running(pid) and listed[1].split()[:2] == ["r", "node1"], listed
+    assert not marked(here.run, "TRAINYARD_RUN_DIR")
     here.check_home()
 
 
@@ -278,9 +267,9 @@ def test_the_copy_of_logs_is_limited(here: Here, tmp_path: Path) -> None:
 # Time limits and connections
 
 
-def marked(mark: str) -> list[int]:
-    """Return the processes of a verb that this test has started."""
-    return [pid for pid in all_pids() if environ(pid).get("TRAINYARD_TEST") == mark and is_running(pid)]
+def marked(mark: object, name: str = "TRAINYARD_TEST") -> list[int]:
+    """Return the processes of a verb, or of a run, that this test has started."""
+    return [pid for pid in all_pids() if environ(pid).get(name) == str(mark) and is_running(pid)]
 
 
 def waiting_relay(folder: Path) -> tuple[str, bytes, int]:

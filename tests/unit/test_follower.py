@@ -21,7 +21,7 @@ from trainyard.run.follow.follower import SHORT_POLL, Follower, evidence
 from trainyard.run.follow.monitor import Cause, Progress
 from trainyard.run.host_run import HostRun
 from trainyard.run.launch_options import LaunchOptions
-from trainyard.wire.connection import FanOut
+from trainyard.wire.connection import FanOut, InvalidReplyError
 from trainyard.wire.run_errors import first_of
 
 LOST_LIMIT = 2.0
@@ -99,6 +99,20 @@ def test_consequences_alone_end_a_run_once_every_host_answered() -> None:
 def follower_of(hosts: dict[str, RunningHost], options: LaunchOptions) -> Follower:
     parts = [HostRun(name, "/runs/r", host.rank, [host.rank]) for name, host in hosts.items()]
     return Follower(parts, lambda name: hosts[name], Progress(2, 1.0, 600.0), options, lambda line: None)
+
+
+def test_a_host_whose_record_is_unreadable_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of a rank has closed it. A lost host would get no request to stop."""
+
+    def call(_: object, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        if not request.get("plain"):
+            raise InvalidReplyError("Permission denied")
+        return {"status": "unreadable", "node": None, "ranks": {}, "now": time.time()}
+
+    monkeypatch.setattr(RunningHost, "call", call)
+    follower = follower_of({"a": RunningHost(0)}, LaunchOptions(lost_limit=0.5))
+    cause = follower.follow()
+    assert cause and cause.text == "a cannot read the record of the run" and follower.parts[0].silent < 0.25
 
 
 @pytest.mark.slow

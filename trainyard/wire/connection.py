@@ -36,7 +36,7 @@ class RemoteError(TrainyardError):
 
 
 class InvalidReplyError(RemoteError):
-    """A host answered, but not as the verb does."""
+    """A host answered with an error, or not as the verb does."""
 
 
 class InventoryError(TrainyardError):
@@ -162,7 +162,7 @@ class HostConnection:
             if answer is None:
                 raise RemoteError(last_line(err.decode(errors="replace")) or f"no answer, exit code {code}")
             if "error" in answer:
-                raise RemoteError(answer["error"])
+                raise InvalidReplyError(answer["error"])
             return checked_reply(verb, answer)
         except ReplyError as error:
             raise InvalidReplyError(str(error)) from None

@@ -13,7 +13,7 @@ from trainyard import front_end
 from trainyard.run.answer_times import SHORTEST, AnswerTimes
 from trainyard.run.follow.monitor import ENDED, Cause, Progress, Watch, causes
 from trainyard.run.follow.rejoin import SIGN_OF_LIFE, Rejoin
-from trainyard.run.follow.run_status import read_status
+from trainyard.run.follow.run_status import any_status, read_status
 from trainyard.run.host_run import HostRun, last_step
 from trainyard.run.launch.start_ranks import STOP_LIMIT
 from trainyard.run.launch_options import LaunchOptions
@@ -72,7 +72,7 @@ class Follower:
         self.requested_at: dict[str, float] = {}
         self.answered_at = dict.fromkeys(self.connections, self.clock.now())
         self.alive_at = dict(self.answered_at)  # when a host answered a request or a probe
-        self.ran_at = dict(self.answered_at)  # when a supervisor was not halted
+        self.ran_at = dict(self.answered_at)  # when a supervisor was neither halted nor without a record
 
     @property
     def lost_limit(self) -> float:
@@ -122,7 +122,7 @@ class Follower:
                 # Without what every host repeats: the bytes of all answers would grow with the square of the hosts.
                 self.waits[part.host] = self.delay(part)
                 wait = 0.0 if at_once else self.waits[part.host]
-                ask = functools.partial(read_status, self.connections[part.host], part.run_dir, wait=wait, brief=True)
+                ask = functools.partial(any_status, self.connections[part.host], part.run_dir, wait=wait, brief=True)
                 self.pending[part.host] = FanOut({part.host: ask})
             # An answer that the host delays is not late.
             part.silent = now - self.answered_at[part.host] - self.waits.get(part.host, self.wait)
@@ -144,7 +144,8 @@ class Follower:
         if part.host in pending.answers:
             part.answer, part.error = pending.answers.pop(part.host), ""
             self.answered_at[part.host] = self.alive_at[part.host] = now = self.clock.now()
-            self.ran_at[part.host] = self.ran_at[part.host] if part.answer.get("halted") else now
+            blind = part.answer.get("halted") or part.status == "unreadable"
+            self.ran_at[part.host] = self.ran_at[part.host] if blind else now
             part.halted = now - self.ran_at[part.host]
             self.times.add(max(0.0, now - self.requested_at[part.host] - self.waits[part.host]), now)
             if part.node.get("restarts"):  # torchrun renumbers the ranks when it restarts them

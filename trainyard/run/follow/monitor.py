@@ -75,6 +75,7 @@ def part_causes(part: HostRun, lost_limit: float) -> list[Cause]:
         return [Cause(1, -1, part.host, f"{part.host} has not answered for {part.silent:.0f} s{why}", "lost")]
     if part.status not in ENDED and part.halted > lost_limit:  # code of the run may do that to all that would end it
         why = f"the supervisor on {part.host} is halted (SIGSTOP or a debugger)"
+        why = f"{part.host} cannot read the record of the run" if part.status == "unreadable" else why
         return [Cause(1, -1, part.host, why, "supervisor")]
     if part.status == "none":
         return [Cause(1, -1, part.host, f"there is no run in {part.run_dir} on {part.host}", "host")]

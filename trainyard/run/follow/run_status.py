@@ -14,7 +14,7 @@ from trainyard.run.follow.monitor import gpu_cell
 from trainyard.run.host_run import HostRun
 from trainyard.run.plan.gather_facts import Connect
 from trainyard.run.types import PlanEntry, StepResult
-from trainyard.wire.connection import FanOut, Host, HostConnection, RemoteError
+from trainyard.wire.connection import FanOut, Host, HostConnection, InvalidReplyError
 from trainyard.wire.replies import ReplyError, checked_reply
 from trainyard.wire.reply_types.run_replies import RunStatus
 from trainyard.wire.run_errors import RunError
@@ -44,7 +44,7 @@ def run_parts(hosts: Iterable[Host], run: str) -> list[HostRun]:
 
 def request_statuses(parts: list[HostRun], connect: Connect, limit: float) -> dict[str, str]:
     """Update the status of every part; return why a host did not answer within `limit` seconds, by name."""
-    requests = {part.host: functools.partial(_any_status, connect(part.host), part.run_dir) for part in parts}
+    requests = {part.host: functools.partial(any_status, connect(part.host), part.run_dir) for part in parts}
     asked = FanOut(requests).wait(limit)
     for part in parts:
         part.answer = asked.answers.get(part.host, part.answer)
@@ -56,11 +56,11 @@ def read_status(connection: HostConnection, run_dir: str, **request: Any) -> Run
     return cast("RunStatus", connection.call("run_status", {"run_dir": run_dir, **request}))
 
 
-def _any_status(connection: HostConnection, run_dir: str) -> RunStatus:
-    """Return the status of a run on a host; without its records if those prevent it. Raises RemoteError."""
+def any_status(connection: HostConnection, run_dir: str, **request: Any) -> RunStatus:
+    """Return the status of a run on a host; without its records if those prevent it. As `read_status`."""
     try:
-        return read_status(connection, run_dir)
-    except RemoteError:  # whatever code of a rank has done, its processes can be found and stopped
+        return read_status(connection, run_dir, **request)
+    except InvalidReplyError:  # whatever code of a rank has done, its processes can be found and stopped
         return read_status(connection, run_dir, plain=True)
 
 
