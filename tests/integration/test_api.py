@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fake_teacher import Teacher, serve
 from run_hosts import TOP, free_port, local_inventory
+from tables import table
 
 from trainyard import Cluster
 from trainyard.ollama.answers import answers_path
@@ -59,28 +60,14 @@ def test_the_code_of_the_page(bed: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert shown.splitlines()[-1].startswith("queue host node1: Slurm is not installed")
 
 
+EXAMPLES = table("api_examples")
+
+
 @pytest.mark.parametrize(
-    ("program", "options", "shown"),
-    [
-        ("data_parallel", "{bed}/inventory.yml", r"\A(?s:.*)\n  20  .*(?s:.*)on 2 ranks\nbest step: \d+\n\Z"),
-        pytest.param(
-            "multi_model", "{bed}/inventory.yml", r"(tiny-\w+: held-out loss \d.*\n){2}\Z", marks=pytest.mark.long
-        ),
-        ("custom_worker", "{bed}/inventory.yml", r"\nsum 3.0 over 2 ranks; 3 steps\n\Z"),
-        (
-            "discover",
-            "--host {teacher} --verbose",
-            r"\A{name}:latest: 127.0.0.2\n127.0.0.2 \(127.0.0.2\): may join\n  in the inventory: \S+\n1 machine: .*\nno warnings\n\Z",
-        ),
-        pytest.param(
-            "teacher_student",
-            "--inventory {bed}/inventory.yml --teacher {name} --prompts {bed}/prompts.jsonl --model tiny --max-steps 5",
-            r"40 answers of (?s:.*)\n(tiny-\w+: .*, 2\d samples\n){2}tiny-\w+-merged: .*/model\n\Z",
-            marks=pytest.mark.long,
-        ),
-    ],
+    "program", [pytest.param(name, marks=[pytest.mark.long] * row.get("long", 0)) for name, row in EXAMPLES.items()]
 )
-def test_examples(bed: Path, program: str, options: str, shown: str) -> None:
+def test_examples(bed: Path, program: str) -> None:
+    options, shown = EXAMPLES[program]["options"], EXAMPLES[program]["shown"]
     given = {"bed": str(bed), "teacher": (bed / "teacher").read_text(), "name": TEACHER}
     words = [sys.executable, str(TOP / f"examples/distributed/{program}.py"), *options.format(**given).split()]
     environment = {**os.environ, "PYTHONPATH": str(TOP)}

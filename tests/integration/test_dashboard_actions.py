@@ -90,7 +90,7 @@ def action(driver: WebDriver) -> str:
 
 @pytest.mark.long
 def test_a_run_is_watched_stopped_started_again_and_deployed(
-    site: Site, browser: WebDriver, ollamas: list[OllamaClient]
+    site: Site, browser: WebDriver, ollamas: list[OllamaClient], tmp_path: Path
 ) -> None:
     log = site.bed.folder / "train.log"
     until(lambda: step_of(site) > 1 or site.training.poll() is not None, 300, "the first steps")
@@ -134,12 +134,7 @@ def test_a_run_is_watched_stopped_started_again_and_deployed(
     site.open(browser, "/models")
     until(lambda: "node1, node2" in body(browser).partition("Models on the hosts")[2], 30, "the models of the hosts")
     assert [line for line in console_errors(browser) if "Content Security Policy" in line] == []
-
-
-@pytest.mark.long
-def test_the_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:
-    pages = {"actions": f"/runs/{RUN}", "models": "/models", "gpu": "/"}
-    for name, path in pages.items():
+    for name, path in {"actions": f"/runs/{RUN}", "models": "/models", "gpu": "/"}.items():
         site.open(browser, path)
         # In one script: an update of the page may replace the elements between two commands of the browser's driver.
         browser.execute_script("document.querySelectorAll('#run-action summary').forEach((item) => item.click())")

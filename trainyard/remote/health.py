@@ -229,9 +229,9 @@ def gpu_state() -> dict[str, Any]:
     gpus = [
         {"name": name, "total_mib": nvidia_smi.mib(total)} for name, total in nvidia_smi.query("name", "memory.total")
     ]
-    users = nvidia_smi.query("pid", "used_memory", "process_name", subject="compute-apps")
+    apps = nvidia_smi.query("pid", "used_memory", "process_name", subject="compute-apps")
     exclusive = [index for index, mode in nvidia_smi.query("index", "compute_mode") if mode.startswith("Exclusive")]
-    users = [f"{pid}, {name}, {used}" for pid, used, name in users]
+    users = [f"{pid}, {name}, {used}" for pid, used, name in apps]
     return {"cards": cards, "gpus": gpus, "users": users, "exclusive": exclusive}
 
 

@@ -130,6 +130,7 @@ class GpuState(OpenReply):
     cards: Count
     gpus: Annotated[list[GpuMemory], Field(max_length=256)]
     users: Annotated[list[Line], Field(max_length=1000)]
+    exclusive: Annotated[list[Line], Field(max_length=256)]
 
 
 class GpuCard(OpenReply):
