@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 
 import pytest
 from dashboard_lines import SCRIPT, hosts
+from tables import table
 from test_dashboard_http import Served, served
 
 from trainer.common.errors import UserError
@@ -76,24 +77,11 @@ def test_models_and_datasets_come_from_the_lists_of_the_server(form: NewRuns, tm
                 form.draft({**BOTH, name: value}, form.fields())
 
 
+REFUSED, NO_HOST = table("dashboard_start_form"), (dict.fromkeys(BOTH, ""), "no host is chosen")
+
+
 @pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ({"script": "x.py"}, "'script' is no field"),
-        ({"run_env": '{"LD_PRELOAD": "x"}'}, "'run_env' is no field"),
-        ({"unit_properties": "ExecStartPre=/bin/sh"}, "'unit_properties' is no field"),
-        ({"isolate": "never"}, "'isolate' is no field"),
-        ({"learning_rate": "1"}, "'learning_rate' is no field"),
-        ({f"{HOST}node3": "1"}, "'host node3' is no field"),
-        ({"run": "../../x"}, "run: expected letters"),
-        ({"lr": "nan"}, "lr: expected a number"),
-        ({"lr": "1e-3; rm"}, "lr: expected a number"),
-        ({"epochs": "9" * 5000}, "epochs: expected an integer"),
-        ({"strategy": "evil"}, "strategy: expected one of"),
-        ({"max_restarts": "-1"}, "max_restarts: expected an integer"),
-        ({"fsdp_shard": "host"}, "no effect with strategy=ddp"),
-        (dict.fromkeys(BOTH, ""), "no host is chosen"),
-    ],
+    ("values", "why"), [*REFUSED, ({"epochs": "9" * 5000}, "epochs: expected an integer"), NO_HOST]
 )
 def test_what_is_refused(form: NewRuns, values: dict[str, str], why: str) -> None:
     with pytest.raises(UserError, match=re.escape(why)):

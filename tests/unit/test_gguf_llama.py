@@ -147,16 +147,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (edit("config.json", architectures=["Qwen2ForCausalLM"]), "the architecture is"),
-        (edit("config.json", rope_scaling={"rope_type": "llama3"}), "rope_scaling is"),
-        (edit("config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_parameters is"),
-        (edit("config.json", hidden_size="192"), "hidden_size is '192'"),
-        (edit("config.json", vocab_size=10), "its tensors are not those of config.json"),
-        (edit("tokenizer.json", normalizer={"type": "NFC"}), "not a plain byte-level one"),
-        (edit("tokenizer.json", pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "not a plain byte-level one"),
-        (edit("tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}), "not a plain byte-level one"),
-        (edit("tokenizer.json", added_tokens=[{"id": 0, "content": "<|begin|>", "special": False}]), "are not special"),
-        (edit("tokenizer.json", added_tokens=[{"id": 9999, "content": "x", "special": True}]), "more tokens than the model"),
+        *((edit(file, **change), reason) for file, change, reason in table("gguf_llama")["left_to_the_converter"]),
         (lambda folder: (folder / "tokenizer.json").write_text("["), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.model").touch(), "not a plain byte-level one"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "Error while deserializing"),

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 
 from trainer.common.errors import UserError
 from trainyard.queue.request import is_run_name
@@ -76,16 +77,7 @@ def test_names_are_short_and_unique(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{grid: {lr: 1e-4}}", "grid: lr is '1e-4': expected a list of values"),
-        ("{grid: [lr]}", "expected a list of values for each name"),
-        ("{grid: {seed: [1, 1]}}", "seed has the same value twice"),
-        ("{grid: {run: [a, b]}}", "run cannot have several values"),
-        ("{runs: []}", "expected a list of runs"),
-        ("{runs: [a]}", "run 1 is 'a': expected names and values"),
-        ("{runs: [{runs: []}]}", "cannot be nested"),
-        ("{runs: [{run: a}, {run: a}]}", "two runs are named a"),
-        ("{runs: [{run: ../a}]}", "run '../a': a name has at most 64"),
-        ("{grid: {seed: [1, 2]}, model: x, lr: 1}", "seed is in the file and given"),
+        *table("queue_sweep"),
         (f"{{grid: {{seed: {list(range(40))}, lr: {list(range(40))}}}}}", "more than 1000 runs"),
     ],
 )
