@@ -111,12 +111,11 @@ def launch(wanted: StartRequest, run_dir: LinkFreePath) -> dict[str, Any]:
     ):  # creates the devices of CUDA; its setuid program cannot run in a rank
         subprocess.run([helper, "-u", "-c", "0"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     wanted.unit = unit_name(run_dir) if systemd else ""
+    first = Path(wanted.command[0])
+    if systemd and first.is_relative_to(Path.home()) and not any(map(first.is_relative_to, interpreter_paths())):
+        wanted.command[0] = sys.executable  # which a shim of pyenv, that the unit does not show, has started
     command = [sys.executable, "-m", "trainer.supervise", "run", wanted.to_json()]
     if systemd:
-        first = Path(wanted.command[0])
-        if first.is_relative_to(Path.home()) and not any(first.is_relative_to(shown) for shown in interpreter_paths()):
-            wanted.command[0] = sys.executable  # which a shim of pyenv, that the unit does not show, has started
-            command[-1] = wanted.to_json()
         start_unit(systemd, wanted, run_dir, command)
     else:
         start_process(wanted, run_dir, command)

@@ -41,7 +41,7 @@ SITE = (
     'export LC_ALL=C; [ "$(id -u)" = 0 ] || said=$(sudo -n true 2>&1) || echo "$said" | tail -n 1; echo =; '
     "ls /var/lib/dpkg/updates; dpkg-query --show --showformat='${db:Status-Status} ${Package}\\n' | "
     "sed -En 's/^(half-|unpacked|triggers-)[^ ]* //p'; echo =; "
-    'for folder; do sudo -n true && ! sudo -n ls -d -- "$folder/." >/dev/null && echo "$folder"; done'
+    'sudo -n true && for folder; do sudo -n ls -d -- "$folder/." >/dev/null || echo "$folder"; done'
 )
 # The child is the first process that the kernel kills for lack of memory.
 ALLOCATE = (
@@ -260,7 +260,7 @@ def files(data_dir: Path, run: str) -> dict[str, Any]:
 def site(services: list[str], folders: list[Path]) -> dict[str, str]:
     """Return what stops site.yml and units, by check: what `sudo` says, `packages` that are not configured, `folders` of the cluster that
     are closed to root, files of other `services`."""
-    command = ["sh", "-c", SITE, "sh", *(str(nearest_folder(folder)) for folder in folders)]
+    command = ["sh", "-c", SITE, "sh", *dict.fromkeys(str(nearest_folder(folder)) for folder in folders)]
     try:
         out = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=20).stdout
     except subprocess.TimeoutExpired:
