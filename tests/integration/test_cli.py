@@ -88,7 +88,7 @@ def words_of_run(bed: Bed, hosts: Path, steps: int) -> list[object]:
 
 
 @pytest.mark.slow
-def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
+def test_a_run_is_planned(bed: Bed, hosts: Path) -> None:
     this_run = words_of_run(bed, hosts, 6)
     planned = answer("plan", *this_run)
     assert [(entry["host"], entry["ranks"]) for entry in planned["plan"]] == [("node1", [0]), ("node2", [1])]
@@ -100,6 +100,11 @@ def test_a_run_is_planned_and_trained(bed: Bed, hosts: Path) -> None:
     scripts = sorted((bed.folder / "out").iterdir())
     assert rendered.returncode == 0 and [file.name for file in scripts] == ["node1.sh", "node2.sh", "r.sbatch"]
     assert not any(subprocess.run(["bash", "-n", file], check=False).returncode for file in scripts)
+
+
+@pytest.mark.long
+def test_a_run_is_trained_once(bed: Bed, hosts: Path) -> None:
+    this_run = words_of_run(bed, hosts, 6)
     ended = answer("train", *this_run)
     assert (ended["run"], ended["status"], ended["result"]["step"]) == ("r", "finished", 6)
     assert ended["result"]["world_size"] == 2 and not bed.live_processes()

@@ -245,6 +245,7 @@ def test_the_queue_is_shown_live_and_changed(site: Site, browser: WebDriver) -> 
     assert console_errors(browser) == []
 
 
+@pytest.mark.long
 def test_pages_are_accessible_in_both_sizes(site: Site, browser: WebDriver, tmp_path: Path) -> None:
     """Screenshots of every page lie in the folder that TRAINYARD_SCREENSHOTS names, or in the test's own."""
     pages = {"nodes": "/"} | {name: f"/{name}" for name in ("runs", "events", "queue")}

@@ -77,7 +77,7 @@ def test_rendered_files_of_before(file: str, folder: Path) -> None:
     assert Path(file).read_text() == (GOLDEN / "scripts" / file).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_before_is_shown_and_resumed(folder: Path) -> None:
     homes = {"node1": folder, "node2": folder / ".trainyard/node2"}
     trainyard("plan", "--spec", str(GOLDEN / "run/before.yml"), cwd=folder)  # makes the model

@@ -125,7 +125,7 @@ def test_a_teacher_reaches_the_hosts_as_the_model_does(prefix: str, here: Here) 
         assert (teacher / "NOTE").exists() and teacher != Path(session.spec_on(entry).model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_contents_belong_to_the_run(here: Here) -> None:
     """A dataset that changes gives another run; one that changes after the plan is not staged."""
     files = {"dataset": f"host:{here.folder}/srv/data.jsonl", "model": f"host:{here.folder}/srv/model"}
@@ -150,7 +150,7 @@ def model_of(session: RunSession) -> Path:
     return Path(session.spec_on(session.state.plan[0]).model)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_copy_in_the_store_becomes_no_link_and_the_other_way_round(here: Here) -> None:
     local = {"dataset": f"{here.folder}/srv/data.jsonl", "model": f"{here.folder}/srv/model"}
     on_hosts = {name: f"host:{path}" for name, path in local.items()}

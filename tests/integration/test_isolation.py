@@ -35,11 +35,9 @@ def run_in(namespace: str, code: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"elastic": True}, marks=pytest.mark.long)], ids=["static", "elastic"]
-)
+@pytest.mark.parametrize("options", [{}, {"elastic": True}], ids=["static", "elastic"])
 def test_no_other_machine_reaches_a_run_of_the_default_inventory(tmp_path: Path, options: dict[str, Any]) -> None:
     inventory = local_inventory(tmp_path)
     dataset = tmp_path / "questions.jsonl"

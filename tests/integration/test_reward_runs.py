@@ -82,6 +82,7 @@ def test_a_killed_rank_loses_no_completion(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.long
 def test_a_reward_that_halts_every_process_of_the_run_is_ended_by_the_controller(bed: Bed) -> None:
     reward = bed.folder / "halts.py"
     reward.write_text(HALTS, encoding="utf-8")

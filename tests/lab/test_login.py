@@ -115,7 +115,7 @@ def test_passwords_stay_where_a_new_connection_accepts_no_key(lab: Lab, tmp_path
         finally:
             lab.inside(two, f"rm {FOLDER}/01-no-keys.conf; systemctl reload ssh")
             connection.terminate()
-    assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
+    assert run_playbook("playbooks/reset.yml", lab.inventory, {}, "--tags ssh").rc == 0
 
 
 @pytest.mark.long
@@ -170,7 +170,7 @@ def test_sshd_of_a_hardened_host_is_not_weakened(lab: Lab) -> None:
         assert hardened["x11forwarding"] == "no" and hardened["clientaliveinterval"] == "30"
         assert (stock["passwordauthentication"], stock["maxauthtries"], stock["logingracetime"]) == ("no", "6", "30")
         assert site(lab, "ssh").count("changed") == 0
-        assert run_playbook("playbooks/reset.yml", lab.inventory).rc == 0
+        assert run_playbook("playbooks/reset.yml", lab.inventory, {}, "--tags ssh").rc == 0
         assert {host.name: sshd(lab, host) for host in (two, three)} == before
     finally:
         lab.inside(three, f"mv /root/50-cloud-init.conf {FOLDER}/; systemctl reload ssh")

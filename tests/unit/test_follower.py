@@ -144,7 +144,7 @@ def test_a_host_is_asked_more_often_once_its_ranks_train() -> None:
     assert (adapts.delay(part), fixed.delay(part)) == (SHORT_POLL, fixed.wait)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_host_whose_status_takes_long_is_not_lost_while_it_shows_signs_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -294,7 +294,7 @@ class Connection(HostConnection):
         return super().call(verb, request | {"token": token, "limit": LIMIT}, **more)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_problems_of_a_large_cluster_are_found(tmp_path: Path) -> None:
     """Two hosts share a data directory, and a host cannot be reached by those that measure it."""
     states = []

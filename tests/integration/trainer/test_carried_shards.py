@@ -22,7 +22,8 @@ def machine(cluster: Cluster, number: int) -> Host:
     return Host(f"{cluster.folder.name}-{number}", "127.0.0.1", str(data_dir), sys.executable)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("pipeline", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_shards_continue_on_other_hosts(strategy: str, cluster: Cluster, tmp_path: Path) -> None:
     """Two hosts are replaced by two others. The first one of these receives a full copy, and passes it on."""
     fields = {"strategy": strategy, "lora_r": 0, "lr": 3e-3, "epochs": 200, "max_steps": 30, "checkpoint_interval": 5}

@@ -134,6 +134,7 @@ def test_a_silent_worker_ends_all_and_both_start_again(workers: Workers, peers: 
     assert [each.wait(120) for each in both] == [0, 0], workers.log(0)[-3000:]
 
 
+@pytest.mark.long
 def test_without_a_store_the_worker_at_the_address_serves_it(workers: Workers) -> None:
     """Both in one folder: each has a run folder of its own. A worker that is killed ends the other one, which names it."""
     workers.spec |= {"data_dir": workers.folder, "run_name": "r", "epochs": 400, "max_steps": 2000}

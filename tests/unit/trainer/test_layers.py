@@ -4,6 +4,7 @@ Imports for type checkers alone do not count. Neither does the registry of strat
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,12 +46,14 @@ def imports(name: str, path: Path) -> set[str]:
     return {each for each in found | packages if each in MODULES and each != name and not name.startswith(f"{each}.")}
 
 
-GRAPH = {name: imports(name, path) for name, path in MODULES.items()}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    return {name: imports(name, path) for name, path in MODULES.items()}
 
 
 def test_no_module_imports_itself_through_others() -> None:
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
@@ -58,9 +61,9 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_a_package_imports_lower_layers_only() -> None:
     for place, layer in enumerate(LAYERS):
         above = tuple(f"trainer.{other}" for other in LAYERS[place + 1 :])
-        for name in GRAPH:
+        for name in graph():
             if f"{name}.".startswith(f"trainer.{layer}."):
-                upwards = {other for other in GRAPH[name] if other.startswith(above)}
+                upwards = {other for other in graph()[name] if other.startswith(above)}
                 assert not upwards, f"{name} imports {', '.join(sorted(upwards))}"
 
 

@@ -251,7 +251,7 @@ def rank(number: int, folder: Path, case: str) -> None:
     ("case", "copied"),
     [
         ("plain", [True, True]),
-        ("full", [True, False]),
+        pytest.param("full", [True, False], marks=pytest.mark.long),
         *(pytest.param(name, [False, False], marks=pytest.mark.long) for name in ("off", "slow")),
     ],
 )
