@@ -57,6 +57,11 @@ def prepare(work: Path) -> None:
         if (TOP / name).is_symlink() or (TOP / name).is_file():  # neither deleted nor a repository
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(TOP / name, copy / name, follow_symlinks=False)
+    # The compiled files too: otherwise every worker of pytest compiles all tests again.
+    for folder in {path.parent for path in copy.rglob("*.py")}:
+        compiled = TOP / folder.relative_to(copy) / "__pycache__"
+        if compiled.is_dir():
+            shutil.copytree(compiled, folder / "__pycache__", ignore=shutil.ignore_patterns("*.pyc.*"))
     for file, line in (("passwd", f"{USER}:x:{UID}:{UID}::{home}:/bin/bash"), ("group", f"{USER}:x:{UID}:")):
         (work / file).write_text(
             f"{Path('/etc', file).read_text(encoding='utf-8').rstrip()}\n{line}\n", encoding="utf-8"

@@ -21,4 +21,5 @@ def multiplies_bfloat16() -> bool:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
-    return "avx512_bf16" in text or "amx_bf16" in text
+    # Not avx512_bf16 alone: with it, a Xeon without AMX trains SmolLM2-135M at 0.74 x the speed of 32 bits.
+    return "amx_bf16" in text

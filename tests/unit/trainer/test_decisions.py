@@ -17,6 +17,7 @@ from trainer.model_files.model_shape import read_shape
 from trainer.planner.agreement import agree
 from trainer.planner.decisions import as_before, common, decide
 from trainer.spec import make_spec, read_spec
+from trainer.supervise.cpu import multiplies_bfloat16
 from trainer.supervise.link_free import link_free
 from trainyard.remote.host_facts import run_state
 
@@ -190,7 +191,7 @@ def test_the_plan_shows_what_a_start_here_decides(here: Here, monkeypatch: Any, 
     planned = decisions_of_plan(capsys, *flags)
     assert here(max_steps=2, batch_size="auto") == 0
     assert planned == [line for line in here.out.splitlines() if line.startswith("auto: ")]
-    assert planned[0].startswith("auto: precision=bf16-mixed: every CPU has instructions for bfloat16; ")
+    assert planned[0].startswith("auto: precision=bf16-mixed: every CPU has a unit for matrices in bfloat16 (amx_bf16); ")
     # A run that has started keeps what it has.
     [line] = decisions_of_plan(capsys, *flags, "--no-measure")
     assert line.startswith("auto: this run started with precision=bf16-mixed, batch_size=4, ")
@@ -257,3 +258,10 @@ def test_a_finished_run_without_checkpoints_keeps_its_spec(here: Here) -> None:
     assert "auto: this run started with" in here.out and "is finished" in here.out
     assert here(max_steps=2, precision="32-true", batch_size="auto", lr=0.5) != 0
     assert "run r exists with another spec (lr: was 0.01, now 0.5)" in here.err
+
+
+@pytest.mark.parametrize(("flags", "fast"), [("avx512_bf16", False), ("avx512_bf16 amx_bf16 amx_tile", True)])
+def test_a_cpu_multiplies_bfloat16_fast_with_amx_alone(flags: str, fast: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t: fpu {flags}\n")
+    monkeypatch.setattr("trainer.supervise.cpu.Path", lambda _: tmp_path / "cpuinfo")
+    assert multiplies_bfloat16() is fast
