@@ -33,6 +33,7 @@ def wheel(folder: Path, name: str, files: list[str]) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_repacked_wheels_have_one_cuda_library_and_install(tmp_path: Path) -> None:
     libraries = ["cpu", "cuda118", "cuda128", "cuda130", "cuda132", "rocm72"]
     source = wheel(

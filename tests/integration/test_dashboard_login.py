@@ -138,6 +138,7 @@ def test_wrong_options_are_refused_in_one_line(tmp_path: Path) -> None:
     assert options(dashboard_listen=OTHER, certfile=str(both)).tls_files() == (both, both)
 
 
+@pytest.mark.slow
 def test_former_options_say_what_replaces_them(bed: Bed, tmp_path: Path) -> None:
     inventory = write_inventory(bed.folder, {"node1": {}})
 

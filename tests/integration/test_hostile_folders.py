@@ -29,7 +29,7 @@ from trainyard.wire.remote_archive import remote_command, remote_input
 from trainyard.wire.run_errors import RunError
 
 __all__ = ["control_folder", "server"]
-
+pytestmark = pytest.mark.slow
 
 LIMIT = 10.0  # s for a program to end on a loaded machine; its own limit is much longer
 

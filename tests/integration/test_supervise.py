@@ -157,6 +157,7 @@ def test_stop_kills_processes_that_outlived_their_supervisor(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["start", "stop"])
 def test_a_verb_that_is_killed_leaves_a_run_that_can_be_stopped_and_started(bed: Bed, verb: str) -> None:
     """At moments of its work: the run trains afterwards or has ended, and a stop leaves no process."""
@@ -271,6 +272,7 @@ def test_a_name_that_ends_inside_a_character_is_read() -> None:
             other.kill()
 
 
+@pytest.mark.slow
 def test_a_stop_after_the_plan_refuses_a_start(bed: Bed) -> None:
     bed.make_run(1)
     start(bed, plain_rank(steps=1))

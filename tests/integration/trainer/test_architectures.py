@@ -59,6 +59,7 @@ def test_an_architecture_trains_merges_and_reloads(kind: str, here: Here, tmp_pa
 # The choice of `packing=auto` ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_that_mixes_samples_is_not_packed(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.models.packing_check.isolates_packed_samples", lambda *_: False)
     assert here(max_steps=1) == 0, here.err
@@ -69,6 +70,7 @@ def test_a_model_that_mixes_samples_is_not_packed(here: Here, monkeypatch: pytes
     assert "error: packing: this model mixes the samples of a packed row: set packing=auto or " in here.err
 
 
+@pytest.mark.slow
 def test_a_teacher_that_mixes_samples_decides_too(here: Here, tmp_path: Path) -> None:
     taught = {"teacher": random_model("opt", tmp_path / "opt", here.model), "distill_alpha": 0.5, "max_steps": 1}
     assert here("auto", **taught) == 0, here.err

@@ -87,6 +87,7 @@ def test_four_bits_need_lora() -> None:
         make_spec({"quantize": "nf4", "lora_r": 0}, "here")
 
 
+@pytest.mark.slow
 def test_a_quantized_run_resumes(here: Here) -> None:
     """With a 4-bit base and 8-bit moments the loss decreases, and a resumed run has the losses of an uninterrupted one."""
     pytest.importorskip("bitsandbytes")

@@ -42,6 +42,7 @@ def reward(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_rewards(here: Here, prompts: Path, reward: Path) -> None:
     assert here(dataset=prompts, reward=f"{reward},length:0.5", **FIELDS) == 2
     assert "reward: length needs limit" in here.err

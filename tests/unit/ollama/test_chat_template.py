@@ -114,6 +114,7 @@ def test_a_template_that_does_not_end_is_refused(source: str, monkeypatch: pytes
         ChatTemplate(source, TOKENS, TODAY).render(CHAT)
 
 
+@pytest.mark.slow
 def test_a_template_is_derived_in_a_process_with_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert derive_apart(CHATML, TOKENS, TODAY, "") == derive(ChatTemplate(CHATML, TOKENS, TODAY))
     with pytest.raises(TemplateError, match="0 times"):
