@@ -61,21 +61,8 @@ def test_repacked_wheels_have_one_cuda_library_and_install(tmp_path: Path) -> No
     assert names == kept
     assert [line.split(",")[0] for line in record.splitlines()][:3] == kept
     target = tmp_path / "site"
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-index",
-            "--no-deps",
-            "--target",
-            str(target),
-            str(repacked),
-        ],
-        check=True,
-    )
+    words = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target), str(repacked)]
+    subprocess.run([sys.executable, *words], check=True)
     assert (target / "bitsandbytes" / "libbitsandbytes_cuda130.so").exists()
 
 

@@ -227,23 +227,12 @@ def listed(inventory: Path) -> dict[str, dict[str, Any]]:
     return {run["run"]: run for run in trainyard(inventory, "list")["runs"]}
 
 
-def test_a_sweep_is_added_listed_and_changed(cluster: tuple[Lab, Path], site: Played, tmp_path: Path) -> None:
+def test_a_sweep_is_added_listed_and_changed(cluster: tuple[Lab, Path], site: Played) -> None:
     """The service that drives the runs is stopped, so that a job keeps its hosts and nothing trains."""
     lab, inventory = cluster
     lab.inside(lab.hosts[0], "systemctl stop trainyard-queue.service")
-    sweep = {
-        "model": "tiny",
-        "max_steps": 5,
-        "runs": [
-            {"run": "busy", "gpus": 2, "gpu_memory": 16, "time_limit": 30},
-            {"run": "wants", "gpus": 1, "gpu_memory": 16, "priority": "low"},
-            {"run": "next", "after": "busy", "cores": 1},
-            {"run": "last", "after": "grid", "cores": 1},
-            {"run": "grid", "grid": {"lr": ["1e-4", "3e-4"]}, "gpus": 1, "gpu_memory": 16},
-        ],
-    }
-    (tmp_path / "sweep.yml").write_text(yaml.safe_dump(sweep))
-    added = run_playbook("playbooks/queue.yml", inventory, {"do": "add", "file": str(tmp_path / "sweep.yml")})
+    sweep = REPO / "tests/data/lab_sweep.yml"
+    added = run_playbook("playbooks/queue.yml", inventory, {"do": "add", "file": str(sweep)})
     assert added.rc == 0, added.stdout
     text = " ".join(added.stdout.split())
     assert "added run busy, priority normal, 1 host; time limit 30 minutes (job" in text
@@ -260,7 +249,7 @@ def test_a_sweep_is_added_listed_and_changed(cluster: tuple[Lab, Path], site: Pl
     assert runs["grid-lr1e-4"]["reason"] in waits, runs
     assert runs["next"]["reason"] == "waits for the end of busy"
     assert runs["last"]["reason"] == "waits for the end of grid-lr1e-4, grid-lr3e-4"
-    again = trainyard(inventory, "add", f"--file={tmp_path / 'sweep.yml'}")
+    again = trainyard(inventory, "add", f"--file={sweep}")
     assert not again["changed"] and {run["state"] for run in again["runs"]} == {"running", "waiting"}
 
     # The files of the runs share the store, and what may hold secrets is private.

@@ -315,19 +315,7 @@ def test_the_service_corrects_what_slurm_does_after_a_failure(tmp_path: Path, mo
     The words are those of Slurm 22.05. A crash of slurmctld loses its last seconds: a job may be held again as it was submitted,
     also after the end of its run.
     """
-    jobs = {
-        "slurm-holds": ("waiting", "PENDING|trainyard-released|launch failed requeued held"),
-        "user-holds": ("waiting", "PENDING|trainyard-released|JobHeldUser"),
-        "user-returned": ("waiting", "PENDING|trainyard-released|job requeued in held state"),
-        "forgotten": ("waiting", "PENDING|trainyard-new|JobHeldUser"),
-        "again": ("finished", "RUNNING|trainyard-released|None"),
-        "over": ("finished", "COMPLETED|trainyard-released|None"),
-        "held-after-its-end": ("finished", "PENDING|trainyard-new|JobHeldUser"),
-        "returned-after-its-end": ("failed", "PENDING|trainyard-released|launch failed requeued held"),
-        "waits-after-its-end": ("finished", "PENDING|trainyard-released|BeginTime"),
-        "new": ("waiting", "PENDING|trainyard-new|Resources"),
-        "after-another": ("waiting", "PENDING|trainyard-released|Dependency"),
-    }
+    jobs = table("queue_lease")["jobs"]
     words = [(number, name, *said.split("|")) for number, (name, (_, said)) in enumerate(jobs.items(), 1)]
     squeue = "; ".join(f"echo '{job}|{state}|{comment}|{run}|{why}'" for job, run, state, comment, why in words)
     slurm(
