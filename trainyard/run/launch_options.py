@@ -97,7 +97,7 @@ class LaunchOptions(PlaybookOptions):
     )
     restart_delay: float = declare(
         1.0,
-        "delay before the first restart; it doubles with each consecutive restart, up to 60 seconds",
+        "delay before a restart without progress; it doubles with each consecutive one, up to 60 seconds",
         deprecated_names=["retry_delay"],
         unit="seconds",
         ge=0,

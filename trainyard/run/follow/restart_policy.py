@@ -19,10 +19,11 @@ class RestartPolicy:
 
     max_restarts: int  # maximum consecutive restarts without progress
     min_nodes: int  # minimum number of hosts; 0 requires all
-    delay: float  # seconds before the first restart; it doubles with each consecutive one, up to `delay_max`
+    delay: float  # seconds before a restart without progress; it doubles with each consecutive one, up to `delay_max`
     delay_max: float = 60.0
     best: int = -1  # highest step that any start reached
     failures: int = 0  # consecutive failures without progress
+    progressed: bool = False  # whether the start that failed last had got further than those before it
 
     def note_progress(self, ended: StepResult) -> None:
         """Take note of a start that ended without a failure, to be followed by another one; `ended` has `hosts`."""
@@ -37,6 +38,7 @@ class RestartPolicy:
             hosts: number of the run's hosts, reachable or not.
         """
         step = furthest_step(failure)
+        self.progressed = step > max(self.best, 0)
         self.failures = 1 if step > self.best else self.failures + 1
         self.best = max(step, self.best)
         cause = failure.get("cause")
@@ -52,8 +54,8 @@ class RestartPolicy:
         return ""
 
     def wait(self) -> float:
-        """Return the seconds to wait before the next start."""
-        return float(min(self.delay_max, self.delay * 2 ** min(self.failures - 1, MOST_DOUBLINGS)))
+        """Return the seconds to wait before the next start: none after progress."""
+        return 0.0 if self.progressed else float(min(self.delay_max, self.delay * 2 ** min(self.failures - 1, MOST_DOUBLINGS)))
 
     def lines(self, failure: RunFailure) -> list[str]:
         """Return what a user is told about a failure, and about the restart that follows it."""
