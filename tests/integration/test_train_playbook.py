@@ -206,7 +206,7 @@ def test_a_first_start_that_fails_is_restarted(inventory: Path, dataset: Path) -
         store.unlink()
         told("failed: node2: another start on this host has not finished within 20 s")
     assert playing.wait(300) == 0, output.read_text()
-    assert "4 of 4 steps on 2 ranks" in output.read_text()
+    assert "8 of 8 steps on 2 ranks" in output.read_text()
     assert [line for line in output.read_text().splitlines() if "restarting in" in line][:3] == [
         f"restarting in {2**count} s (restart {count + 1} of 9 without progress in between)" for count in range(3)
     ]
