@@ -186,6 +186,5 @@ def _before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...]:
 
 
 def _rows(config: Mapping[str, Any]) -> int | None:
-    inner = config.get("text_config")
-    found = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    found = (inner if isinstance(inner := config.get("text_config"), dict) else config).get("vocab_size")
     return found if type(found) is int and found > 0 else None

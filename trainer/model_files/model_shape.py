@@ -118,11 +118,16 @@ class Shape:
         return self.layers * layer + head
 
 
+def language_part(config: Any) -> Mapping[str, Any]:
+    """Return what a config.json says of the language model, which may be a part of a larger one; empty for what is no config."""
+    whole = config if isinstance(config, Mapping) else {}
+    return part if isinstance(part := whole.get("text_config"), Mapping) else whole
+
+
 def read_shape(config: Mapping[str, Any]) -> Shape:
     """Read a model's shape from its config.json. Raises UserError: an unsupported model type, or a missing field."""
-    whole = config
-    config = config.get("text_config", config) if isinstance(config, Mapping) else {}
-    kind = str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
+    whole, config = config, language_part(config)
+    kind = str(config.get("model_type", ""))
     try:
         if kind == "gpt2":
             return replace(_gpt2(config), wrapped=config is not whole)
@@ -205,9 +210,7 @@ def shape_of(spec: RunSpec) -> Shape:
 
 def model_type(spec: RunSpec) -> str:
     """Return the type in the config.json of the spec's model, as `shape_of` finds it; any text, or empty. Raises UserError."""
-    config = _config_of(spec)
-    config = config.get("text_config", config) if isinstance(config, Mapping) else {}
-    return str(config.get("model_type", "")) if isinstance(config, Mapping) else ""
+    return str(language_part(_config_of(spec)).get("model_type", ""))
 
 
 def fit_to_model(spec: RunSpec, configs: Mapping[str, Any] | None = None) -> RunSpec:
@@ -219,19 +222,16 @@ def fit_to_model(spec: RunSpec, configs: Mapping[str, Any] | None = None) -> Run
     for setting in ("model", *(("teacher",) if spec.teacher else ())) if not spec.script else ():
         name = getattr(spec, setting)
         try:
-            config = (
-                configs.get(setting) if configs is not None else _config_of(spec.model_copy(update={"model": name}))
-            )
+            read = configs.get(setting) if configs is not None else _config_of(spec.model_copy(update={"model": name}))
         except UserError:  # the load of the model reports it
             continue
-        config = config if isinstance(config, Mapping) else {}
+        config = read if isinstance(read, Mapping) else {}
         if config.get("quantization_config") and setting == "model" and (spec.merge or not spec.lora_r):
             raise UserError(
                 f"model: the weights of {name} are stored quantized, which {'merge=true' if spec.lora_r else 'lora_r=0'} cannot write: "
                 "train an adapter without merge, or choose the model that it was made from"
             )
-        own = text if isinstance(text := config.get("text_config"), Mapping) else config
-        positions = own.get("max_position_embeddings", own.get("n_positions"))
+        positions = (own := language_part(config)).get("max_position_embeddings", own.get("n_positions"))
         if isinstance(positions, int) and 8 <= positions < spec.seq_length:
             if "seq_length" in spec.model_fields_set:
                 raise UserError(

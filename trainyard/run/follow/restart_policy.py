@@ -55,7 +55,8 @@ class RestartPolicy:
 
     def wait(self) -> float:
         """Return the seconds to wait before the next start: none after progress."""
-        return 0.0 if self.progressed else float(min(self.delay_max, self.delay * 2 ** min(self.failures - 1, MOST_DOUBLINGS)))
+        doubled = self.delay * 2 ** min(self.failures - 1, MOST_DOUBLINGS)
+        return 0.0 if self.progressed else min(self.delay_max, doubled)
 
     def lines(self, failure: RunFailure) -> list[str]:
         """Return what a user is told about a failure, and about the restart that follows it."""
