@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,3 +55,9 @@ def test_a_stop_ends_hidden_processes(bed: Bed, hidden: Callable[[], list[int]],
 def test_the_end_of_the_ranks_ends_hidden_processes(bed: Bed, hidden: Callable[[], list[int]]) -> None:
     os.kill(bed.state(0)["pid"], signal.SIGKILL)
     until(lambda: not hidden() and not bed.live_processes(), 10, what="the end of all processes")
+
+
+def test_a_zombie_does_not_run() -> None:
+    with subprocess.Popen(["/bin/true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_running(process.pid)

@@ -44,6 +44,7 @@ LOST_PEERS = error("Connection closed by peer", secondary=True)
         (part("b", 1, state=error("too big")), "rank 1 on b: RuntimeError: too big"),
         (part("b", 1, state=error("no file\nmore", plain=True)), "rank 1 on b: no file"),
         (part("b", 1, "lost", why="oom-kill"), "the supervisor on b has exited (oom-kill)"),
+        (part("b", 1, "lost", why=""), "the supervisor on b has exited"),
         (part("b", 1, silent=12.0, error="No route to host"), "b has not answered for 12 s (No route to host)"),
         (part("b", 1, "failed", node={"exit_code": -9}), "torchrun on b was killed by SIGKILL"),
     ],
