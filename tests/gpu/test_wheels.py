@@ -1,6 +1,7 @@
 """The archive of `make gpu-wheels`, and the one-line refusals of `make test-gpu`."""
 
 import json
+import platform
 import subprocess
 import sys
 import tarfile
@@ -101,11 +102,7 @@ def stand_in_torch(folder: Path, version: str, cuda: str = "13.0") -> dict[str, 
     [
         ("2.7.1+cu128", None, "has torch 2.7.1+cu128, expected 2.8 or newer"),
         ("2.11.0", {"python": "3.9", "cuda": "13"}, "is for Python 3.9 and CUDA 13, this Python is "),
-        (
-            "2.11.0",
-            {"python": ".".join(map(str, sys.version_info[:2])), "cuda": "12"},
-            "run make gpu-wheels GPU_PYTHON=",
-        ),
+        ("2.11.0", {"python": platform.python_version()[:4], "cuda": "12"}, "run make gpu-wheels GPU_PYTHON="),
         ("2.11.0+cpu", None, "torch 2.11.0+cpu finds no CUDA GPU here"),
     ],
 )

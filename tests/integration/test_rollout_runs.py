@@ -165,6 +165,7 @@ def answers(client: OllamaClient) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_an_adapter_is_live_on_three_servers_within_seconds(folder: Path, tmp_path: Path) -> None:
     """An adapter of 10 MB: from the file to an answer. The server has loaded the base with another adapter before."""
     for urls in (["http://127.0.0.1:1"], []):

@@ -26,6 +26,7 @@ def session(bed: Bed, script: Path, lines: list[str], run: str, **options: Any) 
     return session_of_spec(bed, fields, lines, progress_interval=0.1, **options)
 
 
+@pytest.mark.long
 def test_a_script_stops_with_a_checkpoint_and_resumes(bed: Bed) -> None:
     lines: list[str] = []
     first = session(bed, SUMMING, lines, "sum")

@@ -119,7 +119,7 @@ def test_the_same_spec_is_followed(bed: Bed, transport: str, offset: float, requ
     assert not bed.live_processes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_attempt_of_a_run_that_is_followed_is_known(bed: Bed) -> None:
     """Else a session that follows it would take the restart by another one for its own failed start, and kill the ranks."""
     first, second = (session(bed, number, 1e-3, None, {"SECONDS": "10"}) for number in (0, 1))

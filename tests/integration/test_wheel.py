@@ -54,6 +54,7 @@ def run(folder: Path, installed: Path, *words: str) -> subprocess.CompletedProce
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_a_new_folder_trains_and_discovers_as_a_checkout(installed: Path, tmp_path: Path) -> None:
     outside = run(tmp_path, installed, "trainyard", "status")
     assert outside.returncode == 2 and outside.stderr.endswith(

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_cases(tmp_path_factory.mktemp("datasets"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_on_every_readable_dataset_at_once(here: Here, folder: dict[str, Path]) -> None:
     listed: list[dict[str, Any]] = [{"path": str(folder[case.name])} for case in READABLE]
     listed += [{"path": str(folder[case.name]), "columns": case.columns} for case in MAPPED]

@@ -133,7 +133,7 @@ print(json.dumps([accelerator.num_processes, accelerator.mixed_precision, losses
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_accelerate_launch_trains_with_its_config(capsys: Any, tmp_path: Path, model_folder: Path) -> None:
     """Two hosts train one model on different rows."""
     file, script = tmp_path / "accelerate.yaml", tmp_path / "train.py"
