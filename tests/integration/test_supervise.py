@@ -125,11 +125,11 @@ def test_a_dead_worker_is_noticed_while_torchrun_waits_for_other_workers(bed: Be
     victim = bed.at_step(1, host=0)["pid"]
     bed.at_step(0)
     os.kill(victim, signal.SIGKILL)
-    failures = until(lambda: bed.node(0)["failures"], 15, what="the failure")
+    failures = until(lambda: bed.node(0)["failures"], 3, what="the failure")
     assert [(f["rank"], f["pid"]) for f in failures] == [(1, victim)]
     began = time.monotonic()
     assert stop(bed, now=True)["status"] == "failed"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 3
     assert not bed.live_processes()
 
 
@@ -210,7 +210,7 @@ def test_stop_now_kills_at_once(bed: Bed) -> None:
     bed.at_step(0)
     began = time.monotonic()
     assert stop(bed, now=True)["status"] == "stopped"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 3
     assert not status(bed)["stop_wanted"], "the controller stops a run that it restarts"
     stop(bed, wanted=True)
     assert status(bed)["stop_wanted"]
