@@ -71,7 +71,7 @@ class RunSpec(MethodFields):
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
         "32-true",
-        "precision of the computation; trained weights stay in float32; auto: bf16-mixed on GPUs that compute in it and on CPUs with a unit for it (amx_bf16), fp16-mixed on older GPUs, else 32-true",
+        "precision of the computation; trained weights stay in float32; auto: bf16-mixed on GPUs that compute in it and on CPUs with a matrix unit for it (amx_bf16), fp16-mixed on older GPUs, else 32-true",
         automatic=True,
     )
     optimizer: Literal["adamw", "adamw8bit"] = declare(

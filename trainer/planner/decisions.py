@@ -216,8 +216,8 @@ def _cpu_precision(hosts: Hosts, shape: Shape | None) -> tuple[str, str]:
     if shape and shape.hidden < SMALL_LAYER:
         return "32-true", "layers of this size are hardly faster in bfloat16 on a CPU"
     if not all(host.get("bfloat16") for host in hosts):
-        return "32-true", "a CPU has no unit for matrices in bfloat16 (amx_bf16)"
-    return "bf16-mixed", "every CPU has a unit for matrices in bfloat16 (amx_bf16)"
+        return "32-true", "a CPU has no matrix unit for bfloat16 (amx_bf16)"
+    return "bf16-mixed", "every CPU has a matrix unit for bfloat16 (amx_bf16)"
 
 
 def _variants(spec: RunSpec, hosts: Hosts) -> Iterator[RunSpec]:

@@ -191,7 +191,7 @@ def test_the_plan_shows_what_a_start_here_decides(here: Here, monkeypatch: Any, 
     planned = decisions_of_plan(capsys, *flags)
     assert here(max_steps=2, batch_size="auto") == 0
     assert planned == [line for line in here.out.splitlines() if line.startswith("auto: ")]
-    assert planned[0].startswith("auto: precision=bf16-mixed: every CPU has a unit for matrices in bfloat16 (amx")
+    assert planned[0].startswith("auto: precision=bf16-mixed: every CPU has a matrix unit for bfloat16 (amx_bf16); ")
     # A run that has started keeps what it has.
     [line] = decisions_of_plan(capsys, *flags, "--no-measure")
     assert line.startswith("auto: this run started with precision=bf16-mixed, batch_size=4, ")
