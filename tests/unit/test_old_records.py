@@ -35,7 +35,8 @@ def test_the_session_of_a_queued_run_of_the_version_before_is_read(tmp_path: Pat
     (tmp_path / "session.json").write_text(json.dumps(session))
     read = read_session(tmp_path)
     assert read.prepared.run == "r" and read.prepared.data is None and read.continues
-    assert [(file.src, file.dest) for file in read.prepared.files[:1]] == [(str(tmp_path / "files/m"), MODEL["dest"])]
+    file = read.prepared.files[0]
+    assert (file.src, file.dest) == (str(tmp_path / "files/m"), MODEL["dest"])
 
 
 def test_the_files_of_a_run_folder_have_the_form_of_the_version_before() -> None:

@@ -231,7 +231,8 @@ def fit_to_model(spec: RunSpec, configs: Mapping[str, Any] | None = None) -> Run
                 f"model: the weights of {name} are stored quantized, which {'merge=true' if spec.lora_r else 'lora_r=0'} cannot write: "
                 "train an adapter without merge, or choose the model that it was made from"
             )
-        positions = (own := language_part(config)).get("max_position_embeddings", own.get("n_positions"))
+        own = language_part(config)
+        positions = own.get("max_position_embeddings", own.get("n_positions"))
         if isinstance(positions, int) and 8 <= positions < spec.seq_length:
             if "seq_length" in spec.model_fields_set:
                 raise UserError(

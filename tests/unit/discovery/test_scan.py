@@ -174,18 +174,8 @@ def test_all_hostile_servers_together_with_a_valid_one():
 
 
 def test_malformed_entries_are_ignored_and_counted():
-    bad = [
-        model("bell\x07"),
-        model("right-to-left\u202e"),
-        model("two\nlines"),
-        model("x" * 300),
-        model(""),
-        {"size": 3},
-        "text",
-        model("size", size="big"),
-        model("negative", size=-1),
-        model("family", details={"family": 1}),
-    ]
+    bad = [*map(model, ["bell\x07", "right-to-left\u202e", "two\nlines", "x" * 300, ""]), {"size": 3}, "text"]
+    bad += [model("size", size="big"), model("negative", size=-1), model("family", details={"family": 1})]
     with serve([Server("127.0.7.1", 18434, models=[*bad, model("good"), model("bare", details=None)])]):
         [answer] = asyncio.run(scan([Target("127.0.7.1", 18434)], Settings(), {})).answers
     assert [m.name for m in answer.server.models] == ["bare", "good"]

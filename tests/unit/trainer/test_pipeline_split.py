@@ -251,8 +251,7 @@ def rank(number: int, folder: Path, case: str) -> None:
     ("case", "copied"),
     [
         ("plain", [True, True]),
-        pytest.param("full", [True, False], marks=pytest.mark.long),
-        *(pytest.param(name, [False, False], marks=pytest.mark.long) for name in ("off", "slow")),
+        *(pytest.param(name, [name == "full", False], marks=pytest.mark.long) for name in ("full", "off", "slow")),
     ],
 )
 def test_copies_are_complete_or_absent(case: str, copied: list[bool], tmp_path: Path) -> None:
