@@ -263,14 +263,10 @@ def distill(text: str) -> str:
     return text
 
 
-def deploy(text: str) -> str:
-    """Return docs/deploy.md with the current table of options."""
+def results(text: str) -> str:
+    """Return docs/results.md with the current tables of options."""
+    text = with_block(text, "evaluate", option_table(EVALUATE_OPTIONS))
     return with_block(text, "deploy", option_table(DeployOptions.model_fields))
-
-
-def evaluate(text: str) -> str:
-    """Return docs/evaluate.md with the current table of options."""
-    return with_block(text, "evaluate", option_table(EVALUATE_OPTIONS))
 
 
 def queue(text: str) -> str:
@@ -382,8 +378,7 @@ def pages() -> dict[Path, str]:
         docs / "command-line.md": command_line((docs / "command-line.md").read_text(encoding="utf-8")),
         docs / "dashboard.md": dashboard((docs / "dashboard.md").read_text(encoding="utf-8")),
         docs / "distill.md": distill((docs / "distill.md").read_text(encoding="utf-8")),
-        docs / "deploy.md": deploy((docs / "deploy.md").read_text(encoding="utf-8")),
-        docs / "evaluate.md": evaluate((docs / "evaluate.md").read_text(encoding="utf-8")),
+        docs / "results.md": results((docs / "results.md").read_text(encoding="utf-8")),
         docs / "queue.md": queue((docs / "queue.md").read_text(encoding="utf-8")),
         docs / "roles.md": roles_page(roles),
         docs / "trainyard.1": man_page((docs / "command-line.md").read_text(encoding="utf-8")),

@@ -1,4 +1,4 @@
-"""Makes unlike Linux machines a training cluster. Programs import `Cluster` and `TrainyardError`, see docs/api.md."""
+"""Makes unlike Linux machines a training cluster. Programs import `Cluster` and `TrainyardError`, see docs/your-code.md."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -2,7 +2,7 @@
 
 python examples/distributed/custom_worker.py [INVENTORY]
 
-Without an inventory, this machine is a cluster of two hosts. docs/scripts.md says what a worker finds and may write.
+Without an inventory, this machine is a cluster of two hosts. docs/your-code.md says what a worker finds and may write.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The code of docs/api.md, and the programs of examples/distributed, on this machine as two hosts with a teacher."""
+"""The code of docs/your-code.md, and the programs of examples/distributed, on this machine as two hosts with a teacher."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.long
 def test_the_code_of_the_page(bed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All blocks are one program. Only the inventory, the teacher's name and the prompts are those of the test."""
-    page = (TOP / "docs/api.md").read_text()
+    page = (TOP / "docs/your-code.md").read_text().partition("\n## Python interface\n")[2]
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     program = "\n".join(blocks).replace("llama3:8b", TEACHER)
     assert len(blocks) == 8 and TEACHER in program
     monkeypatch.setattr(Cluster, "local", lambda: Cluster(bed / "inventory.yml"))
     monkeypatch.chdir(bed)
     names: dict[str, object] = {}
-    exec(compile(program, "docs/api.md", "exec"), names)
+    exec(compile(program, "docs/your-code.md", "exec"), names)
     shown = capsys.readouterr().out
     assert "node1 ('node1', 'node2') ('127.0.0.1',)" in shown and "False 1 machine in 2 entries" in shown
     assert "step 10/10" in shown and "finished" in shown

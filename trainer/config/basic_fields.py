@@ -35,7 +35,7 @@ class BasicFields(BaseModel):
         "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
         min_length=1,
     )
-    script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/scripts.md")
+    script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/your-code.md")
     backend: Literal["auto", "peft", "unsloth"] = declare(
         "auto",
         "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",

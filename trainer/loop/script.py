@@ -1,6 +1,6 @@
 """A script that runs in place of the trainer (`script` of the run spec): its process, its progress and its result.
 
-docs/scripts.md describes the inputs of a script and the files that it may write. No torch here: the controller checks
+docs/your-code.md describes the inputs of a script and the files that it may write. No torch here: the controller checks
 scripts, too.
 """
 

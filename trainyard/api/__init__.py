@@ -1,4 +1,4 @@
-"""The Python interface: a cluster with its hosts, runs, students and queue. See docs/api.md.
+"""The Python interface: a cluster with its hosts, runs, students and queue. See docs/your-code.md.
 
     from trainyard import Cluster
     run = Cluster.local().train(model="tiny", max_steps=10)

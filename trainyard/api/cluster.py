@@ -60,7 +60,7 @@ class Cluster:
     """The hosts of an inventory.
 
     Every method that names options takes those of its command as keywords: fields of the run spec, launch options, and
-    the command's own, see docs/api.md. A mistake, and a failure, is a TrainyardError. `queue`: the queue of the
+    the command's own, see docs/your-code.md. A mistake, and a failure, is a TrainyardError. `queue`: the queue of the
     cluster.
     """
 
