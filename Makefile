@@ -31,7 +31,7 @@ help:
 	@echo "make lint                                     ruff, mypy, ansible-lint, generated docs up to date"
 	@echo "make docs                                     generate reference pages, READMEs of roles and docs/trainyard.1"
 	@echo "make docs-site                                build the documentation site into site/"
-	@echo "make pictures                                 draw the pictures of docs/architecture.md (needs Graphviz)"
+	@echo "make pictures                                 draw the pictures of docs/internals/architecture.md (needs Graphviz)"
 	@echo "make dashboard-picture                        take the picture of docs/dashboard.md (needs chromium)"
 	@echo "make lab [N=3 RELEASE=bookworm,trixie]        start a lab of hosts on this machine (root, Debian or Ubuntu)"
 	@echo "make lab-status, lab-down, lab-clean          list the labs, stop the lab, remove all labs and their caches"

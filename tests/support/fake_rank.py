@@ -1,4 +1,4 @@
-"""A rank that follows the contract of the run folder (docs/run-folder.md) without torch, and fails on request.
+"""A rank that follows the contract of the run folder (docs/internals/run-folder.md) without torch, and fails on request.
 
     fake_rank.py STEPS SECONDS_PER_STEP
 

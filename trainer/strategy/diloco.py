@@ -316,7 +316,7 @@ class DiLoCo(Strategy):
         With a momentum of 0.9 the weights move up to seven times as far as the replicas did. The paper's rounds have
         hundreds of steps, after which the replicas' changes point in different directions. After ten steps the changes are
         similar, and full momentum overshoots. At the end of the schedule it would still apply changes made at a high
-        learning rate (docs/benchmarks.md).
+        learning rate (docs/internals/benchmarks.md).
         """
         from trainer.models.optim import learning_rate
 

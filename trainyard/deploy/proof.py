@@ -1,6 +1,6 @@
 """The proof of a deployment: how many answers of the created model must equal those of the trained one.
 
-Rounding changes answers, more of them with fewer bits. A wrong model gives nearly none. docs/benchmarks.md has the measurements.
+Rounding changes answers, more of them with fewer bits. A wrong model gives nearly none. docs/internals/benchmarks.md has the measurements.
 """
 
 from __future__ import annotations

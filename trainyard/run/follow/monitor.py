@@ -1,6 +1,6 @@
 """Evaluates the status of a run's hosts: the cause of a failure, progress, slow and stalled ranks.
 
-A status is the answer of the verb `run_status` (docs/run-folder.md describes its files).
+A status is the answer of the verb `run_status` (docs/internals/run-folder.md describes its files).
 """
 
 from __future__ import annotations
