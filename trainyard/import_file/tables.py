@@ -1,4 +1,4 @@
-"""The tables of the tools whose files can be imported, which are data: `tables/TOOL.yml`. docs/import.md says how one is read."""
+"""The tables of the tools whose files can be imported, which are data: `tables/TOOL.yml`. `Row` says what a name of one can mean."""
 
 from __future__ import annotations
 
