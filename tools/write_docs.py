@@ -23,14 +23,26 @@ from trainyard.dashboard.dashboard_options import DashboardOptions
 from trainyard.deploy.deploy_options import DeployOptions
 from trainyard.evaluate.side_by_side import OPTIONS as EVALUATE_OPTIONS
 from trainyard.ollama.distill_options import OPTIONS as DISTILL_OPTIONS
-from trainyard.playbook_options import option_table
+from trainyard.playbook_options import option_table as full_option_table
 from trainyard.queue.manage import CHANGE_OPTIONS, FILE
 from trainyard.queue.request import OPTIONS as QUEUE_OPTIONS
 from trainyard.run.launch_options import OPTIONS as LAUNCH_OPTIONS
 from trainyard.workflows.merge_runs import OPTIONS as MERGE_OPTIONS
 
 TOP = Path(__file__).resolve().parents[1]
+# Upper bounds that only keep a number finite say nothing to a reader.
+WORDY = re.compile(r" and <= (?:2592000|1000000000|1000000|1048576|100000|65536|65533|43200|10000|1e\+38)(?= )")
 STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+
+
+def plain(table: str) -> str:
+    """Return a table of options without bounds that say nothing to a reader."""
+    return WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
+
+
+def option_table(fields: Any) -> str:
+    """Return options as a Markdown table."""
+    return plain(full_option_table(fields))
 
 
 def names_table(aliases: dict[str, str], left: str, right: str) -> str:
@@ -82,7 +94,7 @@ torchrun --nproc-per-node 2 -m trainer run.yml --run-name mine           # sever
 
 ## Fields
 
-{config.table()}
+{plain(config.table())}
 
 \\* You may change this field when you resume a run. A change of any other field is rejected, because the result would be a
 different run.
@@ -294,10 +306,11 @@ def command_line(text: str) -> str:
         rows.append(f"| `{name}{word}` | {playbook}| {command.summary} |")
     rows.append("| `completion [SHELL]` | | print the script that completes commands and flags in bash or zsh |")
     short = "\n".join(f"| `-{letter}` | `--{name.replace('_', '-')}` |" for letter, name in SHORT.items())
-    single = ("status", "data", "import", "stop", "logs", "preflight")
-    tables = [f"`trainyard {name}`:\n\n{option_table(COMMANDS[name].groups[0].fields)}" for name in single]
-    verbs = "`trainyard queue list`, `history`, `cancel`, `hold`, `release` and `priority`"
-    tables.append(f"{verbs}:\n\n{option_table(CHANGE_OPTIONS)}")
+    tables = []
+    for name in ("status", "data", "import", "stop", "logs"):
+        own = {field: info for field, info in COMMANDS[name].groups[0].fields.items() if field != "run"}
+        tables.append(f"`{name}`:\n\n{option_table(own)}")
+    tables.append(f"`queue` with `list`, `history`, `cancel`, `hold`, `release` or `priority`:\n\n{option_table(CHANGE_OPTIONS)}")
     text = with_block(text, "commands", "\n".join(rows))
     text = with_block(text, "common", f"{option_table(COMMON.fields)}\n\n| short | flag |\n| --- | --- |\n{short}")
     return with_block(text, "commands of their own", "\n\n".join(tables))

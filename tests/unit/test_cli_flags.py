@@ -17,7 +17,7 @@ from trainyard.commands.groups import COMMON, LAUNCH, SPEC, Group
 from trainyard.commands.table import COMMANDS
 
 TOP = Path(__file__).resolve().parents[2]
-CHEAT_SHEET = (TOP / "docs/cheat-sheet.md").read_text()
+COMMAND_PAGE = (TOP / "docs/command-line.md").read_text()
 
 
 def parsed(command: str, *words: str) -> Arguments:
@@ -131,7 +131,7 @@ def documented() -> list[list[str]]:
         r"^```console\n(.*?)^```", "\n".join(page.read_text() for page in pages), re.DOTALL | re.MULTILINE
     )
     lines = re.findall(r"^(?:\$ )?trainyard (.*)$", "\n".join(blocks), re.MULTILINE)
-    lines += re.findall(r"`trainyard ([a-z][^`]*)`", CHEAT_SHEET)
+    lines += re.findall(r"`trainyard ([a-z][^`]*)`", COMMAND_PAGE)
     return [re.split(r"\s+", re.split(r"  #| [|>] ", line)[0].strip()) for line in lines]
 
 
@@ -144,9 +144,11 @@ def test_documented_commands_are_accepted() -> None:
             parsed(name, *rest)
 
 
-def test_flags_of_the_cheat_sheet_exist() -> None:
-    named = re.findall(r"`--([a-z-]+)", CHEAT_SHEET)
-    known = {name for group in COMMANDS["train"].all_groups for name in group.fields}
+def test_flags_of_the_command_page_exist() -> None:
+    lines = re.findall(r"^trainyard (.*?)(?: -- .*)?$", COMMAND_PAGE, re.MULTILINE)
+    named = {name for line in lines for name in re.findall(r"--(?:no-)?([a-z][a-z_-]+)", line)}
+    named |= set(re.findall(r"`--([a-z-]+)", COMMAND_PAGE)) - {"help"}
+    known = {name for command in COMMANDS.values() for group in command.all_groups for name in group.fields}
     assert len(named) > 10 and {name.replace("-", "_") for name in named} <= known
 
 
