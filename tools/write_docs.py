@@ -310,7 +310,9 @@ def command_line(text: str) -> str:
     for name in ("status", "data", "import", "stop", "logs"):
         own = {field: info for field, info in COMMANDS[name].groups[0].fields.items() if field != "run"}
         tables.append(f"`{name}`:\n\n{option_table(own)}")
-    tables.append(f"`queue` with `list`, `history`, `cancel`, `hold`, `release` or `priority`:\n\n{option_table(CHANGE_OPTIONS)}")
+    tables.append(
+        f"`queue` with `list`, `history`, `cancel`, `hold`, `release` or `priority`:\n\n{option_table(CHANGE_OPTIONS)}"
+    )
     text = with_block(text, "commands", "\n".join(rows))
     text = with_block(text, "common", f"{option_table(COMMON.fields)}\n\n| short | flag |\n| --- | --- |\n{short}")
     return with_block(text, "commands of their own", "\n\n".join(tables))
