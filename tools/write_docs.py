@@ -204,14 +204,16 @@ def strategies(page: str) -> str:
 
 def variables(options: dict[str, Any]) -> list[str]:
     """Return the options of a role as the rows of a Markdown table."""
-    rows = ["| variable | type | default | description |", "| --- | --- | --- | --- |"]
+    rows = ["| variable | default | description |", "| --- | --- | --- |"]
     for name, option in options.items():
         kind = option["type"] + (f" of {option['elements']}" if "elements" in option else "")
-        default = "required" if option.get("required") else shown(option["default"]) if "default" in option else ""
+        kind = "" if kind in ("str", "path", "raw") else kind
+        default = "required" if option.get("required") else shown(option["default"]) if "default" in option else kind
         text = paragraphs(option["description"], " ").replace("|", "\\|")
-        if "choices" in option:
+        unnamed = [choice for choice in map(str, option.get("choices", [])) if f"`{choice}`" not in f"{text} {default}"]
+        if unnamed:
             text += " One of " + ", ".join(map(str, option["choices"])) + "."
-        rows.append(f"| `{name}` | {kind} | {default} | {text} |")
+        rows.append(f"| `{name}` | {default} | {text} |")
     return rows
 
 
