@@ -36,8 +36,10 @@ STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end o
 
 
 def plain(table: str) -> str:
-    """Return a table of options without bounds that say nothing to a reader."""
-    return WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
+    """Return a table of options without bounds that say nothing to a reader, and with short words for the kinds of values."""
+    table = WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
+    table = table.replace("letters, digits, '.', '_' and '-', at most 64", "a name")
+    return re.sub(r"\ban? (?:(?:integer|number) of (?=\w+ [<>])|(?=(?:integer|number) [<>]))", "", table)
 
 
 def option_table(fields: Any) -> str:
