@@ -2,7 +2,7 @@
 
     python lease_step.py RUN '{"node1": "/srv/trainyard"}'      run by srun; the data directories by host
 
-The lease is the file `<data directory>/leases/<job>`, which this process keeps locked; docs/queue.md describes it. The driver of the
+The lease is the file `<data directory>/leases/<job>`, which this process keeps locked; docs/internals/queue.md describes it. The driver of the
 run, on the queue host, ends the lease with a file beside it. On SIGTERM the step asks the ranks of this host for a checkpoint and
 ends when they have ended. The role queue installs this file; it needs only the standard library.
 """
