@@ -1,4 +1,4 @@
-# The lab: hosts on this machine to try the cluster on (docs/lab.md). Requires root on Debian or Ubuntu.
+# The lab: hosts on this machine to try the cluster on (CONTRIBUTING.md). Requires root on Debian or Ubuntu.
 # N: number of hosts. RELEASE: code names that the hosts use in rotation. LAB_NAME: several labs can run side by side.
 VENV ?= .venv
 N ?= 3

@@ -36,7 +36,7 @@ The roles, playbooks and plugins of trainyard as a collection. Ansible's Python 
     ansible-playbook -i inventory.yml trainyard.cluster.site
     ansible-playbook -i inventory.yml trainyard.cluster.train -e model=tiny
 
-docs/collection.md of the project says what the inventory and ansible.cfg have.
+docs/site.md of the project says what the inventory and ansible.cfg have.
 """
 
 

@@ -1,1 +1,1 @@
-"""A lab: hosts on this machine, each with systemd, sshd, an address and a disk (docs/lab.md)."""
+"""A lab: hosts on this machine, each with systemd, sshd, an address and a disk (CONTRIBUTING.md)."""
