@@ -32,6 +32,8 @@ from trainyard.workflows.merge_runs import OPTIONS as MERGE_OPTIONS
 TOP = Path(__file__).resolve().parents[1]
 # Upper bounds that only keep a number finite say nothing to a reader.
 WORDY = re.compile(r" and <= (?:2592000|1000000000|1000000|1048576|100000|65536|65533|43200|10000|1e\+38)(?= )")
+# Variables that other roles or playbooks set: the README of the role has them, not the page for users.
+SET_BY_ROLES = re.compile(r"(pull_|firewall_openings|system_openings|nvidia_sysfs|cluster_members|\w+_shared_folders)")
 STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 
 
@@ -201,10 +203,11 @@ def paragraphs(description: str | list[str], separator: str) -> str:
     return re.sub(r"\bB\(([^()]*)\)", r"**\1**", re.sub(r"\bI\(([^()]*)\)", r"*\1*", text))
 
 
-def role_text(role: Path, level: int) -> str:
-    """Return the description, variables and notes of a role below a heading of `level`."""
+def role_text(role: Path, level: int, page: bool = False) -> str:
+    """Return the description, variables and notes of a role below a heading of `level`; on the page, those for users."""
     spec = yaml.safe_load((role / "meta" / "argument_specs.yml").read_text(encoding="utf-8"))["argument_specs"]["main"]
-    options = variables(spec["options"]) if spec.get("options") else ["This role has no variables."]
+    own = {name: option for name, option in spec.get("options", {}).items() if not (page and SET_BY_ROLES.match(name))}
+    options = variables(own) if own else [] if page else ["This role has no variables."]
     lines = [
         f"{'#' * level} {role.name}",
         "",
@@ -218,7 +221,7 @@ def role_text(role: Path, level: int) -> str:
     if notes.exists():
         deeper = "#" * (level - 1)
         lines += ["", re.sub(r"^(#+ )", rf"{deeper}\1", notes.read_text(encoding="utf-8").rstrip(), flags=re.MULTILINE)]
-    return "\n".join(lines) + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).rstrip()) + "\n"
 
 
 def role_readme(role: Path) -> str:
@@ -235,7 +238,17 @@ def roles_page(roles: list[Path]) -> str:
 Set the variables of a role in the inventory, for a host, a group or all hosts. [Provision a cluster](site.md) describes the order of the
 roles.
 
-{chr(10).join(role_text(role, 2) for role in roles).rstrip()}
+```yaml
+all:
+  vars: {{python_extras: [wandb]}}
+  children:
+    cluster:
+      children:
+        head: {{hosts: {{node1: {{ansible_host: 192.168.1.11, cluster_gpus: [0]}}}}}}
+        workers: {{hosts: {{node2: {{ansible_host: 192.168.1.12, cluster_data_dir: /mnt/disk/trainyard}}}}}}
+```
+
+{chr(10).join(role_text(role, 2, page=True) for role in roles).rstrip()}
 """
 
 
