@@ -211,8 +211,7 @@ def role_text(role: Path, level: int, page: bool = False) -> str:
     lines = [
         f"{'#' * level} {role.name}",
         "",
-        spec["short_description"].rstrip(".") + ".",
-        "",
+        *([] if page else [spec["short_description"].rstrip(".") + ".", ""]),
         paragraphs(spec["description"], "\n\n"),
         "",
         *options,
@@ -283,13 +282,12 @@ def with_block(text: str, name: str, content: str) -> str:
 
 def command_line(text: str) -> str:
     """Return docs/command-line.md with the current commands and flags."""
-    rows = ["| command | playbook | what it does |", "| --- | --- | --- |"]
+    rows = ["| command | what it does |", "| --- | --- |"]
     for name, command in COMMANDS.items():
         word = f" [{command.positional.upper()}]" if command.positional else ""
-        playbook = f"`{command.playbook}` " if command.playbook else ""
-        rows.append(f"| `{name}{word}` | {playbook}| {command.summary} |")
-    rows.append("| `completion [SHELL]` | | print the script that completes commands and flags in bash or zsh |")
-    short = "\n".join(f"| `-{letter}` | `--{name.replace('_', '-')}` |" for letter, name in SHORT.items())
+        rows.append(f"| `{name}{word}` | {command.summary} |")
+    rows.append("| `completion [SHELL]` | print the script that completes commands and flags in bash or zsh |")
+    short = ", ".join(f"`-{letter}` is `--{name.replace('_', '-')}`" for letter, name in SHORT.items())
     tables = []
     for name in ("status", "data", "import", "stop", "logs"):
         own = {field: info for field, info in COMMANDS[name].groups[0].fields.items() if field != "run"}
@@ -298,7 +296,7 @@ def command_line(text: str) -> str:
         f"`queue` with `list`, `history`, `cancel`, `hold`, `release` or `priority`:\n\n{option_table(CHANGE_OPTIONS)}"
     )
     text = with_block(text, "commands", "\n".join(rows))
-    text = with_block(text, "common", f"{option_table(COMMON.fields)}\n\n| short | flag |\n| --- | --- |\n{short}")
+    text = with_block(text, "common", f"{option_table(COMMON.fields)}\n\n{short}.")
     return with_block(text, "commands of their own", "\n\n".join(tables))
 
 

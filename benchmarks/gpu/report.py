@@ -1,6 +1,6 @@
-"""The results of the checks as JSON, as Markdown, and as a section of docs/internals/benchmarks.md. Standard library only.
+"""The results of the checks as JSON, as Markdown, and as benchmarks/gpu/results.md. Standard library only.
 
-python -m benchmarks.gpu.report results.json...     join results, and put the tables into docs/internals/benchmarks.md (tools/gpu-docs)
+python -m benchmarks.gpu.report results.json...     join results, and put the tables into benchmarks/gpu/results.md (tools/gpu-docs)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import TOP, Bench
 from benchmarks.gpu.checks import CHECKS, Result
 
 BEGIN, END = "<!-- results of make test-gpu: begin -->", "<!-- results of make test-gpu: end -->"
-PAGE = TOP / "docs" / "internals" / "benchmarks.md"
+PAGE = TOP / "benchmarks" / "gpu" / "results.md"
 _LOG_TAIL = 6000  # characters of each log in logs.txt
 
 

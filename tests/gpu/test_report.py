@@ -1,4 +1,4 @@
-"""The results of the GPU checks: bounds, missing runs, and the tables in docs/internals/benchmarks.md."""
+"""The results of the GPU checks: bounds, missing runs, and the tables in benchmarks/gpu/results.md."""
 
 import json
 import math
