@@ -40,7 +40,11 @@ STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end o
 def plain(table: str) -> str:
     """Return a table of options without bounds that say nothing to a reader, with a unit in place of "a number of"."""
     shorter = WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
-    return re.sub(r"\ban? (?:integer|number) of (?=\w+ [<>])|\ban? (?=(?:integer|number) [<>])", "", shorter)
+    shorter = re.sub(r"\ban? (?:integer|number) of (?=\w+ [<>])|\ban? (?=(?:integer|number) [<>])", "", shorter)
+    shorter = re.sub(r"\| (auto, or )?one of ", lambda found: "| auto, " if found[1] else "| ", shorter)
+    return re.sub(
+        r"(?:(?<=auto, )or )?\btrue or false \|", "boolean |", re.sub(r"\| a list such as a,b \|", "| list |", shorter)
+    )
 
 
 def option_table(fields: Any) -> str:
