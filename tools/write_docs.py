@@ -144,7 +144,7 @@ LLaMA-Factory, the error names the field; [`trainyard import`](import.md) conver
 - `{ACCUMULATION}` counts the micro-batches of one rank. The trainer multiplies it by the number of ranks. `train.yml` refuses it: set `total_batch_size` to its
   product with `batch_size` and the number of ranks.
 - `fsdp_config` and `deepspeed` take options, or the path of a JSON file with them.
-- Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`; `sharding_strategy` is that of a replica.
+- Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`; `sharding_strategy` then applies within a replica.
 - Ansible reserves some names, and others are ambiguous: {", ".join(f"`{name}`" for name in sorted(config.SUGGESTED))}. They are not
   accepted; the error message names the field."""
 

@@ -97,7 +97,7 @@ class LaunchOptions(PlaybookOptions):
     )
     restart_delay: float = declare(
         1.0,
-        "delay before a restart without progress; it doubles with each consecutive one, up to 60 seconds",
+        "delay before a restart without progress; it doubles each time, up to 60 seconds",
         deprecated_names=["retry_delay"],
         unit="seconds",
         ge=0,
@@ -117,17 +117,15 @@ class LaunchOptions(PlaybookOptions):
     )
     run_shows: Words = declare(
         (),
-        "further paths on the hosts that system units show to the ranks, read-only, such as a folder that a script opens",
+        "further paths on the hosts that system units show to the ranks, read-only",
     )
     isolate: Literal["auto", "always", "never"] = declare(
         "auto",
-        "whether the system units of the ranks permit connections from and to the run's hosts only; auto: if the spec needs "
-        "no other machine; always: also if it does; never: no",
+        "whether system units limit connections to the run's hosts; auto: if the spec needs no other machine; always: also if it does",
     )
     transfer: Literal["auto", "controller"] = declare(
         "auto",
-        "how datasets and models reach the hosts; auto: from host to host, over TLS, where that is faster than from the "
-        "controller to each; controller: from the controller only",
+        "how datasets and models reach the hosts; auto: from host to host, over TLS, where that is faster; controller: from there only",
     )
     progress_interval: float = declare(
         2.0, "minimum time between two progress lines", unit="seconds", ge=0, le=MAX_SECONDS
@@ -144,10 +142,10 @@ class LaunchOptions(PlaybookOptions):
     )
     follow: bool = declare(
         True,
-        "follow the run to its end; false: return once it has started, the same command without it follows the run",
+        "follow the run to its end; false: return once it has started",
     )
     render_only: bool = declare(
-        False, "stage the run and write its commands as scripts for each host and for Slurm, without starting it"
+        False, "stage the run and write its commands as scripts for each host and for Slurm, but start nothing"
     )
     render_to: str = declare("", "folder on the controller for the scripts; empty: `runs/RUN/scripts`")
     collect_to: str = declare(
@@ -155,7 +153,7 @@ class LaunchOptions(PlaybookOptions):
     )
     notify: Words = declare(
         (),
-        "http or https URLs that get JSON when the run starts, restarts, stops, fails or finishes, and when the queue is empty",
+        "URLs that get JSON when the run starts, restarts, stops, fails or finishes, and when the queue is empty",
         max_length=20,
     )
     hook: str = declare(
@@ -164,7 +162,7 @@ class LaunchOptions(PlaybookOptions):
     )
     push: str = declare(
         "",
-        "repository of the Hugging Face Hub, OWNER/NAME, which gets the result when the run has finished; the token is in HF_TOKEN",
+        "repository of the Hugging Face Hub that gets the result of a finished run; the token is in HF_TOKEN",
         pattern=HUB_NAME,
         expected="OWNER/NAME",
     )
