@@ -2,14 +2,16 @@
 
     make bench NAME=speed [ARGS='--rounds 5 --model DIR --dataset FILE']
 
-The two sides alternate, so that other load of the machine affects both equally. TRL runs in a separate environment, which the
-first call installs. Exits with 1 if a claim fails. Takes about 15 minutes with the defaults.
+The two sides alternate, so that other load of the machine affects both equally. trainyard runs with the allocator that train.yml
+loads on hosts that train on the CPU, if this machine has it. TRL runs in a separate environment, which the first call installs.
+Exits with 1 if a claim fails. Takes about 15 minutes with the defaults.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import build_inputs
+from trainyard.remote.host_facts import allocator
 
 ONE = Path(__file__).with_name("speed_one.py")
 # TRL's defaults compute in bfloat16, which many CPUs emulate, with gradient checkpointing: other variants disable both.
@@ -63,8 +66,14 @@ def main() -> int:
         for name, (side, fields) in SIDES.items():
             python = sys.executable if side == "trainyard" else a.trl
             request = about | {"fields": (trainyard_fields if side == "trainyard" else trl_fields) | fields}
+            on_cpu = side == "trainyard" and not Path("/dev/nvidiactl").exists()
+            preload = {"LD_PRELOAD": allocator()} if on_cpu else {}
             done = subprocess.run(
-                [python, str(ONE), side, json.dumps([request])], capture_output=True, text=True, check=False
+                [python, str(ONE), side, json.dumps([request])],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=os.environ | preload,
             )
             if done.returncode:
                 print(f"{name}:\n{done.stderr[-3000:]}", file=sys.stderr)
