@@ -38,7 +38,7 @@ STRATEGIES_BLOCK = re.compile(r"(<!-- generated: strategies -->\n).*?(<!-- end o
 
 
 def plain(table: str) -> str:
-    """Return a table of options without bounds that say nothing to a reader, and with short words for the kinds of values."""
+    """Return a table of options without bounds that say nothing to a reader, with short words for the kinds of values, and without old names."""
     table = WORDY.sub("", table.replace("one line of text, at most 4096 characters", "text"))
     table = table.replace("letters, digits, '.', '_' and '-', at most 64", "a name").replace(
         "| a list such as a,b |", "| list |"
@@ -49,7 +49,7 @@ def plain(table: str) -> str:
         .replace("| one of ", "| ")
         .replace("auto, or true or false", "auto, boolean")
     )
-    return table.replace("true or false |", "boolean |")
+    return re.sub(r"; deprecated name: `\w+`", "", table.replace("true or false |", "boolean |"))
 
 
 def option_table(fields: Any) -> str:
@@ -111,8 +111,8 @@ torchrun --nproc-per-node 2 -m trainer run.yml --run-name mine           # sever
 
 {plain(config.table())}
 
-\\* You may change this field when you resume a run. A change of any other field is rejected, because the result would be a
-different run.
+\\* You may change this field when you resume a run. A change of any other field is rejected. A name has letters, digits,
+`.`, `_` and `-`, at most 64.
 
 The number of hosts does not affect a step: it has `total_batch_size` rows, whose order depends on the seed, and the ranks share them. With `strategy=ddp`, runs on
 1, 2 or 3 hosts have the same loss curve.
@@ -144,12 +144,10 @@ LLaMA-Factory, the error names the field; [`trainyard import`](import.md) conver
 
 {other_names()}
 
-- A field of a strategy that the run does not use, such as `deepspeed_stage` with `strategy=pipeline`, is refused.
 - YAML reads 0123 as 83, 1:30 as 90 and 1.10 as 1.1. Such values are refused where they are wrong: write a text in quotes.
 - YAML reads the words no, off, yes and on as false and true. A field with one of these words, or with `none`, takes each of them.
 - `{ACCUMULATION}` counts the micro-batches of one rank. The trainer multiplies it by the number of ranks. `train.yml` refuses it: set `total_batch_size` to its
   product with `batch_size` and the number of ranks.
-- `fsdp_config` and `deepspeed` take options, or the path of a JSON file with them.
 - Any option `hv.*` of OpenDiLoCo implies `strategy=diloco`; `sharding_strategy` then applies within a replica.
 - Ansible reserves some names, and others are ambiguous: {", ".join(f"`{name}`" for name in sorted(config.SUGGESTED))}. They are not
   accepted; the error message names the field."""
