@@ -157,6 +157,7 @@ def test_a_failed_run_has_exit_code_1_and_its_evidence(bed: Bed) -> None:
     assert failed.returncode == 1 and "no host has a run nosuch" in failed.stderr + failed.stdout
 
 
+@pytest.mark.slow
 def test_the_hosts_are_those_of_the_playbooks(tmp_path: Path) -> None:
     """Defaults of the role `cluster`, the launch options of the inventory, `-e` and the kinds of transport."""
     path = tmp_path / "inventory.yml"

@@ -314,6 +314,7 @@ def test_hosts_that_share_a_server_get_the_model_once(site: Site) -> None:
         assert not any("mine" in name for name in server.models)
 
 
+@pytest.mark.slow
 def test_missing_runs_and_servers_are_reported(site: Site) -> None:
     site.keep_answers()
     with pytest.raises(RunError, match="no Ollama server answers"):

@@ -26,6 +26,8 @@ from trainer.supervise.status import list_runs
 from trainer.supervise.status import status as status_here
 from trainyard.wire.remote_archive import remote_command, remote_input
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["bed"]
 
 
@@ -108,7 +110,6 @@ def test_a_run_has_no_way_to_new_privileges(bed: Bed) -> None:
     assert "NoNewPrivs:\t1" in (bed.run_dir(0) / "logs/torchrun.0.log").read_text()
 
 
-@pytest.mark.slow
 def test_sigkill_of_a_worker(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:3:child\n")
     start(bed, torchrun())
@@ -118,7 +119,6 @@ def test_sigkill_of_a_worker(bed: Bed) -> None:
     assert [(f["rank"], f["exit_code"], f["signal"]) for f in final["node"]["failures"]] == [(0, -9, "SIGKILL")]
 
 
-@pytest.mark.slow
 def test_a_dead_worker_is_noticed_while_torchrun_waits_for_other_workers(bed: Bed) -> None:
     bed.make_run(1, environment="FAKE=0:1:deaf\n")  # torchrun gives rank 0 30 s to react to SIGTERM
     start(bed, torchrun(local_ranks=2), ranks=(0, 1))
@@ -157,7 +157,6 @@ def test_stop_kills_processes_that_outlived_their_supervisor(bed: Bed) -> None:
     assert not bed.live_processes()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["start", "stop"])
 def test_a_verb_that_is_killed_leaves_a_run_that_can_be_stopped_and_started(bed: Bed, verb: str) -> None:
     """At moments of its work: the run trains afterwards or has ended, and a stop leaves no process."""
@@ -225,7 +224,6 @@ def test_the_state_of_the_rank_decides_how_a_run_ended(bed: Bed) -> None:
     assert (final["status"], final["node"]["exit_code"]) == ("finished", 1)
 
 
-@pytest.mark.slow
 def test_a_launcher_that_waits_for_missing_peers_is_killed(bed: Bed) -> None:
     """torchrun's exit barrier waits minutes for a peer that has exited, long after its own ranks have finished."""
     bed.make_run(1)
@@ -272,7 +270,6 @@ def test_a_name_that_ends_inside_a_character_is_read() -> None:
             other.kill()
 
 
-@pytest.mark.slow
 def test_a_stop_after_the_plan_refuses_a_start(bed: Bed) -> None:
     bed.make_run(1)
     start(bed, plain_rank(steps=1))
@@ -388,7 +385,6 @@ def test_the_ranks_end_with_the_lease_of_the_host(bed: Bed) -> None:
     assert final["status"] == "failed" and "the lease of this host has ended (7)" in final["node"]["error"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("files", table("replaced_run_files"), ids=str)
 def test_a_stop_needs_nothing_that_the_run_wrote(bed: Bed, files: dict[str, str | None]) -> None:
     bed.make_run(1)

@@ -106,6 +106,7 @@ def nodes(lab: Lab) -> dict[str, str]:
     return dict(row.split() for row in rows)
 
 
+@pytest.mark.long
 def test_check_mode_changes_nothing(cluster: tuple[Lab, Path]) -> None:
     lab, inventory = cluster
     checked = run_playbook("site.yml", inventory, {}, "--tags", "queue", "--check")

@@ -62,18 +62,6 @@ def test_stock_hosts_train(bare: Lab, variables: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.long
-def test_ranks_run_on_the_selected_hosts(provisioned: Lab, hosts: list[Host], variables: dict[str, Any]) -> None:
-    lab = provisioned
-    played = run_playbook("train.yml", lab.inventory, variables | {"run": "two", "hosts": "node2,node3"})
-    assert played.rc == 0, played.stdout
-    assert "on 2 ranks, 2 hosts" in played.stdout
-    for place, host in enumerate(hosts[1:]):
-        node = json.loads(ask(lab, host, "cat /home/tester/trainyard/runs/two/state/node.json"))
-        assert node["node_rank"] == place and node["ranks"] == [place]
-    assert "absent" in ask(lab, hosts[0], "test -e /home/tester/trainyard/runs/two || echo absent")
-
-
-@pytest.mark.long
 def test_closed_firewall_is_reported_before_a_rank_starts(
     provisioned: Lab, hosts: list[Host], variables: dict[str, Any]
 ) -> None:

@@ -143,6 +143,7 @@ def test_what_is_kept_of_each_file(tmp_path: Path) -> None:
     assert [one.reference for one in second.changed] == ["3."] and second.scores[1].tokens_per_second == 20.0
 
 
+@pytest.mark.slow
 def test_limits_of_size_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = kept.keep_evaluation(tmp_path, result(2000, "\N{GRINNING FACE}" * 2_500))
     assert path.stat().st_size < kept.LIMIT

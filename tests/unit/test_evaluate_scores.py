@@ -51,6 +51,7 @@ def test_a_question_for_what_is_not(tmp_path: Path) -> None:
     assert not judge(chosen, "A gas, not a metal", SEARCH).right
 
 
+@pytest.mark.slow
 def test_a_pattern_that_would_search_for_years_matches_nothing(tmp_path: Path) -> None:
     slow, good = questions(tmp_path, {"prompt": "?", "regex": "(a|aa)+$"}, {"prompt": "?", "regex": "b$"})
     assert [judge(each, "a" * 60 + "b", SEARCH).right for each in (slow, good)] == [False, True]

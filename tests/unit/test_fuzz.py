@@ -437,6 +437,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__)
 def test_hostile_inputs_are_accepted_or_refused_with_one_line(

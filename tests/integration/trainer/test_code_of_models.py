@@ -19,6 +19,8 @@ from trainer.models.model import load_tokenizer
 from trainyard.remote.digests import Digests
 from trainyard.run.types import StagedFile
 
+pytestmark = pytest.mark.slow
+
 TOP = Path(__file__).resolve().parents[3]
 LOADERS = {
     f"{name}.{loader}"

@@ -96,7 +96,7 @@ def test_full_weights_train_as_with_ddp_and_resume_on_other_hosts(deep_cluster: 
     compare(deep_cluster, 3, deep, "model/model.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_full_weights_resume_after_the_permanent_loss_of_a_host(
     deep_cluster: Cluster, deep: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,11 +25,12 @@ from trainer.loop.run_dir import StopRequest
 from trainer.records.checkpoint import complete_checkpoints
 from trainer.spec import make_spec
 
+pytestmark = pytest.mark.slow
+
 FEW = {"max_steps": 6}
 INTERRUPTED = "interrupted: start the run again to resume from its newest checkpoint"
 
 
-@pytest.mark.slow
 def test_the_files_of_a_finished_run(here: Here) -> None:
     assert here(epochs=2, loggers="tensorboard", checkpoint_interval=5, eval_interval=5, eval_split=0.1) == 0, here.err
     result, metrics = here.result(), lines(here.run_dir() / "metrics.jsonl")
@@ -88,7 +89,6 @@ def test_every_kind_of_run(fields: dict[str, Any], here: Here) -> None:
         json.loads(line, parse_constant=pytest.fail)  # no Infinity and no NaN: other programs read this file
 
 
-@pytest.mark.slow
 def test_options_that_save_memory_do_not_change_the_losses(here: Here) -> None:
     assert here("plain", **FEW) == here("again", gradient_checkpointing=True, **FEW) == 0
     assert here.losses("again") == pytest.approx(here.losses("plain"), abs=1e-6)
@@ -96,7 +96,6 @@ def test_options_that_save_memory_do_not_change_the_losses(here: Here) -> None:
     assert here.losses("small") == pytest.approx(here.losses("plain"), abs=1e-5)
 
 
-@pytest.mark.slow
 def test_lower_precision_has_similar_losses(here: Here) -> None:
     assert (
         here("full", **FEW)
@@ -109,7 +108,6 @@ def test_lower_precision_has_similar_losses(here: Here) -> None:
     assert here.losses("fp16") != here.losses("full") != here.losses("bf16")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
 def test_torch_compile(here: Here) -> None:
@@ -157,7 +155,6 @@ def test_fake_data_has_the_requested_number_of_steps(here: Here) -> None:
     assert here.result()["steps"] == 7 and here.result()["tokens"] == 7 * 4 * 64
 
 
-@pytest.mark.slow
 def test_the_tiny_model_and_a_dataset_in_the_home_folder(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +184,6 @@ def stop_at(here: Here, step: int, how: str, **fields: Any) -> None:
     asker.join()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "fields"),
     [("file", {"lora_dropout": 0.3}), ("SIGTERM", {}), pytest.param("SIGINT", {}, marks=pytest.mark.long)],
@@ -309,7 +305,6 @@ def test_a_changed_dataset_or_base_model_is_rejected(here: Here, tmp_path: Path)
     assert here.error.startswith(f"model: the config.json or the weights of {model} have changed since run r started")
 
 
-@pytest.mark.slow
 def test_records_after_the_checkpoint_are_removed(here: Here) -> None:
     stop_at(here, 3, "file", epochs=4)
     stopped = len(here.losses())
@@ -323,7 +318,6 @@ def test_records_after_the_checkpoint_are_removed(here: Here) -> None:
     assert lines(here.run_dir() / "samples/rank3.jsonl") == []
 
 
-@pytest.mark.slow
 def test_a_half_written_checkpoint_on_resume(here: Here) -> None:
     fields = {"epochs": 2, "checkpoint_interval": 3}
     assert here("straight", **fields) == 0
@@ -374,7 +368,6 @@ print("opened", len(opened))
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_every_logger_has_the_steps_and_continues_after_a_restart(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     install = [Path(sys.executable).with_name("uv"), "pip", "install", "-q", "--python", sys.executable]

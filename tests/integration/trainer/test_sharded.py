@@ -104,7 +104,7 @@ def test_fsdp_shard_host_has_a_full_checkpoint_on_every_host(cluster: Cluster, c
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} < set(kept[0].here)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_one_rank_trains_as_ddp(strategy: str, here: Here) -> None:
     few = {"max_steps": 4, "checkpoint_interval": 2}

@@ -49,7 +49,9 @@ def read(path: Path) -> tuple[dict[str, tuple[Any, bytes]], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[pytest.mark.long] * (i % 3 > 0)) for i, a in enumerate(ARCHITECTURES)]
+)
 def test_adapter_equals_llama_cpps(arch: str, tmp_path: Path) -> None:
     try:
         script = converter.converter_folder() / "convert_lora_to_gguf.py"

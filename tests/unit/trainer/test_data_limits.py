@@ -37,6 +37,7 @@ def _repeated(rows: int, lists: bool) -> object:
     return pa.table({"text": pa.ListArray.from_arrays(pa.array([0, rows], pa.int32()), values) if lists else values})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lists", "reason"), table("data_limits")["a_small"], ids=["many records", "one record"])
 def test_a_small_parquet_file_of_many_gigabytes(lists: bool, reason: str, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")

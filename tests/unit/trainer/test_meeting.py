@@ -93,6 +93,7 @@ class Part(threading.Thread):
         return self.found
 
 
+@pytest.mark.slow
 def test_workers_meet_in_any_order_and_again_after_all_were_killed(keys: Any) -> None:
     """A card of a killed worker, of the last start or of this one, is replaced."""
     generations = set()

@@ -159,6 +159,7 @@ def test_a_file_and_built_in_rewards(make: Callable[..., RewardProcess]) -> None
 REFUSED = table("bad_rewards")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_reward_that_does_not_behave_is_stopped_with_one_line(name: str, make: Callable[..., RewardProcess]) -> None:
     body, reason = REFUSED[name]
@@ -221,6 +222,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "end"), [("4", ""), ("5", "reward: mine.py: reward_bad: it takes more than 3 s")]
 )

@@ -567,6 +567,7 @@ def test_adapters_that_no_resume_needs_are_deleted(start: Callable[..., Started]
     run.method.end()
 
 
+@pytest.mark.slow
 def test_models_on_a_server_have_names_that_no_other_run_uses(start: Callable[..., Started], tmp_path: Path) -> None:
     """Run r removes what begins with its prefix: not the models of r-v2, nor those of another r."""
     names = []

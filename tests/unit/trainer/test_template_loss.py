@@ -40,9 +40,9 @@ def check(template: Template) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def in_tests(templates: list[Template], fast: set[str]) -> list[Any]:
-    """Return the templates as parameters of a test that is slow for all others than `fast`."""
-    return [pytest.param(one, id=one.name, marks=() if one.name in fast else pytest.mark.slow) for one in templates]
+def in_tests(templates: list[Template], fast: set[str], others: Any = pytest.mark.slow) -> list[Any]:
+    """Return the templates as parameters of a test that has the mark `others` for all others than `fast`."""
+    return [pytest.param(one, id=one.name, marks=() if one.name in fast else others) for one in templates]
 
 
 @pytest.mark.skipif(not TRL, reason="needs the chat templates of the package trl")
@@ -51,7 +51,9 @@ def test_loss_is_on_what_the_assistant_says(template: Template) -> None:
     check(template)
 
 
-@pytest.mark.parametrize("template", in_tests(TRL + REDUCTIONS, {"plain", "gemma4_v5", "qwen3", "gptoss"}))
+@pytest.mark.parametrize(
+    "template", in_tests(TRL + REDUCTIONS, {"plain", "gemma4_v5", "qwen3", "gptoss"}, pytest.mark.long)
+)
 def test_random_chats(template: Template) -> None:
     under, chats, whole = Bed(template), RandomChats(1), 0
     for _ in range(30):
