@@ -18,27 +18,16 @@ def python_environments(hostvars: Any, hosts: Sequence[str], built: bool = False
     return environments
 
 
-def python_env_error(infos: Any, check_mode: bool = False) -> str:
+def python_env_error(infos: Any) -> str:
     """Return one line that says how the environments of the hosts differ, or an empty string."""
     # Every worker of Ansible that renders a template loads all filter plugins; this import takes a quarter of a second.
     from trainyard.python_env.environment_plan import consistency_error
 
-    return consistency_error(infos, check_mode)
-
-
-def python_host_error(info: Any) -> str:
-    """Return why the environment cannot be built on a host, or an empty string. `info`: what M(python_env_info) returned."""
-    from trainyard.python_env.environment_plan import host_error
-
-    return host_error(info)
+    return consistency_error(infos)
 
 
 class FilterModule:
     """Filters for Python environments, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
-        return {
-            "python_environments": python_environments,
-            "python_env_error": python_env_error,
-            "python_host_error": python_host_error,
-        }
+        return {"python_environments": python_environments, "python_env_error": python_env_error}

@@ -30,10 +30,10 @@ def plan_environments(
 ) -> dict[str, Any]:
     """Plan the environments of the play, and build on the controller what the hosts receive.
 
-    Returns `hosts`, the plan of each, which for one that fetches has its `packages` and the `index` of torch; `todo`,
-    whether any changes; `trainer`, the version of the trainer's wheel; `kit`, the paths of `pip`, `trainer` and
-    `rattler` on the controller; `conda`, the packages that rattler installs. Raises EnvironmentBuildError: a host
-    cannot have the environment.
+    Returns `hosts`, the plan of each, which for one that fetches has its `packages` and the `index` of torch; `errors`,
+    of hosts that cannot have the environment, without a plan; `todo`, whether any changes; `trainer`, the version of the
+    trainer's wheel; `kit`, the paths of `pip`, `trainer` and `rattler` on the controller; `conda`, the packages that
+    rattler installs. Raises EnvironmentBuildError: there is no environment that all other hosts can have.
 
     Args:
         top: the project's folder.
@@ -43,6 +43,9 @@ def plan_environments(
         build: whether to build pip's archive and the trainer's wheel if any host changes.
     """
     packages, shared = options["packages"], shared_folder()
+    torch = options["torch"] or packages != "standard"
+    errors = {host: error for host, info in infos.items() if (error := host_error(info, torch))}
+    infos = {host: info for host, info in infos.items() if host not in errors}
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     cuda = options["torch"] and resolve.choose_flavour(options["flavour"], managed) != "cpu"
     extras = [*options["extras"], *(["nvml"] if cuda else []), *([packages] if packages != "standard" else [])]
@@ -77,6 +80,7 @@ def plan_environments(
         "changed": False,
         "todo": todo,
         "hosts": plans,
+        "errors": errors,
         "trainer": request.trainer,
         "kit": kit,
         "conda": resolve.conda_packages(request.conda) if conda else [],
@@ -129,13 +133,11 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
     """
     managed = {host: info for host, info in infos.items() if info["env"] != "as-is"}
     flavour = resolve.choose_flavour(request.flavour, managed)
-    if request.packages == "unsloth":
+    if request.packages == "unsloth" and managed:
         resolve.check_unsloth(managed, flavour)
     plans: dict[str, dict[str, Any]] = {}
     builders: dict[str, str] = {}
     for host, info in managed.items():
-        if error := host_error(info) or resolve.wheel_error(info["machine"], request.requirements):
-            raise EnvironmentBuildError(f"{host}: {error}")
         conda = info["env"] == "conda"
         version = resolve.conda_python(resolve.conda_packages(request.conda)) if conda else info["version"]
         tag = ".".join(version.split(".")[:2])
@@ -158,8 +160,8 @@ def plan(infos: Infos, request: EnvironmentRequest) -> dict[str, dict[str, Any]]
     return plans
 
 
-def host_error(info: Mapping[str, Any]) -> str:
-    """Return why the environment cannot be built on a host, or an empty string. `info`: what `python_env_info` returned."""
+def host_error(info: Mapping[str, Any], torch: bool) -> str:
+    """Return why the environment, with `torch` or without, cannot be built on a host that `python_env_info` describes; or an empty string."""
     link, base = info["link"], info["base"]
     if info["env"] == "as-is":
         return ""
@@ -171,6 +173,9 @@ def host_error(info: Mapping[str, Any]) -> str:
     if info.get("noexec"):
         what = f"{Path(link).parent} is on a file system with the option noexec, which runs no program"
         return f"{what}: remove that option and remount it, or set cluster_data_dir"
+    if torch and info["machine"] not in resolve.MACHINES:
+        what = f"torch has no wheels for {info['machine']}, only for {' and '.join(resolve.MACHINES)}"
+        return f"{what}: set python_env: as-is, and cluster_python"
     if info["env"] == "conda":
         return ""
     if not info["version"]:
@@ -181,17 +186,13 @@ def host_error(info: Mapping[str, Any]) -> str:
     return "" if info["has_venv"] else f"{base} has no module venv: apt install python3-venv"
 
 
-def consistency_error(infos: Infos, check_mode: bool = False) -> str:
-    """Return what differs between the environments of the hosts, or an empty string if they are the same.
+def consistency_error(infos: Infos) -> str:
+    """Return what differs between the environments of the hosts that have one, or an empty string if they are the same.
 
-    It is one line; for different versions a table follows after an empty line. `infos`: what `python_env_info` returned
-    after the environment was built, by host. `check_mode`: which builds none, so hosts without one are not compared.
+    It is one line, and a table after an empty line. `infos`: what `python_env_info` returned after the environment was
+    built, by host.
     """
     versions = {host: dict(info["versions"]) for host, info in infos.items()}
-    empty = next((host for host, found in versions.items() if not found), "")
-    if empty and not check_mode:
-        python = infos[empty]["python"]
-        return f"{empty}: there is no working Python at {python}: correct cluster_python, or set python_env: venv"
     # An environment that trainyard does not manage needs no trainer wheel: a run brings its own trainer.
     if any(info["env"] == "as-is" for info in infos.values()):
         for found in versions.values():

@@ -96,14 +96,6 @@ def normal_name(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", match[0]).lower() if match else ""
 
 
-def wheel_error(machine: str, requirements: Sequence[str]) -> str:
-    """Return what has no wheels for an architecture, and the remedy, in one line without the host; empty if all have some."""
-    names = {normal_name(line) for line in requirements}
-    if machine not in MACHINES and "torch" in names:
-        return f"torch has no wheels for {machine}, only for {' and '.join(MACHINES)}: set python_env: as-is, and cluster_python"
-    return ""
-
-
 def check_unsloth(infos: Mapping[str, Mapping[str, Any]], flavour: str) -> None:
     """Check that the hosts can have the environment of unsloth, whose torch is the newest CUDA build.
 
