@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +16,20 @@ def _facts(hostvars: Any, addresses: dict[str, str]) -> dict[str, Any]:
     return {host: facts for host, facts in found.items() if "hostname" in facts}
 
 
+def queue_facts(hostvars: Any, addresses: dict[str, str], controller: str) -> dict[str, Any]:
+    """Return what the hosts of the queue report; what it reported before for one that fails or does not answer, if it was in the queue."""
+    known = json.loads(hostvars[controller].get("__queue_known", {}).get("stdout") or "{}")
+    pairs = {host: {controller: addresses[controller], host: addresses[host]} for host in addresses}
+    fit = {host for host, pair in pairs.items() if not queue_problems(hostvars, pair, controller)}
+    facts = {**known, **{host: hostvars[host]["__queue_info"] for host in fit}}
+    return {host: facts[host] for host in addresses if host in facts}
+
+
 def queue_problems(hostvars: Any, addresses: dict[str, str], controller: str) -> list[str]:
-    """Return one line for each reason why the hosts cannot form one Slurm cluster."""
+    """Return one line for each reason why these hosts, the controller of the queue among them, cannot be in one Slurm cluster."""
     facts = _facts(hostvars, addresses)
     if missing := [host for host in addresses if host not in facts]:
-        what = f"the queue needs facts of all hosts, {', '.join(missing)} did not report"
+        what = f"the queue needs facts of {', '.join(missing)}, which failed or did not answer"
         return [f"{what}: run site.yml without --limit while they are on, or remove them from the inventory"]
     problems = [
         f"{host} has a Slurm that trainyard did not install ({', '.join(found)}): remove these files, or leave the host out"
@@ -33,30 +42,27 @@ def queue_problems(hostvars: Any, addresses: dict[str, str], controller: str) ->
             f"cluster_python of {controller} is {python}, but its services have another /tmp: move the environment"
         )
     problems += slurm.version_problems({host: facts[host]["version"] for host in facts}, controller)
+    problems += slurm.clock_problems({host: facts[host]["time"] for host in facts}, controller)
     try:
-        queue_nodes(hostvars, addresses)
+        queue_nodes(hostvars, facts, addresses)
     except AnsibleFilterError as error:
         problems.append(str(error))
     return problems
 
 
-def queue_nodes(hostvars: Any, addresses: dict[str, str]) -> list[dict[str, Any]]:
+def queue_nodes(hostvars: Any, facts: dict[str, Any], addresses: dict[str, str]) -> list[dict[str, Any]]:
     """Return the nodes in inventory order, with the fields of trainyard.queue.slurm_conf.QueueNode and its properties."""
-    gpus = {host: hostvars[host]["cluster_gpus"] for host in addresses if "cluster_gpus" in hostvars[host]}
+    gpus = {host: hostvars[host]["cluster_gpus"] for host in facts if "cluster_gpus" in hostvars[host]}
     try:
-        nodes = slurm.queue_nodes(_facts(hostvars, addresses), addresses, gpus)
+        nodes = slurm.queue_nodes(facts, {host: addresses[host] for host in facts}, gpus)
     except ValueError as error:
         raise AnsibleFilterError(str(error)) from error
     return [asdict(node) | {"gres": node.gres, "core_memory_mib": node.core_memory_mib} for node in nodes]
-
-
-def queue_oldest(hostvars: Any, addresses: Sequence[str]) -> str:
-    """Return the oldest release of Slurm in the cluster."""
-    return slurm.oldest([hostvars[host]["__queue_info"]["version"] for host in addresses])
 
 
 class FilterModule:
     """Filters for the queue, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
-        return {"queue_problems": queue_problems, "queue_nodes": queue_nodes, "queue_oldest": queue_oldest}
+        oldest = lambda facts: slurm.oldest([each["version"] for each in facts.values()])  # noqa: E731
+        return {each.__name__: each for each in (queue_facts, queue_problems, queue_nodes)} | {"queue_oldest": oldest}

@@ -32,6 +32,7 @@ RETURN = r"""
 hostname: {description: Name of the host without its domain., returned: always, type: str}
 cpus: {description: Number of cores that are online., returned: always, type: int}
 memory_mib: {description: Memory in MiB., returned: always, type: int}
+time: {description: Its clock in seconds since the epoch., returned: always, type: float}
 gpus:
   description: C(name), C(memory_mib), C(uuid) and C(device), a device file, of every NVIDIA GPU.
   returned: always
@@ -46,6 +47,7 @@ foreign: {description: Files of a Slurm that the role did not install., returned
 import os
 import re
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,7 @@ def main() -> None:
         hostname=socket.gethostname().split(".")[0],
         cpus=os.cpu_count() or 1,
         memory_mib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
+        time=time.time(),
         gpus=gpus(),
         version=installed or candidate,
         missing=[name for name in packages if not known.get(name, ("", ""))[0]],

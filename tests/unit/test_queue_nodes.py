@@ -1,16 +1,17 @@
 """Slurm's view of the hosts: nodes from hostile facts, and versions that do not fit together."""
 
+import json
 from typing import Any
 
 import pytest
 from hostile import HOSTILE_STRINGS
 
-from plugins.filter.queue import queue_problems
+from plugins.filter.queue import queue_facts, queue_problems
 from trainyard.queue.slurm_conf import gpu_type, oldest, queue_nodes, version_problems
 
 GPU = {"name": "NVIDIA GeForce RTX 3090", "memory_mib": 24576, "uuid": "GPU-1", "device": "/dev/nvidia0"}
 SMALL = {"name": "NVIDIA GeForce RTX 4060", "memory_mib": 8188, "uuid": "GPU-2", "device": "/dev/nvidia1"}
-FACTS: dict[str, Any] = {"hostname": "box", "cpus": 8, "memory_mib": 32_043, "gpus": [GPU, SMALL]}
+FACTS: dict[str, Any] = {"hostname": "box", "cpus": 8, "memory_mib": 32_043, "gpus": [GPU, SMALL], "time": 1000.0}
 
 
 def test_a_node_has_gpus_by_type_and_the_smallest_memory() -> None:
@@ -48,6 +49,18 @@ def test_an_environment_in_a_folder_that_services_do_not_see_is_refused() -> Non
     for python, problems in (("/tmp/env/bin/python", 1), ("/srv/tmp/bin/python", 0)):
         found = queue_problems({"node1": info | {"cluster_python": python}}, {"node1": "10.0.0.1"}, "node1")
         assert len(found) == problems and all("cluster_python of node1 is /tmp/env" in each for each in found)
+
+
+def test_a_host_that_fails_or_does_not_answer_leaves_the_queue_to_the_others() -> None:
+    addresses = {f"node{number}": f"10.0.0.{number}" for number in range(1, 6)}
+    info = {"__queue_info": FACTS | {"foreign": [], "version": "22.05.8"}, "cluster_python": "/srv/bin/python"}
+    late = info | {"__queue_info": info["__queue_info"] | {"time": 8000.0}}
+    known = {"__queue_known": {"stdout": json.dumps({"node3": FACTS | {"cpus": 2}, "gone": FACTS})}}
+    hosts: dict[str, Any] = {"node1": info | known, "node2": info, "node3": {}, "node4": {}, "node5": late}
+    facts = queue_facts(hosts, addresses, "node1")
+    assert [facts[name]["cpus"] for name in facts] == [8, 8, 2] and list(facts) == ["node1", "node2", "node3"]
+    [said] = queue_problems(hosts, {"node1": "10.0.0.1", "node5": "10.0.0.5"}, "node1")
+    assert said.startswith("the clock of node5 differs by 7000 s from that of the queue host node1")
 
 
 def test_versions_that_slurm_cannot_mix_are_named() -> None:

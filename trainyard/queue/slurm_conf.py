@@ -22,6 +22,7 @@ NEWER_BY = 2
 USABLE = 0.95  # of the memory: the system needs the rest, and a new kernel may report a little less
 MEMORY_STEP = 64  # MiB
 MAX_GPUS = 64
+CLOCK_LIMIT = 300.0  # s, with which MUNGE refuses messages
 SLURM_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")  # no brackets or commas, which Slurm expands
 _DEVICE = re.compile(r"/dev/[a-z0-9]{1,20}")
 _VERSION = re.compile(r"(\d{2}\.\d{2})\.")
@@ -122,6 +123,14 @@ def version_problems(versions: Mapping[str, str], controller: str) -> list[str]:
                 f"host {controller}: upgrade the distribution of {host}, or remove it from the cluster"
             )
     return problems
+
+
+def clock_problems(times: Mapping[str, float], controller: str) -> list[str]:
+    """Return one line for each host whose clock, in seconds since the epoch, MUNGE refuses."""
+    late = {host: float(at) - float(times[controller]) for host, at in times.items()}
+    wrong = {host: seconds for host, seconds in late.items() if abs(seconds) > CLOCK_LIMIT}
+    what = "from that of the queue host {0}, which refuses its messages: set it with date -s, or run chrony"
+    return [f"the clock of {host} differs by {abs(wrong[host]):.0f} s {what.format(controller)}" for host in wrong]
 
 
 def _release(version: str) -> int | None:
