@@ -17,9 +17,8 @@ def inventory_problems(hostvars: Any, addresses: Mapping[str, str]) -> list[tupl
     seen: dict[str, str] = {}
     loopback = {host for host, at in addresses.items() if at.startswith("127.") or at in ("::1", "localhost")}
     for host, address in addresses.items():
-        if str(hostvars[host].get("ansible_connection", "")).endswith("local"):
-            continue
-        if (other := seen.setdefault(address.lower(), host)) != host:
+        here = str(hostvars[host].get("ansible_connection", "")).endswith("local")  # several may be this machine
+        if not here and (other := seen.setdefault(address.lower(), host)) != host:
             remedy = "set ansible_host or cluster_address of one"
             problems.append((host, "address", f"{other} and {host} both have the address {address}", remedy))
         if host in loopback and len(loopback) < len(addresses):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,11 @@ class FolderMarkers:
         try:
             for marker in self.markers.values():
                 path = marker.path(name)
-                path.symlink_to("trainyard")  # exFAT and NTFS have no links, which an environment needs
+                path.symlink_to("trainyard")  # exFAT has no links, which an environment needs, and NTFS no modes
                 self.created.append(path)
+                with tempfile.TemporaryDirectory(dir=path.parent, prefix=".trainyard-") as folder:
+                    if Path(folder).stat().st_mode & 0o077:
+                        return "files have no modes of their own"
                 # Both times come from the clock of the file system, which may be another host's.
                 now = path.lstat().st_mtime
                 for other in path.parent.glob(f"{PREFIX}*"):
