@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 from testbed import root
-from testbed.lab import Host, Lab
+from testbed.lab import Lab, LabHost
 
 TOP = Path(__file__).resolve().parents[1]
 DATA = root.DATA_DIR
@@ -104,7 +104,7 @@ def skew(lab: Lab, inventory: Path, folder: Path, run: str) -> float:
     (folder / "trainer.zip").write_bytes(archive.getvalue())
     run_dir = f"{DATA}/runs/{run}"
 
-    def entry(rank: int, host: Host) -> dict[str, Any]:
+    def entry(rank: int, host: LabHost) -> dict[str, Any]:
         command = ["/bin/sleep", "3"]
         return {"host": host.name, "node_rank": rank, "ranks": [rank], "run_dir": run_dir, "command": command}
 

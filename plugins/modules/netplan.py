@@ -100,7 +100,7 @@ EMPTY = "network: {version: 2}\n"
 SECRETS = ("password", "key:", "psk", "private", "auth")
 
 
-class AddressChange:
+class NetplanChange:
     """The steps of a change on the host; an error ends the module with one line."""
 
     def __init__(self, module: AnsibleModule) -> None:
@@ -396,7 +396,7 @@ def main() -> None:
         required_if=[("state", "present", ["address"])],
         supports_check_mode=True,
     )
-    change = AddressChange(module)
+    change = NetplanChange(module)
     step = module.params["step"]
     if step == "plan":
         result = change.plan()

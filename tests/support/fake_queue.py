@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainyard.queue.queue_client import Job, Node, QueueState
+from trainyard.queue.queue_client import QueueState, SlurmJob, SlurmNode
 from trainyard.queue.request import Request
 from trainyard.queue.requests import Site
 from trainyard.wire.connection import Host
@@ -26,8 +26,8 @@ class FakeQueue:
         """Take the state of each run, waiting or how it ended, and fields of their requests."""
         self.added: dict[str, tuple[Request, Mapping[str, bytes], list[str]]] = {}
         self.found = QueueState(
-            jobs={run: Job(50, run, "normal", "PENDING") for run, state in states.items() if state == "waiting"},
-            nodes={host.name: Node(host.name, "idle", 2, 8192) for host in HOSTS[:nodes]},
+            jobs={run: SlurmJob(50, run, "normal", "PENDING") for run, state in states.items() if state == "waiting"},
+            nodes={host.name: SlurmNode(host.name, "idle", 2, 8192) for host in HOSTS[:nodes]},
             requests={run: Request(run=run, **(requests or {}).get(run, {})) for run in states},
             states={run: {"phase": state} for run, state in states.items()},
             now=2.0,

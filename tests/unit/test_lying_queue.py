@@ -19,7 +19,7 @@ from trainyard.queue.new_runs import NewRun
 from trainyard.queue.queue_client import QueueClient
 from trainyard.queue.request import QueueOptions
 from trainyard.queue.requests import Site, add_runs
-from trainyard.queue.slurm_lease import Job, Leases, leased_hosts
+from trainyard.queue.slurm_lease import LeaseJob, Leases, leased_hosts
 from trainyard.run.launch_options import make_options
 from trainyard.wire.connection import RemoteError
 from trainyard.wire.run_errors import RunError
@@ -67,7 +67,7 @@ def carried(cluster: Cluster, folder: Path) -> list[str]:
 
 
 def leased(cluster: Cluster, folder: Path) -> list[str]:
-    job = Job(5, "RUNNING", 0, ("node1", "node2"), whole=True)
+    job = LeaseJob(5, "RUNNING", 0, ("node1", "node2"), whole=True)
     leases = Leases(cluster.hosts, RUN, job, cluster.connect)
     grants = leases.grants() or {"node1": [], "node2": []}
     gpus = [gpu for host in leased_hosts(cluster.hosts, job, grants) for gpu in host.gpus or ()]

@@ -12,13 +12,14 @@ from trainer.spec import make_spec
 from trainyard.queue import driver as module
 from trainyard.queue.lease_step import AGAIN, FAILED, FINISHED
 from trainyard.queue.run_folder import QueuedStart
-from trainyard.queue.slurm_lease import TIME_LIMIT, Job
+from trainyard.queue.slurm_lease import TIME_LIMIT, LeaseJob
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
 from trainyard.wire.connection import Host, Login
 from trainyard.wire.run_errors import HostUnreachableError, LaunchError, RunError
 
 FOLLOW = module.Driver.follow  # which `world` replaces
+NEVER = LeaseJob(5, "CANCELLED", reason="DependencyNeverSatisfied")
 
 
 class World:
@@ -33,22 +34,22 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.jobs: list[Job | None] = []
+        self.jobs: list[LeaseJob | None] = []
         self.lost: dict[str, str] = {}
         self.outcome: list[str | Exception] = []
         self.orders: list[int] = []
         self.commands: list[list[str]] = []
 
-    def job(self, *_: object) -> Job | None:
+    def job(self, *_: object) -> LeaseJob | None:
         return self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
 
 
-def running(restart: int = 0) -> Job:
-    return Job(5, "RUNNING", restart, ("node1",), {"node1": (0,)})
+def running(restart: int = 0) -> LeaseJob:
+    return LeaseJob(5, "RUNNING", restart, ("node1",), {"node1": (0,)})
 
 
-def ended(state: str, restart: int = 0) -> Job:
-    return Job(5, state, restart, ("node1",))
+def ended(state: str, restart: int = 0) -> LeaseJob:
+    return LeaseJob(5, state, restart, ("node1",))
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_run_that_loses_a_host_every_time_fails_unless_it_makes_progress(
     world: World, tmp_path: Path, reaches: Callable[[int], int]
 ) -> None:
     for place in range(module.LOSSES):
-        waits = Job(5, "PENDING", place + 1)
+        waits = LeaseJob(5, "PENDING", place + 1)
         hosts = {"node1": {"ranks": {"0": {"step": reaches(place)}}}}
         world.outcome = [HostUnreachableError("node1 does not answer", hosts=hosts)]
         world.jobs = [running(place), waits, waits, waits]
@@ -140,7 +141,7 @@ def test_a_run_that_loses_a_host_every_time_fails_unless_it_makes_progress(
 
 @pytest.mark.parametrize("after", ["PENDING", "FAILED"])
 def test_a_run_fails_at_its_time_limit_and_is_not_started_again(world: World, tmp_path: Path, after: str) -> None:
-    world.jobs = [running(), Job(5, after, int(after == "PENDING"), ("node1",))]
+    world.jobs = [running(), LeaseJob(5, after, int(after == "PENDING"), ("node1",))]
     world.outcome, world.lost = ["stopped"], {"node1": TIME_LIMIT}
     state = drive(tmp_path)
     assert (state["phase"], state["exit"]["reason"], world.orders) == ("failed", TIME_LIMIT, [FAILED])
@@ -149,7 +150,7 @@ def test_a_run_fails_at_its_time_limit_and_is_not_started_again(world: World, tm
 
 def test_a_job_that_slurm_starts_again_after_the_end_of_its_run_ends_again(world: World, tmp_path: Path) -> None:
     """The job keeps its exit code, so that the runs after this one start."""
-    world.jobs, world.outcome = [running(), Job(5, "PENDING", 1)], ["finished"]
+    world.jobs, world.outcome = [running(), LeaseJob(5, "PENDING", 1)], ["finished"]
     assert drive(tmp_path)["phase"] == "finished" and world.orders == [FINISHED]
     before = (tmp_path / "state.json").read_text()
     drive(tmp_path)
@@ -163,7 +164,7 @@ def test_a_job_that_slurm_starts_again_after_the_end_of_its_run_ends_again(world
 @pytest.mark.parametrize("outcome", ["stopped", RunError("rank 0 on node1 was killed by SIGKILL")])
 def test_a_run_that_loses_its_lease_waits_again(world: World, tmp_path: Path, outcome: str | Exception) -> None:
     world.lost = {"node1": "the lease has ended"}
-    world.jobs, world.outcome = [running(), Job(5, "PENDING", 1)], [outcome]
+    world.jobs, world.outcome = [running(), LeaseJob(5, "PENDING", 1)], [outcome]
     state = drive(tmp_path)
     assert state["phase"] == "waiting" and world.orders == [] and world.commands == []
     assert state["attempts"][0]["reason"] == "node1: the lease has ended" and state["attempts"][0]["order"] == AGAIN
@@ -177,7 +178,7 @@ def test_a_run_that_loses_its_lease_waits_again(world: World, tmp_path: Path, ou
 def test_slurm_that_does_not_see_a_loss_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world.lost = {"node1": "does not answer"}
     monkeypatch.setattr(module, "LOST_LIMIT", 0.0)
-    left: list[Job | None] = [running(), running(), running(), Job(5, "PENDING", 1)]
+    left: list[LeaseJob | None] = [running(), running(), running(), LeaseJob(5, "PENDING", 1)]
     world.jobs, world.outcome = left, [RunError("node1 has not answered")]
     assert drive(tmp_path)["phase"] == "waiting"
     assert world.commands == [["scontrol", "requeue", "5"]]
@@ -198,7 +199,7 @@ def test_a_job_that_starts_again_with_an_old_number_returns_to_the_queue_once_mo
 ) -> None:
     """A crash of slurmctld may forget that it has returned the job to the queue."""
     write_state(tmp_path, {"restart": 0, "order": AGAIN, "reason": "preempted"}, phase="waiting")
-    world.jobs = [running(), Job(5, "PENDING", 1)]
+    world.jobs = [running(), LeaseJob(5, "PENDING", 1)]
     assert drive(tmp_path)["phase"] == "waiting" and world.orders == [AGAIN]
 
 
@@ -207,11 +208,11 @@ def test_a_job_that_starts_again_with_an_old_number_returns_to_the_queue_once_mo
     [
         (ended("CANCELLED"), "cancelled", "it was cancelled"),
         (ended("TIMEOUT"), "failed", "its time limit"),
-        (Job(5, "CANCELLED", reason="DependencyNeverSatisfied"), "failed", "a run for which it waits did not finish"),
+        (NEVER, "failed", "a run for which it waits did not finish"),
         (None, "failed", "Slurm has forgotten its job: add the run again"),
     ],
 )
-def test_slurm_ends_the_run(world: World, tmp_path: Path, job: Job | None, phase: str, reason: str) -> None:
+def test_slurm_ends_the_run(world: World, tmp_path: Path, job: LeaseJob | None, phase: str, reason: str) -> None:
     world.jobs = [job]
     state = drive(tmp_path)
     assert state["phase"] == phase and state["exit"]["reason"] == reason and world.commands == []
@@ -219,7 +220,7 @@ def test_slurm_ends_the_run(world: World, tmp_path: Path, job: Job | None, phase
 
 @pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL"])
 def test_a_job_that_ends_without_an_order_is_repeated(world: World, tmp_path: Path, state: str) -> None:
-    world.jobs = [ended(state), Job(5, "PENDING", 1)]
+    world.jobs = [ended(state), LeaseJob(5, "PENDING", 1)]
     assert drive(tmp_path)["phase"] == "waiting"
     assert world.commands == [["scontrol", "requeue", "5"]]
 
@@ -259,7 +260,7 @@ def submit_again(monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
 
 
 def test_a_job_on_a_host_that_left_the_run_fails(world: World, tmp_path: Path) -> None:
-    world.jobs = [Job(5, "RUNNING", 0, ("node1", "new")), ended("FAILED")]
+    world.jobs = [LeaseJob(5, "RUNNING", 0, ("node1", "new")), ended("FAILED")]
     state = drive(tmp_path)
     assert state["phase"] == "failed" and state["exit"]["reason"].startswith("new is not a host of the run")
 
@@ -324,11 +325,11 @@ def test_a_job_whose_end_slurm_has_forgotten_is_not_cancelled(
 
     def command(words: list[str]) -> str:
         world.commands.append(words)
-        world.jobs = [Job(5, "PENDING", 1)]
+        world.jobs = [LeaseJob(5, "PENDING", 1)]
         return ""
 
     monkeypatch.setattr(module, "command", command)
-    requeued: list[Job | None] = [Job(5, "PENDING", 1)] * 2 if lost else []
+    requeued: list[LeaseJob | None] = [LeaseJob(5, "PENDING", 1)] * 2 if lost else []
     world.jobs = [running(), *requeued, running()]
     state = drive(tmp_path)
     assert world.commands == [["scontrol", "requeue", "5"]] and state["phase"] == phase
@@ -352,7 +353,7 @@ def test_a_host_that_answers_again_has_not_failed_the_run(
     error: RunError, order: int, world: World, tmp_path: Path
 ) -> None:
     """The host kept its lease. Only what a new start would not change ends the run."""
-    world.jobs, world.outcome = [running(), running(), running(), Job(5, "PENDING", 1)], [error]
+    world.jobs, world.outcome = [running(), running(), running(), LeaseJob(5, "PENDING", 1)], [error]
     state = drive(tmp_path)
     assert world.orders == [order] and state["attempts"][0]["reason"] == str(error)
     assert state["phase"] == ("waiting" if order == AGAIN else "failed")
@@ -371,7 +372,7 @@ def test_the_end_of_a_run_and_of_the_queue_are_announced(
     (tmp_path / "queue/other").mkdir()
     (tmp_path / "queue/other/state.json").write_text(json.dumps({"job": 6, "phase": other}))
     world.lost, world.outcome = {"node1": "it was preempted"}, [RunError("the lease was lost")]
-    world.jobs = [running(), Job(5, "PENDING", 1), Job(5, "PENDING", 1)]
+    world.jobs = [running(), LeaseJob(5, "PENDING", 1), LeaseJob(5, "PENDING", 1)]
     drive(folder)
     world.lost, world.outcome, world.jobs = {}, [RunError("no such model")], [running(1), ended("COMPLETED", 1)]
     drive(folder)

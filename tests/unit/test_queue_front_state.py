@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import table
 
-from trainyard.queue.queue_client import Job, Node, QueueState, parse_job, parse_node, parse_state
+from trainyard.queue.queue_client import QueueState, SlurmJob, SlurmNode, parse_job, parse_node, parse_state
 from trainyard.queue.queue_tables import list_history, list_queue, run_state
 from trainyard.queue.reasons import refusal
 from trainyard.queue.request import Request, slurm_options
@@ -61,9 +61,9 @@ def state(**changed: Any) -> QueueState:
 
 def test_the_output_of_slurm_is_read() -> None:
     queue = state()
-    assert queue.nodes["node2"] == Node("node2", "allocated", 2, 22848, 2, 24)
-    assert queue.nodes["node1"] == Node("node1", "planned", 2, 22848)
-    assert queue.jobs["busy"] == Job(1, "busy", "normal", "RUNNING", "None", 1795430130, 1795431930, ("node2",))
+    assert queue.nodes["node2"] == SlurmNode("node2", "allocated", 2, 22848, 2, 24)
+    assert queue.nodes["node1"] == SlurmNode("node1", "planned", 2, 22848)
+    assert queue.jobs["busy"] == SlurmJob(1, "busy", "normal", "RUNNING", "None", 1795430130, 1795431930, ("node2",))
     assert queue.jobs["two"].end == 0  # without a time limit, Slurm states a year
     listed = {run["run"]: run for run in list_queue(queue)["runs"]}
     for line, how, why in WORDS:

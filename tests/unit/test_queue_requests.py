@@ -20,7 +20,7 @@ from trainer.spec import make_spec
 from trainyard.inventory import Cluster
 from trainyard.queue.manage import change_options, check_verb, manage_queue
 from trainyard.queue.new_runs import NewRun, read_runs
-from trainyard.queue.queue_client import Node, QueueState, queue_host
+from trainyard.queue.queue_client import QueueState, SlurmNode, queue_host
 from trainyard.queue.request import QueueOptions, Request
 from trainyard.queue.requests import add_runs, time_limit
 from trainyard.run.launch_options import LaunchOptions, make_options
@@ -190,7 +190,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[NewRun, Prepared
 
 def test_the_time_limit_is_twice_the_estimate(prepared: tuple[NewRun, PreparedRun]) -> None:
     run, files = prepared
-    queue = QueueState({}, {"node1": Node("node1", "idle", 2, 8192)})
+    queue = QueueState({}, {"node1": SlurmNode("node1", "idle", 2, 8192)})
     minutes, why = time_limit(run, files, queue)
     assert minutes == 10 and why == "time limit 10 minutes: twice the plan's estimate of 1 minute, at least 10 minutes"
     longer = replace(files, spec=files.spec.model_copy(update={"epochs": 3000}))

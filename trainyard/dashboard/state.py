@@ -15,7 +15,7 @@ from trainyard.run.follow.run_status import checked_status, newest_start
 from trainyard.run.host_run import HostRun
 from trainyard.wire.connection import Host
 from trainyard.wire.replies import ReplyError
-from trainyard.wire.reply_types.run_replies import Heartbeat
+from trainyard.wire.reply_types.run_replies import HeartbeatReply
 
 EVENTS = 1000  # that are kept
 RUNS = 20_000  # of all hosts
@@ -81,14 +81,14 @@ class RunState:
         return self.status in ALIVE
 
     @property
-    def ranks(self) -> dict[int, tuple[str, Heartbeat]]:
+    def ranks(self) -> dict[int, tuple[str, HeartbeatReply]]:
         """{rank: (host, heartbeat)} of the newest start."""
         return {rank: (part.host, part.state(rank)) for part in self.newest for rank in part.ranks or part.states}
 
     @property
-    def first(self) -> Heartbeat:
+    def first(self) -> HeartbeatReply:
         """The heartbeat of the first rank that has one."""
-        return next((state for _, (_, state) in sorted(self.ranks.items()) if state), Heartbeat())
+        return next((state for _, (_, state) in sorted(self.ranks.items()) if state), HeartbeatReply())
 
     @property
     def comm_share(self) -> float | None:

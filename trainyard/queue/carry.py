@@ -30,7 +30,7 @@ SPARE = 1 << 30  # bytes that stay free on the queue host
 SPEC = "spec.yml"
 
 
-class HostCheckpoint(NamedTuple):
+class CheckpointFiles(NamedTuple):
     """What one host has of a checkpoint: the sizes of its files, and for shards the files of other hosts and a common digest."""
 
     files: dict[str, int]
@@ -45,18 +45,18 @@ class FullCheckpoint(NamedTuple):
     parts: dict[str, dict[str, int]]
 
 
-def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, dict[str, HostCheckpoint]]:
+def on_hosts(hosts: Iterable[Host], run: str, connect: Connect) -> dict[str, dict[str, CheckpointFiles]]:
     """Return the checkpoints of every host that answers, by host and name, in the order of the hosts."""
     requests = {host.name: {"run_dir": f"{host.data_dir}/runs/{run}"} for host in hosts}
     answers, found = call_hosts(connect, "checkpoints", requests).wait(ANSWER_LIMIT).answers, {}
     for name in (name for name in requests if name in answers):
         answer = answers[name]
         shards = {step: (frozenset(part["elsewhere"]), part["digest"]) for step, part in answer["shards"].items()}
-        found[name] = {step: HostCheckpoint(files, *shards.get(step, ())) for step, files in answer["steps"].items()}
+        found[name] = {step: CheckpointFiles(files, *shards.get(step, ())) for step, files in answer["steps"].items()}
     return found
 
 
-def newest_whole(found: Mapping[str, Mapping[str, HostCheckpoint]]) -> FullCheckpoint:
+def newest_whole(found: Mapping[str, Mapping[str, CheckpointFiles]]) -> FullCheckpoint:
     """Return the newest checkpoint that hosts have together."""
     for step in sorted({step for steps in found.values() for step in steps}, reverse=True):
         copies = {host: steps[step] for host, steps in found.items() if step in steps}

@@ -22,7 +22,7 @@ from trainer.supervise.run_files import SupervisorError, hold_lock, read_json, w
 from trainyard.queue.carry import CheckpointCopy, CopyThread
 from trainyard.queue.lease_step import AGAIN, FAILED, FINISHED
 from trainyard.queue.run_folder import QueuedStart, read_session
-from trainyard.queue.slurm_lease import ASKED_FOR, ENDED, FINAL, TIME_LIMIT, Job, Leases, leased_hosts, read_job
+from trainyard.queue.slurm_lease import ASKED_FOR, ENDED, FINAL, TIME_LIMIT, LeaseJob, Leases, leased_hosts, read_job
 from trainyard.remote.queue_job import command, submit
 from trainyard.remote.queue_phases import LIVE
 from trainyard.run.follow.announce import Announcer, Event
@@ -89,21 +89,21 @@ class Driver:
                 Leases(self.session.hosts, self.run, job, self.connect).end(order)
                 self.wait_for_end(job)
 
-    def job(self) -> Job | None:
+    def job(self) -> LeaseJob | None:
         """Return the job; wait while Slurm does not answer."""
         while True:
             with contextlib.suppress(SupervisorError):
                 return read_job(int(self.state["job"]), self.run)
             time.sleep(POLL)
 
-    def order(self, job: Job) -> int | None:
+    def order(self, job: LeaseJob) -> int | None:
         """Return the exit code with which a driver has ended this allocation already; None if none has."""
         last = self.state["attempts"][-1] if self.state["attempts"] else {}
         return last.get("order") if last.get("restart") == job.restart else None
 
     # One allocation ---------------------------------------------------------------------------------------------------
 
-    def allocated(self, job: Job) -> None:
+    def allocated(self, job: LeaseJob) -> None:
         """Run on the hosts of an allocation, and end it."""
         leases = Leases(self.session.hosts, self.run, job, self.connect)
         if missing := sorted(set(job.hosts) - {host.name for host in leases.hosts}):
@@ -121,7 +121,7 @@ class Driver:
         else:
             self.end(job, leases, code, reason)
 
-    def wait_for_leases(self, job: Job, leases: Leases) -> dict[str, list[str]] | None:
+    def wait_for_leases(self, job: LeaseJob, leases: Leases) -> dict[str, list[str]] | None:
         """Return the granted GPUs by host; None if a host did not take its lease, or the job has ended."""
         deadline = time.monotonic() + LEASE_LIMIT
         while (grants := leases.grants()) is None:
@@ -130,7 +130,7 @@ class Driver:
             time.sleep(POLL)
         return grants
 
-    def has_hosts(self, job: Job) -> bool:
+    def has_hosts(self, job: LeaseJob) -> bool:
         """Return whether the job still has the hosts of this allocation."""
         now = self.job()
         return now is not None and now.state == "RUNNING" and now.restart == job.restart
@@ -202,7 +202,7 @@ class Driver:
 
     # Ends -------------------------------------------------------------------------------------------------------------
 
-    def leave(self, job: Job, leases: Leases, reason: str) -> None:
+    def leave(self, job: LeaseJob, leases: Leases, reason: str) -> None:
         """Return the run to the queue; Slurm does this itself when it preempts a job or loses a host."""
         self.report(f"returns to the queue: {reason}")
         deadline = time.monotonic() + LOST_LIMIT
@@ -216,13 +216,13 @@ class Driver:
             leases.end(AGAIN)
             self.wait_for_end(job)
 
-    def requeue(self, job: Job, reason: str) -> None:
+    def requeue(self, job: LeaseJob, reason: str) -> None:
         """Let Slurm end the allocation and return the job to the queue."""
         self.record(job, AGAIN, reason)
         tell_slurm("scontrol requeue", job)
         self.wait_for_end(job)
 
-    def end(self, job: Job, leases: Leases, code: int, reason: str) -> None:
+    def end(self, job: LeaseJob, leases: Leases, code: int, reason: str) -> None:
         """End the leases with an exit code, and then the run."""
         self.report("finished" if code == FINISHED else f"ended: {reason}")
         self.record(job, code, reason)
@@ -247,7 +247,7 @@ class Driver:
         leases.end((self.state["exit"] or {}).get("code", FAILED))
         self.wait_for_end(job)
 
-    def give_up(self, job: Job) -> bool:
+    def give_up(self, job: LeaseJob) -> bool:
         """Cancel the job of a run that loses a host every time; return whether it does."""
         why = str(self.state.get("given_up") or "") or loses_hosts(self.state["attempts"])
         if not why:
@@ -257,7 +257,7 @@ class Driver:
         time.sleep(POLL)
         return True
 
-    def wait_for_end(self, job: Job) -> None:
+    def wait_for_end(self, job: LeaseJob) -> None:
         """Wait until the job no longer has the hosts of an allocation; let Slurm return it to the queue if that takes too long.
 
         A slurmctld that was killed may have forgotten the end of the steps. If the job were cancelled, its run, or the runs `after`
@@ -271,7 +271,7 @@ class Driver:
                 deadline += END_LIMIT
             time.sleep(POLL)
 
-    def close(self, job: Job | None) -> bool:
+    def close(self, job: LeaseJob | None) -> bool:
         """Record the end of a job that ended without an order of this driver; return whether the run has ended, too."""
         last = self.state["attempts"][-1] if self.state["attempts"] else {}
         order = last.get("order")
@@ -317,7 +317,7 @@ class Driver:
 
     # Records ----------------------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, hosts: list[Host]) -> None:
+    def begin(self, job: LeaseJob, hosts: list[Host]) -> None:
         """Record the start of an attempt, unless a driver before this one did."""
         attempts = self.state["attempts"]
         if attempts and attempts[-1]["restart"] == job.restart:
@@ -340,7 +340,7 @@ class Driver:
         if not any((read_json(path) or {}).get("phase") in LIVE for path in others):
             self.announce("queue empty", self.run)
 
-    def record(self, job: Job, order: int, reason: str) -> None:
+    def record(self, job: LeaseJob, order: int, reason: str) -> None:
         """Record the end of an attempt."""
         attempts = self.state["attempts"]
         if not attempts or attempts[-1]["restart"] != job.restart:
@@ -358,7 +358,7 @@ class Driver:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
 
 
-def tell_slurm(words: str, job: Job) -> bool:
+def tell_slurm(words: str, job: LeaseJob) -> bool:
     """Give Slurm a command for a job; return whether it obeyed."""
     try:
         command([*words.split(), str(job.number)])

@@ -16,7 +16,7 @@ from trainyard import front_end
 from trainyard.inventory import Cluster
 from trainyard.playbook_options import PlaybookOptions
 from trainyard.queue.new_runs import NewRun, read_runs
-from trainyard.queue.queue_client import Job, QueueClient, QueueState, queue_host
+from trainyard.queue.queue_client import QueueClient, QueueState, SlurmJob, queue_host
 from trainyard.queue.queue_tables import ENDED, list_history, list_queue, run_state, state_words
 from trainyard.queue.reasons import refusal
 from trainyard.queue.request import Priority, is_run_name
@@ -137,7 +137,7 @@ def _known(name: str, queue: QueueState) -> str:
     return run_state(name, queue)
 
 
-def _job(name: str, verb: Verb, queue: QueueState) -> Job:
+def _job(name: str, verb: Verb, queue: QueueState) -> SlurmJob:
     """Return the job of a run. Raises UserError."""
     state = _known(name, queue)
     if name not in queue.jobs:

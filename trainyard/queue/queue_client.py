@@ -31,7 +31,7 @@ _GRES = re.compile(r"(gpu|vram)((?::[A-Za-z0-9_-]{1,64})?):(\d{1,6})(?:\(.*\))?"
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job of Slurm."""
 
     number: int
@@ -45,7 +45,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Node:
+class SlurmNode:
     """A host of the queue."""
 
     name: str
@@ -60,12 +60,12 @@ class Node:
 class QueueState:
     """The state of the queue that the queue host reports."""
 
-    jobs: dict[str, Job]  # jobs that wait or run, by the names of their runs
-    nodes: dict[str, Node]
+    jobs: dict[str, SlurmJob]  # jobs that wait or run, by the names of their runs
+    nodes: dict[str, SlurmNode]
     requests: dict[str, Request] = field(default_factory=dict)  # requests of the runs that have a folder
     states: dict[str, RunRecord] = field(default_factory=dict)  # states of the runs as their drivers report them
     specs: dict[str, dict[str, Any]] = field(default_factory=dict)  # spec and digests of the runs that were asked for
-    leases: tuple[Job, ...] = ()  # every job that has hosts, also those that are not runs
+    leases: tuple[SlurmJob, ...] = ()  # every job that has hosts, also those that are not runs
     now: float = 0.0  # seconds since the epoch on the queue host
 
     def attempts(self, run: str) -> list[Attempt]:
@@ -142,13 +142,13 @@ def parse_state(answer: Mapping[str, Any]) -> QueueState:
     )
 
 
-def parse_job(line: str, hosts: Mapping[str, tuple[str, ...]]) -> Job | None:
+def parse_job(line: str, hosts: Mapping[str, tuple[str, ...]]) -> SlurmJob | None:
     """Return the job of a line of squeue in JOB_FORMAT; None if it is not one. `hosts`: those of each list of Slurm."""
     words = line.split("|", 8)
     if len(words) < 9 or not _NUMBER.fullmatch(words[0]):
         return None
     number, priority, state, reason, start, end, limit, listed, name = words
-    return Job(
+    return SlurmJob(
         number=int(number),
         name=printable(name, 100),
         priority=printable(priority, 64),
@@ -160,7 +160,7 @@ def parse_job(line: str, hosts: Mapping[str, tuple[str, ...]]) -> Job | None:
     )
 
 
-def parse_node(line: str) -> Node | None:
+def parse_node(line: str) -> SlurmNode | None:
     """Return the host of a line of sinfo in NODE_FORMAT of trainyard.remote.queue; None if it is not one."""
     words = line.split("|")
     if len(words) != 5 or not all(_NUMBER.fullmatch(word) for word in words[2:4]):
@@ -173,7 +173,7 @@ def parse_node(line: str) -> Node | None:
             else:
                 gpu_memory = int(found[3])
     state = re.sub(r"[^a-z].*", "", words[1].lower())
-    return Node(printable(words[0], 64), state, int(words[2]), int(words[3]), gpus, gpu_memory)
+    return SlurmNode(printable(words[0], 64), state, int(words[2]), int(words[3]), gpus, gpu_memory)
 
 
 def _time(word: str) -> float:

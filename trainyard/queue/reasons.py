@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from trainer.common.formats import counted
 from trainyard import front_end
-from trainyard.queue.queue_client import Job, Node, QueueState
+from trainyard.queue.queue_client import QueueState, SlurmJob, SlurmNode
 from trainyard.queue.request import Request, host_cores, host_gpus
 
 RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING")
@@ -27,7 +27,7 @@ _WAITS = {
 }
 
 
-def why_waiting(request: Request, job: Job, queue: QueueState) -> str:
+def why_waiting(request: Request, job: SlurmJob, queue: QueueState) -> str:
     """Return why a pending run has not started."""
     reason = job.reason.partition(" ")[0].rstrip(",")
     # Slurm reports "Dependency" only after it has examined the job, some seconds after the job was added.
@@ -39,19 +39,19 @@ def why_waiting(request: Request, job: Job, queue: QueueState) -> str:
 
 
 def _needs(request: Request) -> list[tuple[str, int]]:
-    """Return the resources that the run needs on each host: the attribute of Node, and the minimum."""
+    """Return the resources that the run needs on each host: the attribute of SlurmNode, and the minimum."""
     wanted = {"gpus": host_gpus(request), "gpu_memory": request.gpu_memory}
     wanted |= {"cores": host_cores(request), "memory": 1024 * request.memory}
     return [(name, least) for name, least in wanted.items() if least]
 
 
-def can_run(request: Request, node: Node) -> bool:
+def can_run(request: Request, node: SlurmNode) -> bool:
     """Return whether the host, if nothing else ran on it, could be one of the run's hosts."""
     enough = all(getattr(node, name) >= least for name, least in _needs(request))
     return enough and (not request.hosts or node.name in request.hosts)
 
 
-def refusal(request: Request, nodes: Mapping[str, Node]) -> str:
+def refusal(request: Request, nodes: Mapping[str, SlurmNode]) -> str:
     """Return the reason why the run can never start; empty if it can."""
     able = sum(can_run(request, node) for node in nodes.values())
     if able >= request.nodes:

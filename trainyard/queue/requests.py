@@ -20,7 +20,7 @@ from trainer.planner.recommend import estimate_seconds
 from trainer.spec import changed_fields, make_spec
 from trainyard import front_end
 from trainyard.queue.new_runs import NewRun
-from trainyard.queue.queue_client import Node, QueueClient, QueueState
+from trainyard.queue.queue_client import QueueClient, QueueState, SlurmNode
 from trainyard.queue.queue_tables import run_state, state_words
 from trainyard.queue.reasons import can_run, refusal
 from trainyard.queue.request import MAX_MINUTES, Request, host_cores, slurm_options
@@ -288,7 +288,7 @@ def _minutes(number: int) -> str:
     return counted(number, "minute") if number < 120 else f"{number // 60}:{number % 60:02d} h"
 
 
-def _as_host(request: Request, node: Node) -> dict[str, Any]:
+def _as_host(request: Request, node: SlurmNode) -> dict[str, Any]:
     """Return a host of the queue as the planner takes it."""
     gpus = node.gpus if request.whole_host else (request.gpus or 0)
     cores = node.cores if request.whole_host else host_cores(request)

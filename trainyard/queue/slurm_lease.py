@@ -27,7 +27,7 @@ _PART = re.compile(r"\sNodes=(\S+)\s+CPU_IDs=([\d,-]+)\s")
 
 
 @dataclass(frozen=True)
-class Job:
+class LeaseJob:
     """A job of Slurm."""
 
     number: int
@@ -41,7 +41,7 @@ class Job:
     end: float = math.inf  # when its time limit ends it (s since the epoch), while it runs
 
 
-def read_job(number: int, run: str) -> Job | None:
+def read_job(number: int, run: str) -> LeaseJob | None:
     """Return the job of a run; None if Slurm has forgotten it. Raises SupervisorError if Slurm does not answer.
 
     A slurmctld that is killed forgets its last seconds, and then gives the number of a job that it has forgotten to another one.
@@ -56,14 +56,14 @@ def read_job(number: int, run: str) -> Job | None:
     return job if job.name == run else None
 
 
-def parse_job(text: str, expand: Any) -> Job:
+def parse_job(text: str, expand: Any) -> LeaseJob:
     """Return the job of `scontrol show job --detail --oneliner`; `expand` names the hosts of a list as `node[1-3]`."""
     fields = dict(reversed(_FIELD.findall(text)))  # of several with one name, the first
     nodes = fields.get("NodeList", "")
     parts: dict[str, tuple[int, ...]] = {}
     for names, numbers in _PART.findall(text):
         parts |= dict.fromkeys(expand(names), number_list(numbers))
-    return Job(
+    return LeaseJob(
         number=int(fields["JobId"]),
         state=fields["JobState"].partition(",")[0],
         restart=int(fields.get("Restarts", "0")),
@@ -110,7 +110,7 @@ def number_list(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def leased_hosts(hosts: Iterable[Host], job: Job, grants: dict[str, list[str]]) -> list[Host]:
+def leased_hosts(hosts: Iterable[Host], job: LeaseJob, grants: dict[str, list[str]]) -> list[Host]:
     """Return the hosts of a job in inventory order, limited to what Slurm has granted.
 
     A job with whole hosts that requests no GPUs gets all GPUs that the inventory permits. `grants`: the numbers of the
@@ -128,7 +128,7 @@ def leased_hosts(hosts: Iterable[Host], job: Job, grants: dict[str, list[str]]) 
 class Leases:
     """The leases of one allocation of a job."""
 
-    def __init__(self, hosts: Iterable[Host], run: str, job: Job, connect: Connect) -> None:
+    def __init__(self, hosts: Iterable[Host], run: str, job: LeaseJob, connect: Connect) -> None:
         """Take the hosts of the allocation without a query."""
         self.hosts = [host for host in hosts if host.name in job.hosts]
         self.run, self.job, self.connect = run, job, connect

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
-from trainyard.wire.reply_types.run_replies import Heartbeat, Node, RunStatus
+from trainyard.wire.reply_types.run_replies import HeartbeatReply, NodeReply, RunStatus
 
 ENDED_WELL = ("finished", "stopped")
 
@@ -30,19 +30,19 @@ class HostRun:
         return self.answer["status"] if self.answer else "unknown"
 
     @property
-    def node(self) -> Node:
+    def node(self) -> NodeReply:
         """Contents of node.json on the host; empty if it has none."""
-        return (self.answer and self.answer.get("node")) or cast("Node", {})
+        return (self.answer and self.answer.get("node")) or cast("NodeReply", {})
 
     @property
-    def states(self) -> dict[int, Heartbeat]:
+    def states(self) -> dict[int, HeartbeatReply]:
         """Heartbeats of the host's ranks, by global rank."""
         found = (self.answer and self.answer.get("ranks")) or {}
         return {int(rank): state for rank, state in found.items()}
 
-    def state(self, rank: int) -> Heartbeat:
+    def state(self, rank: int) -> HeartbeatReply:
         """Return the heartbeat of a rank; empty before the first one."""
-        return self.states.get(rank, Heartbeat())
+        return self.states.get(rank, HeartbeatReply())
 
     def name_of(self, rank: int) -> str:
         """Return what messages call a rank of this host."""

@@ -21,7 +21,7 @@ from trainer.data.dataset_files import is_hub_id
 from trainyard.remote.digests import Digests
 from trainyard.remote.local_files import tree_digest
 from trainyard.wire.reply_fields import Digest
-from trainyard.wire.reply_types.run_replies import Heartbeat, Node
+from trainyard.wire.reply_types.run_replies import HeartbeatReply, NodeReply
 
 Report = Callable[[str], None]
 """Receives a line for a user."""
@@ -255,8 +255,8 @@ class PartEnd(TypedDict):
     """How a host's part of a run ended."""
 
     status: str
-    node: Node
-    ranks: dict[int, Heartbeat]
+    node: NodeReply
+    ranks: dict[int, HeartbeatReply]
 
 
 class RunFailure(TypedDict, total=False):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import machine
-from .lab import Host, Lab
+from .lab import Lab, LabHost
 from .machine import LabError
 
 SAVED = "/var/lib/lab-fault"  # on the host: the files that a fault replaced
@@ -21,18 +21,18 @@ class Fault:
     usage: str
     description: str
     inject: Callable[..., None]
-    undo: Callable[[Lab, Host], None]
+    undo: Callable[[Lab, LabHost], None]
 
 
-def cut(lab: Lab, host: Host) -> None:
+def cut(lab: Lab, host: LabHost) -> None:
     lab.in_lab("ip", "link", "set", host.name, "down")
 
 
-def uncut(lab: Lab, host: Host) -> None:
+def uncut(lab: Lab, host: LabHost) -> None:
     lab.in_lab("ip", "link", "set", host.name, "up", check=False)
 
 
-def shape(lab: Lab, host: Host, rate: str) -> None:
+def shape(lab: Lab, host: LabHost, rate: str) -> None:
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     if not (match := re.fullmatch(r"(\d+)(kbit|mbit|gbit)", rate)):
         raise LabError(f"shape takes a rate like 100mbit or 1gbit, not {rate!r}")
@@ -43,34 +43,34 @@ def shape(lab: Lab, host: Host, rate: str) -> None:
     lab.inside(host, f"tc qdisc replace dev {host.nic} {' '.join(bucket)}")
 
 
-def unshape(lab: Lab, host: Host) -> None:
+def unshape(lab: Lab, host: LabHost) -> None:
     lab.in_lab("tc", "qdisc", "del", "dev", host.name, "root", check=False)
     lab.inside(host, f"tc qdisc del dev {host.nic} root", check=False)
 
 
-def pause(lab: Lab, host: Host) -> None:
+def pause(lab: Lab, host: LabHost) -> None:
     _freeze(lab, host, "1")
 
 
-def unpause(lab: Lab, host: Host) -> None:
+def unpause(lab: Lab, host: LabHost) -> None:
     _freeze(lab, host, "0")
 
 
-def _freeze(lab: Lab, host: Host, value: str) -> None:
+def _freeze(lab: Lab, host: LabHost, value: str) -> None:
     group = machine.cgroup2() / f"trainyard-{lab.name}" / host.name
     (group / "cgroup.freeze").write_text(value)
     lab.wait(lambda: f"frozen {value}" in (group / "cgroup.events").read_text(), f"{host.name} cannot be paused")
 
 
-def crash(lab: Lab, host: Host) -> None:
+def crash(lab: Lab, host: LabHost) -> None:
     lab.power_off(host)
 
 
-def uncrash(lab: Lab, host: Host) -> None:
+def uncrash(lab: Lab, host: LabHost) -> None:
     lab.boot(host)
 
 
-def fill(lab: Lab, host: Host, free_mib: str = "0") -> None:
+def fill(lab: Lab, host: LabHost, free_mib: str = "0") -> None:
     lab.inside(
         host,
         f"""mkdir -p {SAVED}
@@ -81,11 +81,11 @@ def fill(lab: Lab, host: Host, free_mib: str = "0") -> None:
     )
 
 
-def unfill(lab: Lab, host: Host) -> None:
+def unfill(lab: Lab, host: LabHost) -> None:
     lab.inside(host, f"rm -f {SAVED}/full")
 
 
-def cpu(lab: Lab, host: Host, percent: str = "50") -> None:
+def cpu(lab: Lab, host: LabHost, percent: str = "50") -> None:
     top, unified = machine.cgroup_of("cpu")
     group = top / f"trainyard-{lab.name}" / host.name
     quota = _number(percent) * 1000
@@ -96,25 +96,25 @@ def cpu(lab: Lab, host: Host, percent: str = "50") -> None:
         (group / "cpu.cfs_quota_us").write_text(str(quota))
 
 
-def uncpu(lab: Lab, host: Host) -> None:
+def uncpu(lab: Lab, host: LabHost) -> None:
     top, unified = machine.cgroup_of("cpu")
     group = top / f"trainyard-{lab.name}" / host.name
     (group / ("cpu.max" if unified else "cpu.cfs_quota_us")).write_text("max 100000" if unified else "-1")
 
 
-def memory(lab: Lab, host: Host, mib: str) -> None:
+def memory(lab: Lab, host: LabHost, mib: str) -> None:
     top, unified = machine.cgroup_of("memory")
     group = top / f"trainyard-{lab.name}" / host.name
     (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(_number(mib) << 20))
 
 
-def unmemory(lab: Lab, host: Host) -> None:
+def unmemory(lab: Lab, host: LabHost) -> None:
     top, unified = machine.cgroup_of("memory")
     group = top / f"trainyard-{lab.name}" / host.name
     (group / ("memory.max" if unified else "memory.limit_in_bytes")).write_text("max" if unified else "-1")
 
 
-def skew(lab: Lab, host: Host, package: str, version: str, python: str = "") -> None:
+def skew(lab: Lab, host: LabHost, package: str, version: str, python: str = "") -> None:
     python = python or json.loads((lab.folder / "boot.json").read_text())["python"]
     if not re.fullmatch(r"[\w.-]+", package) or not re.fullmatch(r"[\w.+!-]+", version):
         raise LabError(f"skew takes a package and a version, not {package!r} {version!r}")
@@ -141,7 +141,7 @@ PYTHON""",
     )
 
 
-def unskew(lab: Lab, host: Host) -> None:
+def unskew(lab: Lab, host: LabHost) -> None:
     lab.inside(
         host,
         f"""[ -e {SAVED}/skew/list ] || exit 0
@@ -150,7 +150,7 @@ def unskew(lab: Lab, host: Host) -> None:
     )
 
 
-def port(lab: Lab, host: Host, number: str) -> None:
+def port(lab: Lab, host: LabHost, number: str) -> None:
     taken = _number(number)
     code = (
         f"import signal, socket; s = socket.create_server(('::', {taken}), family=socket.AF_INET6, dualstack_ipv6=True);"
@@ -163,11 +163,11 @@ def port(lab: Lab, host: Host, number: str) -> None:
     )
 
 
-def unport(lab: Lab, host: Host) -> None:
+def unport(lab: Lab, host: LabHost) -> None:
     lab.inside(host, "systemctl stop 'lab-port-*'")
 
 
-def hosts(lab: Lab, host: Host) -> None:
+def hosts(lab: Lab, host: LabHost) -> None:
     unused = "\n".join(f"10.231.{host.net}.253 {peer.name}" for peer in lab.hosts if peer != host)
     lab.inside(
         host,
@@ -181,11 +181,11 @@ HOSTS""",
     )
 
 
-def unhosts(lab: Lab, host: Host) -> None:
+def unhosts(lab: Lab, host: LabHost) -> None:
     lab.inside(host, f"[ ! -e {SAVED}/hosts ] || {{ cat {SAVED}/hosts > /etc/hosts; rm {SAVED}/hosts; }}")
 
 
-def nic(lab: Lab, host: Host) -> None:
+def nic(lab: Lab, host: LabHost) -> None:
     _require_light(lab, "nic")
     pid = lab.init_pid(host)
     lab.in_lab(
@@ -200,11 +200,11 @@ def nic(lab: Lab, host: Host) -> None:
     )
 
 
-def unnic(lab: Lab, host: Host) -> None:
+def unnic(lab: Lab, host: LabHost) -> None:
     lab.in_lab("ip", "link", "del", f"{host.name}b", check=False)
 
 
-def clone(lab: Lab, host: Host, source: str) -> None:
+def clone(lab: Lab, host: LabHost, source: str) -> None:
     identity = lab.inside(lab.host(source), "cat /etc/machine-id").strip()
     lab.inside(
         host,
@@ -215,11 +215,11 @@ def clone(lab: Lab, host: Host, source: str) -> None:
     )
 
 
-def unclone(lab: Lab, host: Host) -> None:
+def unclone(lab: Lab, host: LabHost) -> None:
     lab.inside(host, f"[ ! -e {SAVED}/machine-id ] || mv {SAVED}/machine-id /etc/machine-id")
 
 
-def block(lab: Lab, host: Host, ports: str) -> None:
+def block(lab: Lab, host: LabHost, ports: str) -> None:
     if not re.fullmatch(r"\d+(-\d+)?", ports):
         raise LabError(f"block takes a port or a range like 32768-60999, not {ports!r}")
     rule = f"tcp dport {ports} drop"
@@ -232,15 +232,15 @@ RULES""",
     )
 
 
-def unblock(lab: Lab, host: Host) -> None:
+def unblock(lab: Lab, host: LabHost) -> None:
     lab.inside(host, "nft delete table inet lab_fault", check=False)
 
 
-def mtu(lab: Lab, host: Host, size: str) -> None:
+def mtu(lab: Lab, host: LabHost, size: str) -> None:
     lab.inside(host, f"ip link set {host.nic} mtu {_number(size)}")
 
 
-def unmtu(lab: Lab, host: Host) -> None:
+def unmtu(lab: Lab, host: LabHost) -> None:
     lab.inside(host, f"ip link set {host.nic} mtu 1500")
 
 
@@ -262,7 +262,7 @@ FAULTS = {
 }
 
 
-def inject(lab: Lab, host: Host, name: str, *arguments: str) -> None:
+def inject(lab: Lab, host: LabHost, name: str, *arguments: str) -> None:
     """Inject a fault. Raises LabError if the name is unknown or the arguments are wrong."""
     fault = _fault(name)
     required = len([word for word in fault.usage.split() if not word.startswith("[")])
@@ -271,7 +271,7 @@ def inject(lab: Lab, host: Host, name: str, *arguments: str) -> None:
     fault.inject(lab, host, *arguments)
 
 
-def undo(lab: Lab, host: Host, *names: str) -> None:
+def undo(lab: Lab, host: LabHost, *names: str) -> None:
     """Undo the named faults, or all. Faults that prevent other undos are undone first."""
     first = ["pause", "cut", "memory", "cpu", "crash", "fill"]
     for name in names or [*first, *(name for name in FAULTS if name not in first)]:

@@ -13,7 +13,7 @@ from . import machine, metal, root
 from .machine import run
 
 if TYPE_CHECKING:
-    from .lab import Host, Lab
+    from .lab import Lab, LabHost
 
 DISK = "16G"  # sparse: unwritten blocks take no space
 
@@ -59,7 +59,7 @@ def write_shared(lab: Lab, kind: str, venv: Path | None) -> None:
     _write(files / "etc/fstab", "".join(mounts))
 
 
-def write_host(lab: Lab, kind: str, host: Host) -> None:
+def write_host(lab: Lab, kind: str, host: LabHost) -> None:
     """Write the files of one host, and create the disk of a light host."""
     folder = lab.folder / host.name
     files = folder / "files"
@@ -86,7 +86,7 @@ def write_host(lab: Lab, kind: str, host: Host) -> None:
         run("mke2fs", "-q", "-t", "ext4", "-m", "0", "-O", "^has_journal", "-E", "lazy_itable_init=1", image)
 
 
-def _write_netplan(file: Path, kind: str, host: Host) -> None:
+def _write_netplan(file: Path, kind: str, host: LabHost) -> None:
     # A veth has no permanent hardware address for netplan to match; a NIC of qemu has, and gets its name from it.
     match = f'\n      match: {{macaddress: "{host.mac}"}}\n      set-name: {host.nic}' if kind == "metal" else ""
     _write(

@@ -24,7 +24,7 @@ BOOT_TIMEOUT = {"light": 60, "metal": 400}  # seconds until a host accepts a log
 
 
 @dataclass(frozen=True)
-class Host:
+class LabHost:
     """One host of a lab. `index` counts from 1; `net` is the third octet of the lab's addresses."""
 
     index: int
@@ -54,7 +54,7 @@ class Host:
 
 
 @dataclass
-class State:
+class LabState:
     """The recorded state of a running lab, with which `down` finds it after any failure."""
 
     kind: str
@@ -76,30 +76,30 @@ class Lab:
         self._owner: int | None = None
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> LabState | None:
         """The state of the lab if it is running, else None."""
         file = self.folder / "state.json"
         if not file.exists():
             return None
         # Another version of this program may have written other fields.
-        known = {field.name for field in fields(State)}
-        state = State(**{name: value for name, value in json.loads(file.read_text()).items() if name in known})
+        known = {field.name for field in fields(LabState)}
+        state = LabState(**{name: value for name, value in json.loads(file.read_text()).items() if name in known})
         return state if start_time(state.holder) == state.started else None
 
     @property
-    def running(self) -> State:
+    def running(self) -> LabState:
         """The state of the lab. Raises LabError if it is not running."""
         if state := self.state:
             return state
         raise LabError(f"no lab named {self.name!r} is running: start one with make lab")
 
     @property
-    def hosts(self) -> list[Host]:
+    def hosts(self) -> list[LabHost]:
         """The hosts in inventory order. Raises LabError if the lab is not running."""
         state = self.running
-        return [Host(index, state.net) for index in range(1, state.hosts + 1)]
+        return [LabHost(index, state.net) for index in range(1, state.hosts + 1)]
 
-    def host(self, name: str) -> Host:
+    def host(self, name: str) -> LabHost:
         """Return the host with this name. Raises LabError if there is none."""
         for host in self.hosts:
             if host.name == name:
@@ -130,11 +130,11 @@ class Lab:
                 tops.add(machine.cgroup_of(controller)[0])
         return [top / f"trainyard-{self.name}" for top in sorted(tops)]
 
-    def cgroups(self, host: Host) -> list[Path]:
+    def cgroups(self, host: LabHost) -> list[Path]:
         """Return the folder of a host in every cgroup hierarchy that the lab uses."""
         return [top / host.name for top in self.cgroup_tops]
 
-    def init_pid(self, host: Host) -> int | None:
+    def init_pid(self, host: LabHost) -> int | None:
         """Return the PID on this machine of the host's PID 1, or of its qemu; None if the host is off."""
         group = machine.cgroup2() / f"trainyard-{self.name}" / host.name
         for file in (group / "init.scope/cgroup.procs", group / "cgroup.procs"):
@@ -149,7 +149,7 @@ class Lab:
         """Run a command in the network namespace of the switch, from an address outside of the cluster."""
         return run("nsenter", f"--net=/proc/{self.running.holder}/ns/net", *argv, check=check)
 
-    def inside(self, host: Host, script: str, check: bool = True) -> str:
+    def inside(self, host: LabHost, script: str, check: bool = True) -> str:
         """Run a shell script as root inside a host and return its output. Raises LabError if it fails or the host is off."""
         if self.running.kind == "metal":
             return run(*self.ssh(host), "sudo", "sh", "-euc", shlex.quote(script), check=check)
@@ -160,7 +160,7 @@ class Lab:
         enter = ["nsenter", "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--wd=/"]
         return run(*enter, "env", "-i", path, "sh", "-euc", script, check=check)
 
-    def ssh(self, host: Host) -> list[str | Path]:
+    def ssh(self, host: LabHost) -> list[str | Path]:
         """Return the ssh command that logs in to a host as its user."""
         options = ["-o", f"UserKnownHostsFile={self.known_hosts}", "-o", "StrictHostKeyChecking=yes"]
         options += ["-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20"]
@@ -212,13 +212,13 @@ class Lab:
             with locked(LABS / f"{self.name}.lock"):
                 self._down()
 
-    def boot(self, host: Host) -> None:
+    def boot(self, host: LabHost) -> None:
         """Switch a host on if it is off, and wait until it accepts a login."""
         if self.init_pid(host) is None:
             self._power_on(host)
         self._wait_for_login(host, self.running.kind)
 
-    def reboot(self, host: Host) -> None:
+    def reboot(self, host: LabHost) -> None:
         """Reboot a host through systemd, and wait until it accepts a login again."""
         before = self.inside(host, "cat /proc/sys/kernel/random/boot_id; stat -c %Y /proc/1")
         self.inside(host, "systemctl reboot --no-block || systemctl reboot", check=False)
@@ -255,7 +255,7 @@ class Lab:
             host_files.create_key(self.key, f"lab {self.name}")
             host_files.write_shared(self, kind, venv)
         for index in range(hosts + 1, state.hosts + 1):
-            self._remove(Host(index, state.net))
+            self._remove(LabHost(index, state.net))
         (self.folder / "boot.json").write_text(
             json.dumps(
                 {
@@ -280,7 +280,7 @@ class Lab:
         for host in self.hosts:
             self._wait_for_login(host, kind)
 
-    def _start(self, kind: str, hosts: int, releases: list[str]) -> State:
+    def _start(self, kind: str, hosts: int, releases: list[str]) -> LabState:
         """Create the cgroups, the namespaces, the switch, the cable to this machine and NAT."""
         self.folder.mkdir()
         machine.raise_limits()
@@ -298,7 +298,7 @@ class Lab:
             holder = network.start_holder(self, owner)
         finally:
             os.close(owner)
-        state = State(kind=kind, net=0, hosts=0, holder=holder, started=start_time(holder) or 0, releases=releases)
+        state = LabState(kind=kind, net=0, hosts=0, holder=holder, started=start_time(holder) or 0, releases=releases)
         self._write_state(state)
         state.net = network.connect_machine(holder)
         state.hosts = hosts
@@ -314,7 +314,7 @@ class Lab:
         for path in (self.key, self.known_hosts, self.inventory, self.folder / "cp"):
             os.chown(path, *owner)
 
-    def _power_on(self, host: Host) -> None:
+    def _power_on(self, host: LabHost) -> None:
         """Start a host in the namespaces of the lab; its script boots it again whenever it reboots."""
         state = self.running
         for group in self.cgroups(host):
@@ -346,7 +346,7 @@ class Lab:
             )
         self.wait(lambda: self.init_pid(host) is not None, f"{host.name} does not start")
 
-    def power_off(self, host: Host) -> None:
+    def power_off(self, host: LabHost) -> None:
         """Switch a host off without a shutdown, as a power failure does."""
         pid = self.init_pid(host)
         if pid is not None:
@@ -356,7 +356,7 @@ class Lab:
             self.wait(lambda: self.init_pid(host) is None, f"{host.name} does not stop")
         self.in_lab("ip", "link", "del", host.name, check=False)
 
-    def _remove(self, host: Host) -> None:
+    def _remove(self, host: LabHost) -> None:
         self.power_off(host)
         holder = self.running.holder
         for mount in ("root", "disk"):
@@ -365,10 +365,10 @@ class Lab:
             remove_cgroups(group)
         shutil.rmtree(self.folder / host.name)
 
-    def _wait_for_login(self, host: Host, kind: str) -> None:
+    def _wait_for_login(self, host: LabHost, kind: str) -> None:
         self.wait(lambda: self._accepts_login(host), f"{host.name} does not accept a login", BOOT_TIMEOUT[kind])
 
-    def _accepts_login(self, host: Host) -> bool:
+    def _accepts_login(self, host: LabHost) -> bool:
         try:
             with socket.create_connection((host.address, 22), timeout=0.5) as connection:
                 # An emulated host takes seconds to start the sshd that sends the banner.
@@ -386,7 +386,7 @@ class Lab:
         logs = [self.folder / "holder.log", *self.folder.glob("*/console.log")]
         return "".join(f"\n{log}: {text[-400:]}" for log in logs if (text := read_if_present(log).strip()))
 
-    def _write_state(self, state: State) -> None:
+    def _write_state(self, state: LabState) -> None:
         file = self.folder / "state.json"
         file.with_suffix(".new").write_text(json.dumps(asdict(state)))
         file.with_suffix(".new").rename(file)
@@ -398,7 +398,7 @@ class Lab:
             os.close(self._owner)
             self._owner = None
 
-    def _end_holder(self, state: State) -> None:
+    def _end_holder(self, state: LabState) -> None:
         """End the holder: by SIGTERM, after which it removes the cgroups, or else by SIGKILL."""
         if self._owner is not None:
             # A new holder may not handle signals yet; it always notices that its owner closed the pipe.

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.common.formats import clock, printable, thousands
 from trainer.supervise.status import HALTED
 from trainyard.run.host_run import ENDED_WELL, HostRun
-from trainyard.wire.reply_types.run_replies import GpuUse, Heartbeat
+from trainyard.wire.reply_types.run_replies import GpuUse, HeartbeatReply
 
 ENDED = (*ENDED_WELL, "failed", "lost", "none")
 MESSAGE_LIMIT = 1000  # characters of a rank's error message
@@ -22,7 +22,7 @@ SLOW = 1.5  # ratio of a rank's step time to the median of the others' that is r
 GPU_INTERVAL = 10.0  # s between two lines about the GPUs
 GPU_RANKS = 16  # ranks in such a line
 SLOW_STEPS = 5  # steps over which step times are averaged
-IMPORTING: Heartbeat = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
+IMPORTING: HeartbeatReply = {"status": "starting", "note": "importing torch"}  # what no rank can report of itself
 WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at a synchronization
 
 # torchrun ends the other workers of a dead one with SIGTERM, and gloo aborts a process whose peer has exited. Neither
@@ -30,7 +30,7 @@ WAITING = "waiting for slower ranks"  # the trainer's note while a rank waits at
 CONSEQUENCES = ("SIGTERM", "SIGABRT")
 
 
-Watch = Callable[[Heartbeat], None]
+Watch = Callable[[HeartbeatReply], None]
 
 
 @dataclass(frozen=True, order=True)
@@ -183,7 +183,7 @@ class Progress:
         where = {rank: part for part in parts for rank in part.states}
         return lines + self._slow_lines(where, first)
 
-    def _slow_lines(self, where: dict[int, HostRun], first: Heartbeat) -> list[str]:
+    def _slow_lines(self, where: dict[int, HostRun], first: HeartbeatReply) -> list[str]:
         """Report once a rank whose share of a step takes much longer than the other ranks' shares."""
         seconds = first.get("step_seconds") or []
         if first.get("status") != "training" or len(seconds) < 2 or first.get("step") == self.timed_step:
@@ -239,7 +239,7 @@ class Progress:
         return Cause(1, rank, host, f"{since}: {name} {how}", "stall")
 
 
-def progress_line(state: Heartbeat, world_size: int) -> str:
+def progress_line(state: HeartbeatReply, world_size: int) -> str:
     """Return a line such as ``step 12/80  loss 5.31  1.9k tok/s  ETA 0:42  (4 ranks)``."""
     words = [f"step {state['step']}/{state.get('steps') or '?'}", f"loss {state['loss']:.4g}"]
     if (reward := state.get("reward")) is not None:
@@ -269,7 +269,7 @@ def gpu_cell(use: GpuUse | None) -> str:
     return " ".join(form.format(value) for value, form in shown if value is not None) or "-"
 
 
-def gpu_line(states: dict[int, Heartbeat]) -> str:
+def gpu_line(states: dict[int, HeartbeatReply]) -> str:
     """Return the use of all ranks' GPUs in one line; empty if no rank has one."""
     cells = {rank: cell for rank, state in sorted(states.items()) if (cell := gpu_cell(state.get("gpu"))) != "-"}
     shown = [f"rank {rank} {cell}" for rank, cell in list(cells.items())[:GPU_RANKS]]
@@ -277,7 +277,7 @@ def gpu_line(states: dict[int, Heartbeat]) -> str:
     return f"GPU  {', '.join([*shown, *more])}" if cells else ""
 
 
-def phase_line(state: Heartbeat) -> str:
+def phase_line(state: HeartbeatReply) -> str:
     """Return the activity of a rank outside of training steps; empty during those."""
     phases = {"starting": "starting", "evaluating": "evaluating", "saving": "saving a checkpoint"}
     words = (phases.get(state.get("status", ""), ""), state.get("note") or "")

@@ -50,7 +50,7 @@ class ReadFiles(OpenReply):
     sha256: Annotated[dict[str, Digest], Field(max_length=FILES_LIMIT)]
 
 
-class Exchange(OpenReply):
+class ExchangeReply(OpenReply):
     """That the files are in place: the host reports no more."""
 
 
@@ -61,5 +61,5 @@ FILE_REPLY_TYPES: dict[str, Any] = {
     "relay": Relay,
     "commit": Commit,
     "read_files": ReadFiles,
-    "exchange": Exchange,
+    "exchange": ExchangeReply,
 }

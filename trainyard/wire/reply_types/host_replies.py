@@ -20,10 +20,10 @@ from trainyard.wire.reply_fields import (
     OpenReply,
     Port,
 )
-from trainyard.wire.reply_types.run_replies import Node, Result
+from trainyard.wire.reply_types.run_replies import NodeReply, Result
 
 
-class Gpu(OpenReply):
+class GpuFacts(OpenReply):
     name: Line
     memory_mib: Count
     uuid: Line
@@ -45,7 +45,7 @@ class HostFacts(OpenReply):
     bfloat16: NotRequired[Flag]
     cpus: Annotated[int, Field(strict=True, ge=1, le=2**20)]
     memory_mib: Count
-    gpus: Annotated[list[Gpu], Field(max_length=256)]
+    gpus: Annotated[list[GpuFacts], Field(max_length=256)]
     held_gpus: NotRequired[Annotated[dict[Line, Line], Field(max_length=RANKS_LIMIT)]]
     allocator: Line
     compiler: Flag
@@ -59,7 +59,7 @@ class HostFacts(OpenReply):
     result: Result | None
     rows: Counts
     running: Flag
-    part: Node | None
+    part: NodeReply | None
     stop_wanted: Flag
     busy_with: Line
     unreadable: Lines
@@ -73,7 +73,7 @@ class LinkMeasurement(OpenReply):
     stalled: NotRequired[Line]
 
 
-class Mesh(OpenReply):
+class MeshReply(OpenReply):
     mtu: Count
     taken: Annotated[list[Port], Field(max_length=1000)]
     reached: Annotated[dict[Line, dict[Line, Line]], Field(max_length=RANKS_LIMIT)]
@@ -98,7 +98,7 @@ class Names(OpenReply):
     seconds: Number
 
 
-class Memory(OpenReply):
+class HostMemory(OpenReply):
     total_mib: Count
     available_mib: Count
 
@@ -165,7 +165,7 @@ class Health(OpenReply):
     hostname: Line
     devices: Annotated[list[Device], Field(max_length=1000)]
     names: Names
-    memory: Memory
+    memory: HostMemory
     memory_allocated: Flag
     quota: Number | None
     load: Number
@@ -185,5 +185,5 @@ HOST_REPLY_TYPES: dict[str, Any] = {
     "host_facts": HostFacts,
     "health": Health,
     "hardware": Hardware,
-    "mesh": Mesh,
+    "mesh": MeshReply,
 }

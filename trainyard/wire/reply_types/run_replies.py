@@ -31,7 +31,7 @@ class Failure(OpenReply):
     signal: NotRequired[Line | None]
 
 
-class Node(OpenReply):
+class NodeReply(OpenReply):
     """The contents of `state/node.json`: the place of a host in a run."""
 
     run: NotRequired[Line]
@@ -70,7 +70,7 @@ class GpuUse(OpenReply):
     memory_peak_gb: NotRequired[Optional]
 
 
-class Heartbeat(OpenReply):
+class HeartbeatReply(OpenReply):
     """The contents of `state/rank<R>.json`: the last sign of life of a rank."""
 
     status: NotRequired[Line]
@@ -104,8 +104,8 @@ class RunStatus(OpenReply):
     alive: Flag
     now: Number
     run_dir: Line
-    node: Node | None
-    ranks: Annotated[dict[str, Heartbeat], BeforeValidator(by_rank), Field(max_length=RANKS_LIMIT)]
+    node: NodeReply | None
+    ranks: Annotated[dict[str, HeartbeatReply], BeforeValidator(by_rank), Field(max_length=RANKS_LIMIT)]
     stop_wanted: NotRequired[Flag]
     left: NotRequired[Flag]
     halted: NotRequired[Flag]
@@ -115,7 +115,7 @@ class RunStatus(OpenReply):
     outside: NotRequired[Flag]
 
 
-class RunList(OpenReply):
+class RunListReply(OpenReply):
     runs: Annotated[list[dict[str, Any]], Field(max_length=FILES_LIMIT)]  # each is checked as run_status
     skipped: NotRequired[Lines]
 
@@ -205,7 +205,7 @@ class VotedAnswer(OpenReply):
     logprob: Optional
 
 
-class Merged(OpenReply):
+class MergeReply(OpenReply):
     """The answer of ``python -m trainer merge``"""
 
     parts: NotRequired[Annotated[list[MergedPart], Field(max_length=RANKS_LIMIT)]]
@@ -265,12 +265,12 @@ RUN_REPLY_TYPES: dict[str, Any] = {
     "checkpoints": Checkpoints,
     "run_status": RunStatus,
     "run_stop": RunStop,
-    "run_list": RunList,
+    "run_list": RunListReply,
     "run_start": Started,
     "begin": Begun,
     "result.json": FinalResult,
     "trained result.json": TrainedResult,
-    "merge": Merged,
+    "merge": MergeReply,
     "evaluate": Evaluated,
     "metrics.jsonl": Metrics,
 }

@@ -73,7 +73,7 @@ class Checkpoint(OpenReply):
     time: Number
 
 
-class RunResult(OpenReply):
+class RunResultReply(OpenReply):
     status: NotRequired[Line]
     step: NotRequired[Count]
     steps: NotRequired[Count]
@@ -90,7 +90,7 @@ class RunSample(OpenReply):
     name: Folder
     state: dict[str, Any]  # checked as run_status
     checkpoints: Annotated[list[Checkpoint], Field(max_length=1000)]
-    result: RunResult | None
+    result: RunResultReply | None
 
 
 class NamedFolder(OpenReply):
