@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer.generation.journal import Journal
 from trainer.generation.ollama_client import Answer, Cancel
-from trainer.generation.rollout_servers import Adapter, Base, Request, RolloutServer, Sampling
+from trainer.generation.rollout_servers import Adapter, Base, RolloutRequest, RolloutServer, Sampling
 from trainer.generation.rollouts import Rollouts
 
 
@@ -28,10 +28,10 @@ class Sleeping(RolloutServer):
         super().__init__(name, Sampling("m-v", 1.0, 8, 64, 60.0), lambda: Adapter(version[0], Path(), Path(), ""))
         self.seconds, self._load_seconds, self._slot = seconds, load_seconds, threading.Lock()
 
-    def prepare(self, base: Base, prompt: Request) -> None:
+    def prepare(self, base: Base, prompt: RolloutRequest) -> None:
         """Do nothing."""
 
-    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+    def ask(self, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         """Sleep, in the only slot of the server."""
         began = time.monotonic()
         with self._slot:

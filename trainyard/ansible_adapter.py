@@ -28,7 +28,7 @@ from trainer.distributed.worker_process import die_with_launcher
 from trainer.supervise.processes import descendants, send_signal
 from trainyard.extra_vars import plain_data
 from trainyard.host_variables import make_host
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.run.launch_options import ALIASES, options_from_variables
 from trainyard.wire.connection import FanOut, Host, HostConnection, InventoryError, Login, last_line
 from trainyard.wire.openssh import open_connection
@@ -91,7 +91,7 @@ class ClusterAction(ActionBase):
         found: dict[str, Any] = plain_data(load_extra_vars(self._loader))
         return found
 
-    def cluster(self, variables: Mapping[str, Any], launch: Mapping[str, Any]) -> Cluster:
+    def cluster(self, variables: Mapping[str, Any], launch: Mapping[str, Any]) -> ClusterHosts:
         """Return the cluster of the play, with the hosts that failed before, and these launch options on top of its variables.
 
         Raises InventoryError.
@@ -100,7 +100,7 @@ class ClusterAction(ActionBase):
         launch_of = lambda values: options_from_variables(variables, self.resolve, {**launch, **values})  # noqa: E731
         hosts = [self._host(name, hostvars[name]) for name in variables["ansible_play_hosts_all"]]
         connect = lambda host: open_connection(self._host(host, hostvars[host]) if isinstance(host, str) else host)  # noqa: E731
-        return Cluster(hosts, variables["groups"], hostvars, connect, launch_of)
+        return ClusterHosts(hosts, variables["groups"], hostvars, connect, launch_of)
 
     def _host(self, name: str, variables: Any) -> Host:
         """Return the description of a host of the inventory. Raises InventoryError."""
@@ -234,13 +234,13 @@ class Inventory:
         remedy = f"add its hosts ({known}) to one, as in inventory/hosts.example.yml, or name another inventory with -i"
         return f"the inventory has no group cluster: {remedy}"
 
-    def cluster(self, launch: Mapping[str, Any]) -> Cluster:
+    def cluster(self, launch: Mapping[str, Any]) -> ClusterHosts:
         """Return the cluster, with these launch options on top of the inventory's. Raises InventoryError without hosts."""
         if not self.hosts:
             raise InventoryError(self._no_host())
         first = self.variables[self.hosts[0].name]
         launch_of = lambda values: options_from_variables(first, lambda value: value, {**launch, **values})  # noqa: E731
-        return Cluster(self.hosts, self.groups, self.variables, self.connect, launch_of)
+        return ClusterHosts(self.hosts, self.groups, self.variables, self.connect, launch_of)
 
     def connect(self, host: Host | str) -> HostConnection:
         """Make the connection to a host. Its name finds any host of the inventory, regardless of the limit."""

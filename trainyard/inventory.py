@@ -19,7 +19,7 @@ def service_host(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterHosts:
     """The cluster of an inventory, of a play or of the command line.
 
     Attributes:

@@ -138,7 +138,7 @@ try:
     from trainyard.discovery import networks
     from trainyard.discovery.engine import discover
     from trainyard.discovery.facts import machine_facts, model_groups, old_names, scan_facts
-    from trainyard.discovery.scan_result import Machine, Report, advice, summary, verdict
+    from trainyard.discovery.scan_result import LanMachine, ScanReport, advice, summary, verdict
     from trainyard.discovery.settings import Settings, SettingsError
     from trainyard.discovery.ssh import read_known_hosts
     from trainyard.discovery.trust import Trust, check_trust
@@ -182,7 +182,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         words = {name: tuple(map(str, values[name])) for name in ("networks", "hosts", "exclude", "interfaces")}
         return Settings(**values | words | {"ports": tuple(dict.fromkeys(values["ports"]))})
 
-    def _report(self, path: str, use_cache: bool) -> Report:
+    def _report(self, path: str, use_cache: bool) -> ScanReport:
         """Return the report of a scan, or the cached one if the options and the attached networks are the same."""
         settings = self._settings()
         if not self.get_option("cache"):
@@ -192,7 +192,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         key = f"{self.get_cache_key(path)}_{hashlib.sha256(state.encode()).hexdigest()[:12]}"
         if use_cache:
             try:
-                report = Report.model_validate_json(json.dumps(self._cache[key]))
+                report = ScanReport.model_validate_json(json.dumps(self._cache[key]))
             except KeyError:
                 pass
             except ValueError:
@@ -207,7 +207,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         self._cache[key] = report.model_dump(mode="json")
         return report
 
-    def _populate(self, report: Report) -> None:
+    def _populate(self, report: ScanReport) -> None:
         known = read_known_hosts(self.get_option("known_hosts"))
         names = self.declared.names
         file = self.get_option("known_hosts")[0]
@@ -236,7 +236,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         self._construct(trusted)
         self._print_report(report, untrusted, missing)
 
-    def _add(self, host: str, machine: Machine, trust: Trust, report: Report, declared: bool) -> None:
+    def _add(self, host: str, machine: LanMachine, trust: Trust, report: ScanReport, declared: bool) -> None:
         """Add a host and its variables. Variables that earlier sources declare about the host have priority."""
         self.inventory.add_host(host, group="discovered")
         variables = machine_facts(machine, trust, report)
@@ -292,7 +292,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
                 self._add_host_to_composed_groups(groups, host.get_vars(), host.name, strict)
                 self._add_host_to_keyed_groups(keyed_groups, host.get_vars(), host.name, strict)
 
-    def _print_report(self, report: Report, untrusted: list[tuple[str, Trust]], missing: int) -> None:
+    def _print_report(self, report: ScanReport, untrusted: list[tuple[str, Trust]], missing: int) -> None:
         """Print what was found and what the user can do, and keep the summary as the variable `discovered_scan`.
 
         `untrusted`: inventory names of machines whose host key has not been accepted. `missing`: how many declared hosts
@@ -361,7 +361,7 @@ class Declared:
         self.cluster = [h.name for h in inventory.groups["cluster"].get_hosts()]
         self.with_role = {h.name for g in ("head", "workers", "untrusted") for h in inventory.groups[g].get_hosts()}
 
-    def hosts_of(self, machine: Machine, own_addresses: tuple[str, ...]) -> list[str]:
+    def hosts_of(self, machine: LanMachine, own_addresses: tuple[str, ...]) -> list[str]:
         """Return the declared hosts that are this machine. One machine may be declared as several hosts."""
         found = [h for address in machine.addresses for h in self._hosts.get(address, [])]
         if machine.local:
@@ -375,7 +375,7 @@ class Declared:
         return host in self.cluster or host in self.with_role
 
 
-def _login_address(machine: Machine, report: Report) -> str:
+def _login_address(machine: LanMachine, report: ScanReport) -> str:
     """Return the address at which other machines reach it: this machine may have answered only at 127.0.0.1."""
     address = machine.addresses[0]
     return report.own_addresses[0] if address.startswith("127.") and report.own_addresses else address

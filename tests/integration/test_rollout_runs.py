@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from trainer.common.files import sha256_file
 from trainer.generation.ollama_client import Cancel, OllamaClient, OllamaError
-from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, Request, Sampling
+from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, RolloutRequest, Sampling
 from trainer.gguf.gguf_adapter import write_adapter
 from trainer.gguf.llama import write_llama
 
@@ -187,7 +187,7 @@ def test_an_adapter_is_live_on_three_servers_within_seconds(folder: Path, tmp_pa
         servers = [OllamaServer(client.url, client.url, sampling, lambda: newest[0]) for client in clients]
         tokenizer = AutoTokenizer.from_pretrained(base)
         ids = tokenizer("the cat and the dog")["input_ids"]
-        prompt = Request(0, 0, ids, tokenizer.decode(ids), 1)
+        prompt = RolloutRequest(0, 0, ids, tokenizer.decode(ids), 1)
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         for server in servers:
             server.prepare(Base("", tokens, str(tokenizer.bos_token or ""), weights, sha256_file(weights)), prompt)

@@ -15,14 +15,14 @@ from trainyard.commands.call import Call, own_groups
 from trainyard.commands.role_steps import ROLE_STEPS
 from trainyard.commands.table import COMMANDS
 from trainyard.front_end import command, option, playbook, queue_verb, serving_program
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.run.launch_options import LaunchOptions
 
 TOP = Path(__file__).resolve().parents[2]
 
 
 def call(command: str, program: bool, **extra_vars: Any) -> Call:
-    cluster = Cluster([], {}, {}, lambda host: pytest.fail("no host is asked"), lambda values: LaunchOptions())
+    cluster = ClusterHosts([], {}, {}, lambda host: pytest.fail("no host is asked"), lambda values: LaunchOptions())
     play = (lambda values: None) if program else None
     groups = COMMANDS[command].all_groups
     return Call(command, groups, {}, extra_vars, extra_vars, cluster, TOP, print, play=play)

@@ -23,7 +23,7 @@ from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.views import Pages
 from trainyard.evaluate import kept_evaluations as kept
 from trainyard.evaluate.questions import Question
-from trainyard.evaluate.scores import Answered, Report, summarise
+from trainyard.evaluate.scores import Answered, Outputs, summarise
 from trainyard.run.launch.start_record import has_start, keep_start, options_of, read_start
 from trainyard.run.launch_options import LaunchOptions
 from trainyard.run.types import PreparedRun
@@ -122,8 +122,8 @@ def result(count: int = 4, text: str = "no", files: Sequence[str] = ("a", "b")) 
         Question(files[n % len(files)], ({"role": "user", "content": f"{SCRIPT}{n}?"},), f"{n}.") for n in range(count)
     ]
     reports = [
-        Report("base", [Answered("0." if n == 0 else text, 1, False, 2.0, 3) for n in range(count)], 10.0),
-        Report("run", [Answered(f"{n}." if 2 * n >= count else text, 1, True) for n in range(count)], 20.0),
+        Outputs("base", [Answered("0." if n == 0 else text, 1, False, 2.0, 3) for n in range(count)], 10.0),
+        Outputs("run", [Answered(f"{n}." if 2 * n >= count else text, 1, True) for n in range(count)], 20.0),
     ]
     return summarise(asked, reports, 0)[0]
 

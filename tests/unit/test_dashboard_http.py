@@ -23,7 +23,7 @@ from trainyard.dashboard import security
 from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import make_view
-from trainyard.dashboard.security import SessionAuth, Site
+from trainyard.dashboard.security import ListenAddress, SessionAuth
 from trainyard.dashboard.views import Pages
 
 FORMS = ("/runs/r/stop", "/runs/failed/start", "/runs/r/deploy", "/queue/held/release")
@@ -57,7 +57,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     actions = Mock(spec=Actions)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    access = SessionAuth(Site("127.0.0.1", port), "t" * 43)
+    access = SessionAuth(ListenAddress("127.0.0.1", port), "t" * 43)
     pages._templates.globals["csrf"] = access.csrf
     streams: Any = {"node1": HostOfRuns(tmp_path)}
     app = app_module.Dashboard(pages.cluster, streams, pages, actions, access, Project(tmp_path)).app()

@@ -23,7 +23,7 @@ from trainyard.dashboard.actions import Actions
 from trainyard.dashboard.allocation import Allocation
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch, make_view
-from trainyard.dashboard.state import ClusterView, RunState
+from trainyard.dashboard.state import ClusterView, DashboardRun
 from trainyard.dashboard.timeline import Timeline
 from trainyard.dashboard.views import Pages
 from trainyard.queue.manage import ChangeOptions, change_runs
@@ -306,7 +306,7 @@ def test_the_page_of_a_run_says_what_the_queue_can_do_with_it() -> None:
     pages = pages_of(found._cluster, queue=found, can_start=lambda run: True)
 
     def action(run: str) -> str:
-        state = found._cluster.runs[run] = RunState(run)
+        state = found._cluster.runs[run] = DashboardRun(run)
         state.status = "failed"
         found._cluster.change()
         return pages.regions("run", run)["action"]["run-action"]

@@ -16,7 +16,7 @@ from trainer.generation.ollama_client import Cancel, OllamaError
 from trainyard.evaluate import subjects
 from trainyard.evaluate.kept_evaluations import kept_evaluations
 from trainyard.evaluate.questions import Question, Searcher, judge, read_questions
-from trainyard.evaluate.scores import Answered, Report, sign_test, summarise, wilson
+from trainyard.evaluate.scores import Answered, Outputs, sign_test, summarise, wilson
 from trainyard.evaluate.side_by_side import EvaluateOptions, evaluate
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
 from trainyard.ollama.teacher_nodes import Prompt, Teacher
@@ -82,8 +82,8 @@ def test_what_changed(tmp_path: Path) -> None:
     """Every subject is compared with the first one; the loss weighs tokens; a missing answer is neither right nor wrong."""
     asked = questions(tmp_path, *({"prompt": f"{n}?", "answer": str(n)} for n in range(3)))
     reports = [
-        Report("base", [Answered("0", 1, False, 2.0, 1), Answered("x", 1, False, 1.0, 3), None], 10.0),
-        Report("run", [Answered("x", 3, True), Answered("It is 1.", 5, False), Answered("2", 1, False)], 20.0),
+        Outputs("base", [Answered("0", 1, False, 2.0, 1), Answered("x", 1, False, 1.0, 3), None], 10.0),
+        Outputs("run", [Answered("x", 3, True), Answered("It is 1.", 5, False), Answered("2", 1, False)], 20.0),
     ]
     result, lines = summarise(asked, reports, show=2)
     [before, after] = result["scores"]["q"]

@@ -13,7 +13,7 @@ from tables import table
 from plugins.modules.nvidia_info import find_cards
 from trainer.supervise import nvidia_smi
 from trainyard.preflight.cluster_checks import HYPER_V
-from trainyard.preflight.findings import Finding, Report, host_table
+from trainyard.preflight.findings import Finding, PreflightReport, host_table
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.runner import check, controller_connections
 from trainyard.remote import wsl
@@ -257,14 +257,15 @@ def test_hosts_that_do_not_answer(word: str, remedy: str) -> None:
 def test_the_report_has_an_exit_code_and_names_the_first_failure() -> None:
     warning = Finding("cpu", "node1", "warning", "slow", "look")
     failure = Finding("disk", "node2", "failure", "full", "make room")
-    assert Report([], []).exit_code == Report([Finding("names", "", "note", "x", "y")], []).exit_code == 0
-    assert (Report([warning], []).exit_code, Report([warning], []).error) == (1, "")
-    assert Report([failure, warning], []).error == "node2: full: make room [disk]"
-    several = Report([failure, failure, warning], ["table", failure.line, failure.line, warning.line])
+    note = Finding("names", "", "note", "x", "y")
+    assert PreflightReport([], []).exit_code == PreflightReport([note], []).exit_code == 0
+    assert (PreflightReport([warning], []).exit_code, PreflightReport([warning], []).error) == (1, "")
+    assert PreflightReport([failure, warning], []).error == "node2: full: make room [disk]"
+    several = PreflightReport([failure, failure, warning], ["table", failure.line, failure.line, warning.line])
     assert several.error == "node2: full: make room [disk] (and 1 more failure, listed below)"
     assert several.other_lines == ["table", failure.line, warning.line], "the error is printed above them"
-    assert Report([warning], [warning.line]).other_lines == [warning.line]
-    report = Report([failure], [], healthy_hosts()).as_dict()
+    assert PreflightReport([warning], [warning.line]).other_lines == [warning.line]
+    report = PreflightReport([failure], [], healthy_hosts()).as_dict()
     assert report["exit"] == 2 and report["findings"] == [{"id": "disk"} | dataclasses.asdict(failure)]
     assert set(report["hosts"]["node1"]) == {"address", "data_dir", "python", "facts", "health", "mesh"}
 

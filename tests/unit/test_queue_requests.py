@@ -17,7 +17,7 @@ from tables import table
 from trainer.common.errors import UserError
 from trainer.planner.recommend import estimate_seconds
 from trainer.spec import make_spec
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.queue.manage import change_options, check_verb, manage_queue
 from trainyard.queue.new_runs import NewRun, read_runs
 from trainyard.queue.queue_client import QueueState, SlurmNode, queue_host
@@ -154,7 +154,7 @@ def test_the_queue_host_is_that_of_the_role() -> None:
 def test_the_host_is_asked_whether_it_has_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = replace(HOST, data_dir=str(tmp_path / "data"), python=sys.executable)
     connect = lambda name: HostConnection(here, LocalTransport())  # noqa: E731
-    cluster = Cluster([here], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
+    cluster = ClusterHosts([here], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
     conf = tmp_path / "slurm.conf"
     monkeypatch.setenv("SLURM_CONF", str(conf))
     slurm = FakeSlurm(tmp_path / "slurm", tmp_path / "data")
@@ -174,7 +174,7 @@ def test_no_host_is_asked_before_mistakes_are_found() -> None:
         raise AssertionError(f"{name} was asked")
 
     for values in table("queue_requests")["no_host_is_asked"]:
-        cluster = Cluster([HOST], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
+        cluster = ClusterHosts([HOST], {"cluster": ["node1"]}, {"node1": {}}, connect, launch_of)
         with pytest.raises(UserError):
             manage_queue(values, cluster, TOP, print, False)
 

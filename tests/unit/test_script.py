@@ -13,7 +13,7 @@ from tables import table
 
 import trainer
 from trainer.common.errors import ScriptError, UserError
-from trainer.loop.script import RESULT, Progress, check_script, environment, result
+from trainer.loop.script import RESULT, ScriptSteps, check_script, environment, result
 from trainer.spec import make_spec
 from trainyard.queue.new_runs import NewRun
 from trainyard.queue.request import QueueOptions
@@ -98,7 +98,7 @@ def test_a_queued_script_has_no_estimate(tmp_path: Path) -> None:
 def test_progress_is_what_this_start_reports(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 7, "loss": 9.0}\n')
-    progress = Progress(path, steps=0)
+    progress = ScriptSteps(path, steps=0)
     assert not progress.read() and progress.latest == {}
     with path.open("a") as file:
         file.write('{"step": 8, "steps": 20, "loss": 5.0}\nno JSON\n[1]\n{"step": "9"}\n{"step": -1}\n{"loss": NaN}\n')
@@ -113,7 +113,7 @@ def test_progress_is_what_this_start_reports(tmp_path: Path) -> None:
 
 def test_the_script_cannot_change_what_the_run_is_in_its_result(tmp_path: Path) -> None:
     spec = make_spec({"script": "worker.py", "run": "r"}, "the test")
-    progress = Progress(tmp_path / "metrics.jsonl", steps=0)
+    progress = ScriptSteps(tmp_path / "metrics.jsonl", steps=0)
     (tmp_path / RESULT).write_text(json.dumps({"status": "failed", "run": "other", "accuracy": 0.5, "step": 3}))
     made = result(spec, tmp_path, progress)
     assert made["status"] == "finished" and made["run"] == "r" and made["accuracy"] == 0.5 and made["step"] == 3

@@ -29,7 +29,7 @@ _CACHED = 4096  # tails that are kept
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerSpans:
     """A rendered chat. `spans`: the characters of each answer with loss, in order. `open_end`: nothing ends the last answer.
 
     `left_out`: what the template does not render of earlier answers when later turns follow, such as "reasoning".
@@ -89,7 +89,7 @@ class AnswerFinder:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         silent: Collection[int] = (),
-    ) -> Answers:
+    ) -> AnswerSpans:
         """Return a chat's text and where its answers are.
 
         Args:
@@ -212,7 +212,7 @@ class AnswerFinder:
 
     # Places -------------------------------------------------------------------------------------------------------------
 
-    def _locate(self, chat: _Chat, silent: Collection[int], python: bool) -> Answers:
+    def _locate(self, chat: _Chat, silent: Collection[int], python: bool) -> AnswerSpans:
         left_out = tuple(self._left_out(chat))
         spans: list[Span] = []
         open_end = False
@@ -227,7 +227,7 @@ class AnswerFinder:
                     open_end = is_open and index == len(chat.messages) - 1
         if any(second[0] < first[1] for first, second in itertools.pairwise(spans)):
             raise TemplateError("chat template: it writes the answers of a chat out of order")
-        return Answers(chat.reading.text, tuple(spans), open_end, left_out)
+        return AnswerSpans(chat.reading.text, tuple(spans), open_end, left_out)
 
     def _spans(self, chat: _Chat, index: int) -> tuple[list[Span], bool]:
         """Return where the answer with this index stands, and whether nothing ends it. Raises TemplateError."""

@@ -18,7 +18,7 @@ from trainer.common.inputs import path_kind
 from trainer.config import RunSpec
 from trainer.config.dataset_source import DatasetSource
 from trainer.config.methods import METHODS, Data
-from trainer.data.answer_spans import AnswerFinder, Answers
+from trainer.data.answer_spans import AnswerFinder, AnswerSpans
 from trainer.data.corpus import Corpus, joined, load_corpus, save_corpus
 from trainer.data.data_report import BEYOND, NO_ANSWER, NO_DATA, NO_STOP, SAME, TOO_LONG, WITHOUT_TEMPLATE, DataReport
 from trainer.data.dataset_files import dataset_digest
@@ -257,7 +257,7 @@ class Encoder:
         """Return the text of tokens, with that of special tokens."""
         return self._text.decode(ids)
 
-    def check(self, sample: Sample) -> Answers | None:
+    def check(self, sample: Sample) -> AnswerSpans | None:
         """Render a chat and locate its answers, without encoding it; None for a text. Raises UserError as `encode`."""
         if sample.rejected:
             self.check(sample.rejected)

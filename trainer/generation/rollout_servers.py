@@ -61,7 +61,7 @@ class Sampling:
 
 
 @dataclass
-class Request(Task):
+class RolloutRequest(Task):
     """One completion that a server writes.
 
     `step, place`: for which step of the run, and where in it. `tokens, text`: the prompt.
@@ -86,11 +86,11 @@ class RolloutServer(ABC):
         self._live: list[int] = []
 
     @abstractmethod
-    def prepare(self, base: Base, prompt: Request) -> None:
+    def prepare(self, base: Base, prompt: RolloutRequest) -> None:
         """Get the server ready, and check with one prompt that it reads the prompt's tokens."""
 
     @abstractmethod
-    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+    def ask(self, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         """Return the completion of a prompt by the newest adapter."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class RolloutServer(ABC):
                 self.unload(self._live.pop(0))
             return newest.version, self.model(newest.version)
 
-    def _with_newest(self, prompt: Request, write: Callable[[str], Answer]) -> Answer:
+    def _with_newest(self, prompt: RolloutRequest, write: Callable[[str], Answer]) -> Answer:
         """Return what `write` returns for the name of the newest adapter."""
         try:
             prompt.version, model = self.current()
@@ -154,7 +154,7 @@ class OllamaServer(RolloutServer):
             "num_ctx": sampling.context,
         }
 
-    def prepare(self, base: Base, prompt: Request) -> None:
+    def prepare(self, base: Base, prompt: RolloutRequest) -> None:
         """Put the base model and the newest adapter on the server, and check that it reads the prompt's tokens.
 
         Raises OllamaError: the server runs no adapters, lacks the base model, or has another vocabulary.
@@ -187,7 +187,7 @@ class OllamaServer(RolloutServer):
                 f"the vocabulary of {printable(self._base, 80)} is not that of the run: set rollout_model to the same model"
             )
 
-    def _check_prompt(self, prompt: Request, base: Base) -> None:
+    def _check_prompt(self, prompt: RolloutRequest, base: Base) -> None:
         """Compare the number of tokens that the server reads. Without a token that it adds itself, it may be one less."""
         _, model = self.current()
         more: dict[str, Any] = {"options": self._options | {"num_predict": 1}, "raw": True}
@@ -200,11 +200,11 @@ class OllamaServer(RolloutServer):
             f"it reads a prompt of {len(prompt.tokens)} tokens as {answer.prompt_tokens}: the tokenizer differs from that of the run"
         )
 
-    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+    def ask(self, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         """Return the completion of a prompt by the newest adapter. Raises OllamaError."""
         return self._with_newest(prompt, lambda model: self._generate(model, prompt, cancel))
 
-    def _generate(self, model: str, prompt: Request, cancel: Cancel) -> Answer:
+    def _generate(self, model: str, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         more: dict[str, Any] = {"deadline": self._sampling.timeout, "first": self._sampling.timeout, "cancel": cancel}
         more["keep"] = min(MAX_ANSWER, (self._sampling.limit + 16) * _LINE)  # the pool waits while a text is encoded
         text, left = "", self._sampling.limit
@@ -223,7 +223,7 @@ class OllamaServer(RolloutServer):
             if left < 1:
                 return Answer(text, "", "length", 0, 0.0, 0.0)
 
-    def _text(self, prompt: Request) -> str:
+    def _text(self, prompt: RolloutRequest) -> str:
         return prompt.text.removeprefix(self._adds)
 
     def probe(self) -> None:
@@ -265,16 +265,16 @@ class VLLMServer(RolloutServer):
         super().__init__(name, sampling, newest)
         self._folder, self._client = folder, OllamaClient(url, port=80)
 
-    def prepare(self, base: Base, prompt: Request) -> None:
+    def prepare(self, base: Base, prompt: RolloutRequest) -> None:
         """Load the newest adapter and write one token. Raises OllamaError."""
         _, model = self.current()
         self._complete(model, prompt, 1, None)
 
-    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+    def ask(self, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         """Return the completion of a prompt by the newest adapter. Raises OllamaError."""
         return self._with_newest(prompt, lambda model: self._complete(model, prompt, self._sampling.limit, cancel))
 
-    def _complete(self, model: str, prompt: Request, limit: int, cancel: Cancel | None) -> Answer:
+    def _complete(self, model: str, prompt: RolloutRequest, limit: int, cancel: Cancel | None) -> Answer:
         body = {"model": model, "prompt": list(prompt.tokens), "max_tokens": limit, "seed": prompt.seed}
         body |= {"temperature": self._sampling.temperature, "return_token_ids": True, **self._OPTIONS}
         limits = {"deadline": self._sampling.timeout, "first": self._sampling.timeout}

@@ -17,7 +17,7 @@ from trainer.common.formats import counted, printable
 from trainer.generation.journal import Completion, Journal
 from trainer.generation.ollama_client import Answer, OllamaError
 from trainer.generation.pool import ServerPool
-from trainer.generation.rollout_servers import Request, RolloutServer
+from trainer.generation.rollout_servers import RolloutRequest, RolloutServer
 
 _CLOSING = 20.0  # s for the end of requests: a server may hang while it takes an adapter
 _TRIES = 20  # texts without tokens that servers write for one prompt before a run without other workers fails
@@ -61,7 +61,7 @@ class Rollouts:
         journal: Journal,
         *,
         claim: Callable[[int, int], int],
-        tokens_of: Callable[[Request, Answer], list[int] | None],
+        tokens_of: Callable[[RolloutRequest, Answer], list[int] | None],
         text_of: Callable[[Sequence[int]], str],
         seed_of: Callable[[int, int, int], int],
         ranks: bool,
@@ -75,7 +75,7 @@ class Rollouts:
         self._changed = threading.Condition()
         self.error, self._ranks, self._prefix = "", ranks, prefix
         self.undecodable = 0  # completions whose text is not one that the tokens of the run give
-        self._pool: ServerPool[RolloutServer, Request] = ServerPool(
+        self._pool: ServerPool[RolloutServer, RolloutRequest] = ServerPool(
             servers, self._deliver, patience=patience, give_up=self._give_up, watch=self._watch
         )
         self._down: set[int] = set()  # places of servers of which the log says that they do not write
@@ -102,7 +102,7 @@ class Rollouts:
 
     # The source of the pool -----------------------------------------------------------------------------------------------
 
-    def take(self) -> Request | None:
+    def take(self) -> RolloutRequest | None:
         """Return the next prompt that no rank and no server has claimed; None if there is none."""
         with self._changed:
             for number, step in sorted(self._steps.items()):
@@ -110,7 +110,7 @@ class Rollouts:
                     step.asked[place] = time.monotonic()
                     tokens = step.prompts[place]
                     seed = self._seed_of(number, place, step.tries.get(place, 0))
-                    return Request(number, place, tokens, self._text_of(tokens), seed)
+                    return RolloutRequest(number, place, tokens, self._text_of(tokens), seed)
         return None
 
     def left(self) -> int:
@@ -135,7 +135,7 @@ class Rollouts:
 
     # Completions ----------------------------------------------------------------------------------------------------------
 
-    def _deliver(self, new: list[tuple[Request, RolloutServer, Answer]]) -> None:
+    def _deliver(self, new: list[tuple[RolloutRequest, RolloutServer, Answer]]) -> None:
         arrived = []
         for request, server, answer in new:
             ids = self._tokens_of(request, answer)
@@ -172,13 +172,13 @@ class Rollouts:
             self._journal.add(new)
             self._changed.notify_all()
 
-    def _give_up(self, request: Request, why: str) -> None:
+    def _give_up(self, request: RolloutRequest, why: str) -> None:
         self._log(f"rollouts: a completion of step {request.step + 1} was not written: {printable(why, 200)}")
         self._return(request)
         if not self._ranks:
             self._fail(f"a completion of step {request.step + 1} was not written: {why}")
 
-    def _return(self, request: Request) -> int:
+    def _return(self, request: RolloutRequest) -> int:
         """Give back what a server has not written; return how often that was."""
         tries = 0
         with self._changed:

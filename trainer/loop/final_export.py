@@ -27,7 +27,7 @@ from trainer.strategy import plan_of
 if TYPE_CHECKING:
     import torch
 
-    from trainer.loop.train import Evaluation
+    from trainer.loop.train import Evaluator
     from trainer.loop.training_inputs import TrainingInputs
     from trainer.records.run_state import RunState
     from trainer.records.step_metrics import StepMetrics
@@ -42,7 +42,7 @@ def finalize(
     inputs: "TrainingInputs",
     strategy: "Strategy",
     state: "RunState",
-    evaluation: "Evaluation",
+    evaluation: "Evaluator",
     recorder: "Recorder",
     heartbeat: "Heartbeat",
     run_dir: Path,

@@ -53,7 +53,7 @@ def run_script(spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> dict[str, 
         for earlier in ("result.json", RESULT):
             (run_dir / earlier).unlink(missing_ok=True)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
-    stop, progress = StopRequest(run_dir), Progress(run_dir / "metrics.jsonl", spec.max_steps)
+    stop, progress = StopRequest(run_dir), ScriptSteps(run_dir / "metrics.jsonl", spec.max_steps)
     log = run_dir / "logs" / f"rank{os.environ.get('RANK', '0')}.log" if "TORCHELASTIC_RUN_ID" in os.environ else None
     before = log.stat().st_size if log and log.exists() else 0
     process = subprocess.Popen(
@@ -78,7 +78,7 @@ def run_script(spec: RunSpec, run_dir: Path, heartbeat: Heartbeat) -> dict[str, 
     return {"status": "stopped" if stopped else "finished", "step": progress.step, "steps": progress.steps}
 
 
-def _follow(process: subprocess.Popen[bytes], stop: StopRequest, progress: Progress, heartbeat: Heartbeat) -> bool:
+def _follow(process: subprocess.Popen[bytes], stop: StopRequest, progress: ScriptSteps, heartbeat: Heartbeat) -> bool:
     """Report the progress of a script until it ends; return whether a stop was requested.
 
     Only rank 0 reports that a script is alive which reports no step. Afterwards a heartbeat is progress, as in a run of the
@@ -114,7 +114,7 @@ def environment(spec: RunSpec, run_dir: Path) -> dict[str, str]:
     }
 
 
-class Progress:
+class ScriptSteps:
     """The steps that a script reports in `metrics.jsonl` of this host during this start.
 
     Attributes:
@@ -163,7 +163,7 @@ def _fields(line: bytes) -> dict[str, Any]:
     return found | counts if "step" in counts else {}
 
 
-def result(spec: RunSpec, run_dir: Path, progress: Progress) -> dict[str, Any]:
+def result(spec: RunSpec, run_dir: Path, progress: ScriptSteps) -> dict[str, Any]:
     """Return the contents of result.json: the script's own result, and the data that does not depend on it.
 
     Raises ScriptError: the script wrote something else than one JSON object of at most MAX_RESULT bytes.

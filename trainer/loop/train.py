@@ -89,7 +89,7 @@ class Batches:
         return tensor.to(self._world.device, non_blocking=True)
 
 
-class Evaluation:
+class Evaluator:
     """Computes the loss on the held-out samples.
 
     `loss`, `metrics`: the newest results, those of the method by name; `step`: the step they belong to, or -1.
@@ -341,7 +341,7 @@ def train(
     begin(strategy, state, spec, run_dir, heartbeat)
     recorder = open_records(inputs, run_dir, world, state)
     saver = Saver(run_dir / "checkpoints", spec.checkpoint_keep, world, strategy)
-    evaluation = Evaluation(inputs, world, strategy, batches, heartbeat)
+    evaluation = Evaluator(inputs, world, strategy, batches, heartbeat)
     method = begin_method(inputs, strategy, run_dir)
     if spec.eval_start and not state.step:
         state.totals["eval_loss_first"] = evaluation.update(0)

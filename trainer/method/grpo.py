@@ -334,7 +334,7 @@ class GRPO(Method):
         self, work: Work, prompts: Sequence[int], ids: list[list[int]], group: int
     ) -> tuple[str, Any, Any, Any]:
         """Return an error, and the names, weights and rewards of all functions."""
-        from trainer.rewards.reward_process import RewardProcess, Rollouts
+        from trainer.rewards.reward_process import RewardBatch, RewardProcess
 
         assert self._run is not None and work.corpus.records is not None
         records = [work.corpus.records[sample] for sample in prompts for _ in range(group)]
@@ -355,7 +355,7 @@ class GRPO(Method):
                 self._run.tokenizer.decode(tokens[max(starts[i], starts[i + 1] - 32) : starts[i + 1]]) for i in prompts
             ]
             endings = [end for end in ends for _ in range(group)]
-            rollouts = Rollouts(asked, answers, ids, given, max(0, work.step), self._run.steps, endings)
+            rollouts = RewardBatch(asked, answers, ids, given, max(0, work.step), self._run.steps, endings)
             parts: list[list[float]] = self._process(rollouts).tolist() if ids else []
         except UserError as error:
             return str(error), [], [], []

@@ -44,7 +44,7 @@ class ORPOPlan(PreferencePlan):
 PLAN = ORPOPlan()
 
 
-class Answers(NamedTuple):
+class AnswerMask(NamedTuple):
     """The `extra` of a micro-batch, whose labels are all tokens of the chosen sequences and the answers of the rejected ones.
 
     `mask`: which tokens belong to answers, bool [rows, T]; `pairs_per_token`: of the update, so that its sum of token losses, divided by its pairs, is their mean.
@@ -69,7 +69,7 @@ class ORPO(PreferenceMethod):
         whole: np.ndarray = np.zeros(labels.shape, np.bool_)
         for row, size in enumerate(lengths):
             whole[row, :size] = True
-        extra = Answers(on_device(labels != packing.IGNORED), work.shared)
+        extra = AnswerMask(on_device(labels != packing.IGNORED), work.shared)
         return arranged((ids, positions, np.where(whole, ids, labels)), on_device)._replace(extra=extra)
 
     def preference_loss(self, module: ModelWithLoss, batch: Batch) -> torch.Tensor:

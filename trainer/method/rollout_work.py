@@ -34,7 +34,7 @@ from trainer.generation.rollout_servers import (
     Adapter,
     Base,
     OllamaServer,
-    Request,
+    RolloutRequest,
     RolloutServer,
     Sampling,
     VLLMServer,
@@ -274,7 +274,7 @@ class RolloutWork:
         corpus, sample = self._ahead.corpus, self._ahead.prompts(step)[0]
         prompt = list(corpus.tokens[corpus.starts[sample] : corpus.starts[sample + 1]].tolist())
         with self._base(rank) as base:
-            ready = self._prepared(sampling, base, Request(step, 0, prompt, self._text.decode(prompt), 0), rank)
+            ready = self._prepared(sampling, base, RolloutRequest(step, 0, prompt, self._text.decode(prompt), 0), rank)
 
         def is_valid(each: Completion) -> bool:
             known = each.version >= step or each.version in self._versions
@@ -296,7 +296,7 @@ class RolloutWork:
             prefix=self._prefix,
         )
 
-    def _prepared(self, sampling: Sampling, base: Base, prompt: Request, rank: Rank) -> list[RolloutServer]:
+    def _prepared(self, sampling: Sampling, base: Base, prompt: RolloutRequest, rank: Rank) -> list[RolloutServer]:
         servers: list[RolloutServer] = [
             VLLMServer(name, url, sampling, self._adapter, self._spec.rollout_folder)
             if is_vllm(url)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.generation.ollama_client import Answer
-from trainer.generation.rollout_servers import Request
+from trainer.generation.rollout_servers import RolloutRequest
 
 _BEFORE = ("", "\n", ".")  # texts before a completion that is encoded: some tokenizers begin a text with a space
 
@@ -20,7 +20,7 @@ class ServerTokens:
     ends: AbstractSet[int]  # the tokens that end a completion
     limit: int  # tokens of a completion at most
 
-    def of(self, request: Request, answer: Answer) -> list[int] | None:
+    def of(self, request: RolloutRequest, answer: Answer) -> list[int] | None:
         """Return the tokens of a completion up to the one that ends it; None if there are none.
 
         Tokens are those that encoding the text gives, as for any text of a dataset: a server tells its own ones only with vLLM's API.
@@ -31,7 +31,7 @@ class ServerTokens:
         ids = ids[: self.limit]
         return list(ids[: next((place for place, token in enumerate(ids, 1) if token in self.ends), len(ids))])
 
-    def _encoded(self, request: Request, answer: Answer) -> list[int] | None:
+    def _encoded(self, request: RolloutRequest, answer: Answer) -> list[int] | None:
         text = answer.text.rstrip("\ufffd") if answer.finished == "length" else answer.text
         if answer.thinking or "\ufffd" in text:  # a part of the answer is missing
             return None

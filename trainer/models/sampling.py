@@ -18,7 +18,7 @@ def uniform(count: int, *key: int) -> np.ndarray:
     return np.random.Philox(np.random.SeedSequence([*key])).random_raw(count) / 2.0**64
 
 
-class Sampler(LogitsProcessor):
+class TokenSampler(LogitsProcessor):
     """Leaves one token of each row, drawn by the inverse of the cumulated probabilities."""
 
     def __init__(self, draws: torch.Tensor, width: int, tokens: int, temperature: float) -> None:
@@ -63,7 +63,7 @@ class CompletionWriter:
         ids = torch.tensor([[0] * (width - len(prompt)) + [*prompt] for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         draws = torch.from_numpy(np.stack([uniform(most, *key) for key in keys])).to(self._device)
-        sampler = Sampler(draws, width, self._count, self._temperature)
+        sampler = TokenSampler(draws, width, self._count, self._temperature)
         own = self._model.generation_config
         self._model.generation_config = self._config
         try:

@@ -28,7 +28,7 @@ from trainer.spec import make_spec, read_spec
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model to evaluate: the result of the run in `folder`, or the base model of that run; or `model`, which belongs to no run."""
 
     folder: Path
@@ -132,7 +132,7 @@ def main() -> int:
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    subject = Subject(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
+    subject = EvaluatedModel(Path(request["folder"]), bool(request["base"]), str(request.get("model", "")))
     refuse_special_files(subject.folder, "evaluate", RUN_FILES)
     size, length = int(request["batch_size"]), int(request["max_tokens"])
     how = {"temperature": float(request.get("temperature", 0.0)), "seeds": request.get("seeds", [])}

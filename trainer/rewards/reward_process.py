@@ -42,7 +42,7 @@ class RewardFunction:
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RewardBatch:
     """Completions that are rated together.
 
     Attributes:
@@ -88,7 +88,7 @@ class RewardProcess:
                 "them (collective_timeout): increase collective_timeout, or decrease reward_timeout"
             )
 
-    def __call__(self, rollouts: Rollouts) -> np.ndarray:
+    def __call__(self, rollouts: RewardBatch) -> np.ndarray:
         """Return the rewards of completions by function, float64 [n, functions]; NaN where a function does not rate one.
 
         Raises UserError: a function failed, exceeded a limit, or returned something else; the message names it.

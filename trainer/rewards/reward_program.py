@@ -34,7 +34,7 @@ class Reward:
     function: Function
 
     def rate(self, batch: Mapping[str, Any]) -> list[float | None]:
-        """Return the rewards of a batch (the fields of Rollouts); None for a completion that the function does not rate. Raises RewardError."""
+        """Return the rewards of a batch (the fields of RewardBatch); None for a completion that the function does not rate. Raises RewardError."""
         state = SimpleNamespace(global_step=batch["step"], max_steps=batch["steps"])
         given = {name: batch[name] for name in ("prompts", "completions", "completion_ids")} | batch["columns"]
         if not self.file:  # a built-in reward

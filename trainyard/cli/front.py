@@ -12,7 +12,7 @@ from trainyard.cli.playbooks import run_playbook
 from trainyard.commands.call import Call, own_groups
 from trainyard.commands.groups import LAUNCH
 from trainyard.commands.table import Command
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.run.launch_options import ALIASES, make_options
 from trainyard.wire.connection import Host, HostConnection
 
@@ -50,7 +50,7 @@ def make_call(
     elif arguments.inventory or arguments.extra_vars:
         raise UserError(f"{command.name}: it concerns no hosts: omit --inventory and --extra-vars")
     else:
-        cluster, extra_vars = Cluster([], {}, {}, _no_host, make_options), {}
+        cluster, extra_vars = ClusterHosts([], {}, {}, _no_host, make_options), {}
     given, flags = dict[str, Any](), dict[str, Any]()
     for group in own_groups(command.groups):
         known = {name: value for name, value in extra_vars.items() if group.knows(name)} | arguments.of(group)

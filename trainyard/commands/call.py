@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from trainer.config import RunSpec, resolve_aliases
 from trainyard.commands.groups import COMMON, LAUNCH, Group, SpecGroup
 from trainyard.extra_vars import check_names, check_pairs, read_run_spec
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.ollama.rollout_hosts import with_rollout_servers
 from trainyard.ollama.teachers import Candidate, candidates
 from trainyard.playbook_options import PlaybookOptions
@@ -38,7 +38,7 @@ class Call:
     given: Mapping[str, Any]  # the command's own options, by name: flags, options of the task, or variables
     extra_vars: Mapping[str, Any]  # the values of `-e`
     values: Mapping[str, Any]  # `extra_vars`, and flags, which take precedence
-    cluster: Cluster  # the inventory
+    cluster: ClusterHosts  # the inventory
     top: Path  # the project's folder
     report: Callable[[str], None]  # receives lines while the command runs
     check: bool = False  # change nothing

@@ -31,11 +31,11 @@ EARLIER = 5  # actions of a run that its page lists besides the newest
 CONNECT_LIMIT = 60.0  # s for the inventory to make a connection
 
 
-Work = Callable[["Progress"], dict[str, Any]]
+Work = Callable[["ActionProgress"], dict[str, Any]]
 """Does an action in a thread; returns its `lines`."""
 
 
-class Progress:
+class ActionProgress:
     """What the thread of an action reports to the event loop, and the connections that it uses."""
 
     def __init__(self, action: Action, pages: Pages, connect: Callable[[Host], HostConnection]) -> None:
@@ -86,7 +86,7 @@ class Actions:
     def stop(self, run: str, now: bool) -> bool:
         """Stop a run, after a checkpoint or `now`. Returns False if an action on the run is in progress."""
 
-        def work(progress: Progress) -> dict[str, Any]:
+        def work(progress: ActionProgress) -> dict[str, Any]:
             return stop_run(run, self._hosts, self._by_name(progress), self._options, now=now)
 
         return self._begin(run, "Kill the ranks" if now else "Stop after a checkpoint", work)
@@ -94,7 +94,7 @@ class Actions:
     def start(self, run: str) -> bool:
         """Start a run again with its spec, so that it resumes, and follow it to its end. As `stop`."""
 
-        def work(progress: Progress) -> dict[str, Any]:
+        def work(progress: ActionProgress) -> dict[str, Any]:
             how = self._hosts, progress.connect, self._options, progress.report
             return _run(self._project.session_of(run, *how), progress)
 
@@ -103,7 +103,7 @@ class Actions:
     def plan(self, draft: Draft) -> None:
         """Plan a new run; nothing starts."""
 
-        def work(progress: Progress) -> dict[str, Any]:
+        def work(progress: ActionProgress) -> dict[str, Any]:
             session = self._new_session(draft, progress, spec=draft.spec)
             planned = session.plan(preview=True)
             if failure := session.state.failure:  # max_restarts leaves it to `follow`
@@ -120,7 +120,7 @@ class Actions:
         if not prepared or draft.start:
             return False
 
-        def work(progress: Progress) -> dict[str, Any]:
+        def work(progress: ActionProgress) -> dict[str, Any]:
             return _run(self._new_session(draft, progress, state=SessionState(prepared=prepared)), progress)
 
         begun = self._begin(prepared.run, "Start", work)
@@ -128,14 +128,14 @@ class Actions:
             draft.start = self._pages.actions[prepared.run]
         return begun
 
-    def _new_session(self, draft: Draft, progress: Progress, **what: Any) -> RunSession:
+    def _new_session(self, draft: Draft, progress: ActionProgress, **what: Any) -> RunSession:
         what |= {"home": self._project.home, "report": progress.report}
         return RunSession(draft.hosts, progress.connect, draft.options, **what)
 
     def deploy(self, run: str, name: str, base: str) -> bool:
         """Put a finished run into every host's Ollama as the model `name`; `base`: of an adapter, empty to search. As `stop`."""
 
-        def work(progress: Progress) -> dict[str, Any]:
+        def work(progress: ActionProgress) -> dict[str, Any]:
             options = make_deploy_options({"run": run, "deploy_name": name, "deploy_base": base or None})
             more: dict[str, Any] = {"work": self._project.work, "report": progress.report}
             urls = {host.name: host_urls(host) for host in self._hosts}
@@ -147,13 +147,13 @@ class Actions:
         """Change a run of the queue, see `change_runs`. As `stop`. Raises UserError for a wrong priority."""
         options = change_options(verb, {"run": run, "priority": priority})
 
-        def work(progress: Progress) -> dict[str, Any]:
+        def work(progress: ActionProgress) -> dict[str, Any]:
             return change_runs(QueueClient(self._by_name(progress)(self._pages.queue.host)), verb, options)
 
         titles = {"priority": f"Change the priority to {priority}", "again": "Add to the queue again"}
         return self._begin(run, titles.get(verb, verb.capitalize()), work)
 
-    def _by_name(self, progress: Progress) -> Callable[[str], HostConnection]:
+    def _by_name(self, progress: ActionProgress) -> Callable[[str], HostConnection]:
         hosts = {host.name: host for host in self._hosts}
         return lambda name: progress.connect(hosts[name])
 
@@ -176,7 +176,7 @@ class Actions:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry_out(self, action: Action, work: Work) -> None:
-        progress = Progress(action, self._pages, self._connect)
+        progress = ActionProgress(action, self._pages, self._connect)
         done: Future[dict[str, Any]] = Future()
         done.set_running_or_notify_cancel()  # the end of the server does not cancel it
 
@@ -202,7 +202,7 @@ class Actions:
         self._pages.cluster.change()
 
 
-def _run(session: RunSession, progress: Progress) -> dict[str, Any]:
+def _run(session: RunSession, progress: ActionProgress) -> dict[str, Any]:
     for step in (session.plan, session.preflight, session.stage, session.launch):
         _show(step(), progress)
     progress.follow()
@@ -210,6 +210,6 @@ def _run(session: RunSession, progress: Progress) -> dict[str, Any]:
     return session.collect()
 
 
-def _show(done: dict[str, Any], progress: Progress) -> None:
+def _show(done: dict[str, Any], progress: ActionProgress) -> None:
     for line in done.get("lines", []):
         progress.report(str(line))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from trainyard.dashboard.state import ClusterView, RunState
+from trainyard.dashboard.state import ClusterView, DashboardRun
 from trainyard.dashboard.timeline import SCALES, STEP, Scale, Span, Timeline, make_timeline
 from trainyard.queue.queue_client import MAX_TIME, QueueState
 from trainyard.queue.queue_tables import ENDED, run_state
@@ -84,7 +84,7 @@ def run_spans(cluster: ClusterView, known: Iterable[Span], now: float, before: f
                     yield Span(run.name, part.host, gpu, found.begin, found.end, found.until, found.state)
 
 
-def _span(run: RunState, part: HostRun, now: float, oldest: float) -> Span | None:
+def _span(run: DashboardRun, part: HostRun, now: float, oldest: float) -> Span | None:
     """Return when a host had a run; None if that is unknown, or ended before `oldest`."""
     node = part.node
     begin, end = node.get("started") or 0.0, node.get("ended") or 0.0

@@ -37,7 +37,7 @@ from trainyard.dashboard.project import Project
 from trainyard.dashboard.records import RunRecords
 from trainyard.dashboard.security import AuthMiddleware, SessionAuth
 from trainyard.dashboard.start_form import FIRST, HOST, LAUNCH, NewRuns
-from trainyard.dashboard.state import ClusterView, RunState
+from trainyard.dashboard.state import ClusterView, DashboardRun
 from trainyard.dashboard.streams import HostStream
 from trainyard.dashboard.timeline import SCALES
 from trainyard.dashboard.views import OVERLAYS, Pages, spec_rows, spec_values
@@ -117,7 +117,7 @@ class Dashboard:
         middleware = [Middleware(AuthMiddleware, access=self.access)]
         return Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={404: _not_found})
 
-    def _run(self, request: Request) -> RunState:
+    def _run(self, request: Request) -> DashboardRun:
         name = request.path_params["run"]
         if name not in self.cluster.runs:
             raise HTTPException(404)
@@ -169,14 +169,14 @@ class Dashboard:
         }
         return HTMLResponse(self.pages.page("run", run.name, **more))
 
-    def _tensorboard(self, run: RunState, spec: dict[str, str]) -> str:
+    def _tensorboard(self, run: DashboardRun, spec: dict[str, str]) -> str:
         """Return the command that shows a run in TensorBoard; empty if the run writes no event files."""
         if 0 not in run.ranks or spec.get("script") or "tensorboard" not in spec.get("loggers", "").split(", "):
             return ""
         name, _ = run.ranks[0]  # the rank that writes them
         return tensorboard_command(f"{run.parts[name].run_dir}/tensorboard", self.cluster.hosts[name].host)
 
-    async def _describe(self, run: RunState) -> dict[str, Any]:
+    async def _describe(self, run: DashboardRun) -> dict[str, Any]:
         """Return `spec` and `origin` of the first host that answers, and `logs`, {host: {file: bytes}}."""
         hosts = [part.host for part in run.newest or run.parts.values() if self.cluster.hosts[part.host].connected]
         asked = (self.streams[host].ask("describe", run=run.name) for host in hosts)
@@ -252,13 +252,13 @@ class Dashboard:
     async def deploy(self, request: Request) -> Response:
         """Deploy a finished run as the model `name`, on the base `base` if that is not empty."""
 
-        def act(run: RunState, form: dict[str, str]) -> object:
+        def act(run: DashboardRun, form: dict[str, str]) -> object:
             name, base = (form.get(field, "").strip() for field in ("name", "base"))
             return run.status != "finished" or self.actions.deploy(run.name, name, base)
 
         return await self._act(request, act)
 
-    async def _act(self, request: Request, act: Callable[[RunState, dict[str, str]], object]) -> Response:
+    async def _act(self, request: Request, act: Callable[[DashboardRun, dict[str, str]], object]) -> Response:
         """Run the action of a form on a run's page, and show the page, which has the progress."""
         run = self._run(request)
         act(run, await self.access.read_form(request))

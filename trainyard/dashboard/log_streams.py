@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from trainyard.dashboard.state import ClusterView, RunState
+from trainyard.dashboard.state import ClusterView, DashboardRun
 from trainyard.dashboard.streams import HostStream
 from trainyard.wire.connection import RemoteError
 
@@ -69,7 +69,7 @@ class RunLog:
             self.error = "; ".join(dict.fromkeys(errors))
             self._read = time.monotonic()
 
-    def _files(self, run: RunState) -> list[tuple[str, str, str]]:
+    def _files(self, run: DashboardRun) -> list[tuple[str, str, str]]:
         """Return host, file and label of each log."""
         if self._file:
             return [(self._host, self._file, "")]

@@ -69,7 +69,7 @@ def read_token(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Site:
+class ListenAddress:
     """Where the server listens. `address`: IP address. `tls`: whether it uses TLS."""
 
     address: str
@@ -96,7 +96,7 @@ class Site:
 class SessionAuth:
     """The sessions of one start of the server. A browser begins one with a URL that has the token."""
 
-    def __init__(self, site: Site, token: str, token_file: str = "") -> None:
+    def __init__(self, site: ListenAddress, token: str, token_file: str = "") -> None:
         """Begin without sessions. `token_file`: where the token is, for messages."""
         self.site, self.token, self._file = site, token, token_file
         # Cookies do not distinguish ports. With the prefix __Host-, a browser takes the cookie only over TLS.

@@ -21,7 +21,7 @@ from trainyard.dashboard.dashboard_options import DashboardOptions
 from trainyard.dashboard.evaluation_watch import EvaluationWatch
 from trainyard.dashboard.project import Project
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.security import SessionAuth, Site, read_token
+from trainyard.dashboard.security import ListenAddress, SessionAuth, read_token
 from trainyard.dashboard.start_form import NewRuns
 from trainyard.dashboard.state import ClusterView
 from trainyard.dashboard.streams import HostStream
@@ -55,7 +55,7 @@ def serve(
     """
     token_file = cache_folder() / "dashboard-token"  # a folder that units hide from ranks on this machine
     token, listener = read_token(token_file), _listen(options)
-    site = Site(options.dashboard_listen, listener.getsockname()[1], tls is not None)
+    site = ListenAddress(options.dashboard_listen, listener.getsockname()[1], tls is not None)
     access = SessionAuth(site, token, str(token_file))
     cluster = ClusterView(hosts)
     streams = {host.name: HostStream(host, connect(host).transport, cluster.receive, cluster.lost) for host in hosts}

@@ -42,7 +42,7 @@ class LiveHost:
 
 
 @dataclass
-class RunState:
+class DashboardRun:
     """A run as its hosts describe it."""
 
     name: str
@@ -107,7 +107,7 @@ class RunState:
 
 
 @dataclass
-class Event:
+class DashboardEvent:
     """Something that happened; `kind` is failed, lost, stopped, finished, started, restarted, preempted, requeued, back,
     warning or action.
     """
@@ -137,8 +137,8 @@ class ClusterView:
 
     def __init__(self, hosts: list[Host]) -> None:
         self.hosts = {host.name: LiveHost(host) for host in hosts}
-        self.runs: dict[str, RunState] = {}
-        self.events: OrderedDict[tuple[str, ...], Event] = OrderedDict()
+        self.runs: dict[str, DashboardRun] = {}
+        self.events: OrderedDict[tuple[str, ...], DashboardEvent] = OrderedDict()
         self.version = 0
         self.starts = 0  # changes with every start and end of a run
         self._changed = asyncio.Event()
@@ -199,7 +199,7 @@ class ClusterView:
         """Add an event, or replace the one with the same key."""
         at = at or time.time()
         key = key or (kind, text, str(at))
-        self.events[key] = Event(at, kind, text, **about)
+        self.events[key] = DashboardEvent(at, kind, text, **about)
         if len(self.events) > EVENTS:
             self._drop_event()
 
@@ -221,7 +221,7 @@ class ClusterView:
         if name not in self.runs and len(self.runs) >= RUNS:
             return
         new = name not in self.runs
-        run = self.runs.setdefault(name, RunState(name))
+        run = self.runs.setdefault(name, DashboardRun(name))
         # The folder comes from the inventory: a reply of a host never determines a path.
         folder = f"{self.hosts[host].host.data_dir}/runs/{name}"
         part = run.parts.setdefault(host, HostRun(host, folder))
@@ -236,7 +236,7 @@ class ClusterView:
             del self.runs[name]
             self.starts += 1
 
-    def _judge(self, run: RunState, new: bool = False) -> None:
+    def _judge(self, run: DashboardRun, new: bool = False) -> None:
         """Set status and cause of a run, and add events about what changed."""
         for part in run.parts.values():
             state = self.hosts[part.host]
@@ -267,5 +267,5 @@ class ClusterView:
             self.add_event(kind, text, at=run.started, key=("start", run.name, str(attempt)), **about)
 
 
-def _now(new: bool, run: RunState) -> float:
+def _now(new: bool, run: DashboardRun) -> float:
     return (run.started if new else 0.0) or time.time()

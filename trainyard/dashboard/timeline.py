@@ -78,7 +78,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """A host or a GPU in the drawing."""
 
     label: str
@@ -100,13 +100,13 @@ class Timeline:
     """The allocation of the last hours or days. `ticks`: (seconds since the epoch, place in percent) of the marks."""
 
     now: float  # seconds since the epoch, rounded to STEP
-    rows: list[Row] = field(default_factory=list)  # the drawing
+    rows: list[TimelineRow] = field(default_factory=list)  # the drawing
     ticks: list[tuple[float, float]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # the same as a list, the newest first
     present: float = 0.0  # place of the present in percent
 
     @property
-    def places(self) -> list[tuple[int, Row]]:
+    def places(self) -> list[tuple[int, TimelineRow]]:
         """The rows, each with its place from the top in pixels."""
         tops = itertools.accumulate((row.height for row in self.rows), initial=HEAD)
         return list(zip(tops, self.rows, strict=False))
@@ -134,15 +134,15 @@ def make_timeline(spans: Iterable[Span], gpus: Mapping[str, Sequence[str]], now:
         if span.gpu and span.gpu not in named:
             named.append(span.gpu)
         by_host.setdefault(span.host, []).append(span)
-    rows: list[Row] = []
+    rows: list[TimelineRow] = []
     for host, numbers in labels.items():
         on_host = by_host.get(host, [])
         without = [span for span in on_host if not span.gpu]
         if without or not numbers:
             label = f"{host}, no recorded GPU" if numbers else host
-            rows.append(Row(label, _bars(without, at, scale)))
+            rows.append(TimelineRow(label, _bars(without, at, scale)))
         rows += [
-            Row(f"{host} GPU {number}", _bars([span for span in on_host if span.gpu == number], at, scale))
+            TimelineRow(f"{host} GPU {number}", _bars([span for span in on_host if span.gpu == number], at, scale))
             for number in numbers
         ]
         if len(rows) >= ROWS:

@@ -21,7 +21,7 @@ from trainyard.dashboard.evaluation_watch import EvaluationWatch
 from trainyard.dashboard.model_questions import QUESTION, ModelQuestions
 from trainyard.dashboard.page_formats import FILTERS
 from trainyard.dashboard.queue_watch import QueueWatch
-from trainyard.dashboard.state import ClusterView, RunState
+from trainyard.dashboard.state import ClusterView, DashboardRun
 from trainyard.dashboard.timeline import SCALES
 from trainyard.queue.slurm_conf import PRIORITIES
 
@@ -206,7 +206,7 @@ class Pages:
         }
 
 
-def _checkpoints(run: RunState) -> list[tuple[int, list[str], float, float]]:
+def _checkpoints(run: DashboardRun) -> list[tuple[int, list[str], float, float]]:
     """Return step, hosts, size on one host and time of the checkpoints, the newest first."""
     found: dict[int, tuple[dict[str, None], float, float]] = {}
     for host, kept in sorted(run.checkpoints.items()):
@@ -216,7 +216,7 @@ def _checkpoints(run: RunState) -> list[tuple[int, list[str], float, float]]:
     return [(step, list(hosts), size, at) for step, (hosts, size, at) in sorted(found.items(), reverse=True)]
 
 
-def _slowest(run: RunState) -> int | None:
+def _slowest(run: DashboardRun) -> int | None:
     """Return the rank whose share of a step takes longest, if it takes notably longer than that of most ranks."""
     seconds = run.first.get("step_seconds") or []
     slow = len(seconds) > 1 and max(seconds) > NOTABLE * statistics.median_low(seconds)

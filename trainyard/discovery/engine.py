@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from trainyard.discovery import networks
 from trainyard.discovery.scan import scan
-from trainyard.discovery.scan_result import Report, machines
+from trainyard.discovery.scan_result import ScanReport, machines
 from trainyard.discovery.settings import Settings
 
 
-def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> Report:
+def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> ScanReport:
     """Find the machines that run Ollama. Raises SettingsError: the settings are invalid; the message is one line.
 
     `ssh_ports`: address -> SSH port of machines that do not use `settings.ssh_port`.
@@ -25,7 +25,7 @@ def discover(settings: Settings, ssh_ports: Mapping[str, int] | None = None) -> 
     own = {str(a.address).partition("%")[0] for a in here}
     # The addresses of this machine that others on the scanned networks can reach.
     mine = {str(a.address) for a in here if not a.address.is_loopback and str(a.network) in plan.networks}
-    return Report(
+    return ScanReport(
         networks=plan.networks,
         skipped=plan.skipped,
         unresolved=tuple(name for name in names if not resolved[name]),

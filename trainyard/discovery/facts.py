@@ -10,7 +10,7 @@ from typing import Any
 
 from trainyard.discovery.networks import Target
 from trainyard.discovery.ollama_replies import MAX_MODELS
-from trainyard.discovery.scan_result import Machine, Report
+from trainyard.discovery.scan_result import LanMachine, ScanReport
 from trainyard.discovery.trust import Trust
 
 PREFIX = "discovered_"
@@ -24,7 +24,7 @@ _OLD_NAME = re.compile(
 )
 
 
-def machine_facts(machine: Machine, trust: Trust, report: Report) -> dict[str, Any]:
+def machine_facts(machine: LanMachine, trust: Trust, report: ScanReport) -> dict[str, Any]:
     """Return the variables of a machine; sizes in bytes, times in milliseconds.
 
     At most MAX_MODELS models are listed, the first by name.
@@ -52,7 +52,7 @@ def machine_facts(machine: Machine, trust: Trust, report: Report) -> dict[str, A
     return {PREFIX + name: value for name, value in facts.items()}
 
 
-def scan_facts(report: Report, ready: int, verdict: str) -> dict[str, Any]:
+def scan_facts(report: ScanReport, ready: int, verdict: str) -> dict[str, Any]:
     """Return the variables of a scan, for the group of all discovered machines; `ready`: those that can be logged in to."""
     scan = {"networks": list(report.networks), "addresses": report.addresses, "seconds": report.seconds}
     return {f"{PREFIX}scan": scan | {"machines": len(report.machines), "ready": ready, "verdict": verdict}}

@@ -23,7 +23,7 @@ RATE = 200  # targets per second with pauses
 
 
 @dataclass(frozen=True)
-class Answer:
+class LanServer:
     """An Ollama server, the number of its malformed models, and the SSH host keys of its machine."""
 
     server: replies.Server
@@ -35,7 +35,7 @@ class Answer:
 class Findings:
     """The results of a scan. `silent` did not answer within the timeout; `rejected` have an open port that is not Ollama."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[LanServer] = field(default_factory=list)
     rejected: list[tuple[Target, str]] = field(default_factory=list)
     silent: list[Target] = field(default_factory=list)
     refused: list[Target] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Scanner:
                 self.findings.rejected.append((target, str(error)))
                 if self.settings.verify:
                     return
-                answer = Answer(replies.Server(address=target.address, port=target.port, version=""))
+                answer = LanServer(replies.Server(address=target.address, port=target.port, version=""))
             self.findings.answers.append(replace(answer, host_keys=await self._host_keys(target.address)))
 
     def _host_keys(self, address: str) -> asyncio.Task[tuple[str, ...]]:
@@ -126,7 +126,7 @@ async def ask(
     timeout: float,
     threads: ThreadPoolExecutor | None = None,
     identify: Callable[[], object] = lambda: None,
-) -> Answer:
+) -> LanServer:
     """Return version, models and loaded models of an Ollama server, which are requested at the same time by `threads`.
 
     A server without /api/ps (before 0.1.33) has no loaded models. Raises OllamaError: the reply of /api/version or
@@ -175,7 +175,7 @@ async def ask(
         loaded=tuple(results[2].result()),
         response_ms=round(took * 1000, 1),
     )
-    return Answer(server, left_out)
+    return LanServer(server, left_out)
 
 
 async def _connect_all(

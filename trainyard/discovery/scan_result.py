@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from trainyard.discovery.networks import address_order
 from trainyard.discovery.ollama_replies import Address, Port, Server, Text
-from trainyard.discovery.scan import Answer
+from trainyard.discovery.scan import LanServer
 from trainyard.discovery.ssh import KEY
 
 
-class Machine(BaseModel):
+class LanMachine(BaseModel):
     """The servers of one address, or of all addresses of the machine that scans (`local`), whose loopback is last."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,12 +29,12 @@ class Machine(BaseModel):
 
 
 def machines(
-    answers: Iterable[Answer], own_addresses: set[str], ssh_ports: dict[str, int], ssh_port: int
-) -> list[Machine]:
+    answers: Iterable[LanServer], own_addresses: set[str], ssh_ports: dict[str, int], ssh_port: int
+) -> list[LanMachine]:
     """Return one machine per address, and one for all addresses of this machine, sorted by their first address."""
-    groups: dict[str, list[Answer]] = {}
+    groups: dict[str, list[LanServer]] = {}
 
-    def order(answer: Answer) -> tuple:
+    def order(answer: LanServer) -> tuple:
         """Sort addresses that other machines can reach first, IPv4 before IPv6, by number."""
         ip = ipaddress.ip_address(answer.server.address)
         return ip.is_loopback, ip.is_link_local, *address_order(ip), answer.server.port
@@ -44,7 +44,7 @@ def machines(
         own = ipaddress.ip_address(address).is_loopback or address.partition("%")[0] in own_addresses
         groups.setdefault("" if own else address, []).append(answer)
     result = [
-        Machine(
+        LanMachine(
             local=not address,
             ssh_port=ssh_ports.get(group[0].server.address, ssh_port),
             host_keys=group[0].host_keys,
@@ -55,7 +55,7 @@ def machines(
     return sorted(result, key=lambda machine: address_order(machine.addresses[0]))
 
 
-class Report(BaseModel):
+class ScanReport(BaseModel):
     """The result of a scan; it is cached, and validated when it is read from the cache. `scanned_at` is in seconds since 1970."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,10 +73,10 @@ class Report(BaseModel):
     rejected: tuple[tuple[Text, Text], ...]
     left_out: int
     own_addresses: tuple[Address, ...]
-    machines: tuple[Machine, ...]
+    machines: tuple[LanMachine, ...]
 
 
-def summary(report: Report) -> str:
+def summary(report: ScanReport) -> str:
     """Return one line: what was scanned, how long it took, and what answered."""
     ports = ", ".join(map(str, report.ports))
     where = ", ".join(report.networks) or "no network"
@@ -111,7 +111,7 @@ def verdict(machines: int, ready: int, elsewhere: int) -> str:
     return f"{text}: there is no machine to train on"
 
 
-def advice(report: Report) -> list[str]:
+def advice(report: ScanReport) -> list[str]:
     """Return what to try after a scan without result, the most likely cause first."""
     tips = [
         "on each machine, let Ollama listen on the network: OLLAMA_HOST=0.0.0.0 ollama serve "

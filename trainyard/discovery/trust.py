@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainyard.discovery.scan_result import Machine
+from trainyard.discovery.scan_result import LanMachine
 from trainyard.discovery.ssh import KnownHost, fingerprint, known_hosts_name
 
 _BEST_FIRST = ("ssh-ed25519", "ecdsa-", "ssh-rsa")
@@ -23,7 +23,9 @@ class Trust:
     accept: str = ""  # the command that accepts this key; empty if there is nothing to accept
 
 
-def check_trust(machine: Machine, known: Sequence[KnownHost], names: Mapping[str, Sequence[str]], file: str) -> Trust:
+def check_trust(
+    machine: LanMachine, known: Sequence[KnownHost], names: Mapping[str, Sequence[str]], file: str
+) -> Trust:
     """Check a machine against all entries of known_hosts.
 
     `names`: address -> names by which declared hosts are reached. `file`: to which the accepting command writes.

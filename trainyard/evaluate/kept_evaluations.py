@@ -28,7 +28,7 @@ _ROOM = 150_000  # characters of all of them
 
 
 @dataclass(frozen=True)
-class SubjectScore(Score):
+class KeptScore(Score):
     """The score of a subject in one file of questions."""
 
     subject: str
@@ -59,7 +59,7 @@ class FileResult:
     """The result of one file of questions. `left_out`: number of questions that changed and are not in `changed`."""
 
     file: str
-    scores: list[SubjectScore]
+    scores: list[KeptScore]
     changes: list[Change]
     changed: list[ChangedQuestion]
     left_out: int
@@ -89,7 +89,7 @@ def _file_result(file: str, result: Mapping[str, Any]) -> FileResult:
         if room < 0:
             break
         changed.append(question)
-    scores = [SubjectScore(**each, tokens_per_second=speeds[each["subject"]]) for each in result["scores"][file]]
+    scores = [KeptScore(**each, tokens_per_second=speeds[each["subject"]]) for each in result["scores"][file]]
     return FileResult(file, scores, changes, changed, len(moved) - len(changed))
 
 

@@ -37,7 +37,7 @@ def answered(
 
 
 @dataclass(frozen=True)
-class Report:
+class Outputs:
     """All answers of one subject, in the order of the questions; None where there is no answer."""
 
     subject: str
@@ -120,7 +120,7 @@ def sign_test(gained: int, lost: int) -> float:
     return min(1.0, 2 * tail / 2**total)
 
 
-def summarise(questions: Sequence[Question], reports: Sequence[Report], show: int) -> tuple[dict[str, Any], list[str]]:
+def summarise(questions: Sequence[Question], reports: Sequence[Outputs], show: int) -> tuple[dict[str, Any], list[str]]:
     """Return the result as data, and as readable text.
 
     Args:
@@ -166,7 +166,7 @@ def _shown(answer: Answered | None) -> str:
     return printable(answer.text, 120) if answer else "no answer"
 
 
-def _score_table(reports: Sequence[Report], scores: Sequence[Score]) -> list[str]:
+def _score_table(reports: Sequence[Outputs], scores: Sequence[Score]) -> list[str]:
     more = [name for name in ("unfinished", "unanswered") if any(getattr(each, name) for each in scores)]
     rows = [["", "right", "95 %", "exact", "loss", "tokens", "cut", *more, "tokens/s"]]
     notes = []
@@ -191,7 +191,7 @@ def _score_table(reports: Sequence[Report], scores: Sequence[Score]) -> list[str
 
 
 def _change(
-    questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict | None]], number: int
+    questions: Sequence[Question], reports: Sequence[Outputs], verdicts: Sequence[Sequence[Verdict | None]], number: int
 ) -> dict[str, Any]:
     """Return the places of the questions that a subject has right and the first one has wrong (`gained`), and the reverse (`lost`)."""
     pairs = list(enumerate(zip(verdicts[0], verdicts[number], strict=True)))
@@ -210,7 +210,7 @@ def _change_line(change: dict[str, Any]) -> str:
 
 
 def _record(
-    place: int, questions: Sequence[Question], reports: Sequence[Report], verdicts: Sequence[Sequence[Verdict | None]]
+    place: int, questions: Sequence[Question], reports: Sequence[Outputs], verdicts: Sequence[Sequence[Verdict | None]]
 ) -> dict[str, Any]:
     question = questions[place]
     answers = {}

@@ -20,7 +20,7 @@ from trainer.generation.ollama_models import GREEDY
 from trainyard.deploy.trained_run import TrainedRun, find_copies
 from trainyard.evaluate.kept_evaluations import keep_evaluation
 from trainyard.evaluate.questions import Question, read_questions
-from trainyard.evaluate.scores import Answered, Report, answered, summarise
+from trainyard.evaluate.scores import Answered, Outputs, answered, summarise
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects, server_nodes
 from trainyard.ollama.distill_options import MIXED, REMOTE
 from trainyard.playbook_options import PlaybookOptions
@@ -136,7 +136,7 @@ def _ask_runs(
     connect: Connect,
     launch: LaunchOptions,
     home: Path,
-) -> dict[str, Report]:
+) -> dict[str, Outputs]:
     """Let the models of runs answer. All hosts that have a run answer a part of its questions at the same time.
 
     `places`: the copies of each run. Raises RunError: a host cannot evaluate its part.
@@ -180,7 +180,7 @@ def _ask_runs(
     return {each.name: _joined(each.name, len(questions), parts) for each in asked}
 
 
-def _joined(subject: str, count: int, parts: Sequence[tuple[str, slice, dict[str, Any]]]) -> Report:
+def _joined(subject: str, count: int, parts: Sequence[tuple[str, slice, dict[str, Any]]]) -> Outputs:
     """Return the report of a subject from the parts that the hosts have sent: the subject's name, which questions, reply."""
     answers: list[Answered | None] = [None] * count
     seconds = 1e-3
@@ -191,4 +191,4 @@ def _joined(subject: str, count: int, parts: Sequence[tuple[str, slice, dict[str
                 for each in reply["answers"]
             ]
             seconds = max(seconds, reply["seconds"])
-    return Report(subject, answers, sum(each.tokens for each in answers if each) / seconds)
+    return Outputs(subject, answers, sum(each.tokens for each in answers if each) / seconds)

@@ -13,7 +13,7 @@ from trainer.generation.ollama_client import Answer, hide_password, is_server_ur
 from trainer.generation.ollama_models import room_for
 from trainer.generation.pool import Listed, ServerPool
 from trainyard.evaluate.questions import Question
-from trainyard.evaluate.scores import Answered, Report, answered
+from trainyard.evaluate.scores import Answered, Outputs, answered
 from trainyard.ollama.openai_node import OpenAINode
 from trainyard.ollama.servers import host_urls
 from trainyard.ollama.teacher_nodes import Prompt, Teacher, require_local
@@ -94,7 +94,7 @@ def ask_servers(
     questions: Sequence[Question],
     options: Mapping[str, Any],
     report: Callable[[str], None],
-) -> Report:
+) -> Outputs:
     """Let servers answer all questions.
 
     `options`: of the model, as Ollama names them, with `num_predict`. Raises UserError: there is no answer at all.
@@ -120,4 +120,4 @@ def ask_servers(
     for prompt, reason in failed[:3]:
         report(f"{printable(subject.name, 60)}: no answer to question {prompt.sample + 1}: {reason}")
     speed = sum(result.tokens.values()) / max(result.seconds, 1e-3)
-    return Report(subject.name, [answers.get(place) for place in range(len(questions))], speed)
+    return Outputs(subject.name, [answers.get(place) for place in range(len(questions))], speed)

@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """The result of preflight: findings by severity, the lines to print, and the measurements."""
 
     findings: list[Finding]

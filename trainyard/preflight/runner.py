@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainyard.preflight import cluster_checks, host_checks
-from trainyard.preflight.findings import Finding, Report, by_severity, host_table
+from trainyard.preflight.findings import Finding, PreflightReport, by_severity, host_table
 from trainyard.preflight.gpu_choice import assign_gpus
 from trainyard.preflight.host_requests import gather
 from trainyard.preflight.host_state import HostState, responding
@@ -29,7 +29,7 @@ def run_preflight(
     run: str = "",
     write: bool = True,
     known: Sequence[Finding] = (),
-) -> Report:
+) -> PreflightReport:
     """Query all hosts, the head first, measure the network between them, and report problems. Leaves no file on the hosts.
 
     `port`: of the rendezvous. `known`: findings about the inventory. `run`: whose trainer must be the same on all hosts; empty for none.
@@ -41,7 +41,7 @@ def run_preflight(
     found = check(states, ports, port, controller_connections(responding(states)))
     findings = by_severity([*known, *found], [state.name for state in states])
     lines = [*host_table(states, findings), *skipped_checks(states, write)]
-    return Report(findings, lines, states)
+    return PreflightReport(findings, lines, states)
 
 
 def skipped_checks(states: Sequence[HostState], write: bool) -> list[str]:

@@ -13,9 +13,9 @@ from trainer.common.errors import UserError, nearest
 from trainer.common.formats import counted, quoted
 from trainer.config.fields import Words, declare
 from trainyard import front_end
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.playbook_options import PlaybookOptions
-from trainyard.queue.new_runs import NewRun, read_runs
+from trainyard.queue.new_runs import read_runs
 from trainyard.queue.queue_client import QueueClient, QueueState, SlurmJob, queue_host
 from trainyard.queue.queue_tables import ENDED, list_history, list_queue, run_state, state_words
 from trainyard.queue.reasons import refusal
@@ -162,7 +162,9 @@ def show_runs(client: QueueClient, verb: Verb, names: Sequence[str] = ()) -> dic
     return {"changed": False, **found}
 
 
-def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report: Report, check: bool) -> dict[str, Any]:
+def manage_queue(
+    values: Mapping[str, Any], cluster: ClusterHosts, top: Path, report: Report, check: bool
+) -> dict[str, Any]:
     """Run the operation that the values of ``-e`` specify: `do`, and the names of runs or the options of new ones.
 
     Returns `changed`; `runs`; `lines`. `check`: change nothing. Raises UserError: a mistake in the values. No host has
@@ -171,12 +173,8 @@ def manage_queue(values: Mapping[str, Any], cluster: Cluster, top: Path, report:
     """
     verb = check_verb(values.get("do"))
     given = {name: value for name, value in values.items() if name != "do"}
-    runs: list[NewRun] = []
-    options = ChangeOptions()
-    if verb == "add":
-        runs = read_runs(given, cluster.launch_of, top, report)
-    else:
-        options = change_options(verb, given)
+    runs = read_runs(given, cluster.launch_of, top, report) if verb == "add" else []
+    options = ChangeOptions() if verb == "add" else change_options(verb, given)
     host = queue_host(cluster.groups)
     for member in cluster.hosts:
         member.check()

@@ -23,7 +23,7 @@ class FolderMarkers:
 
     def __init__(self, data_dir: str, secret: str) -> None:
         folders = {"data_dir": Path(data_dir), "runs": Path(data_dir, "runs")}
-        self.markers = {name: Marker.of(folder, secret) for name, folder in folders.items()}
+        self.markers = {name: FolderMarker.of(folder, secret) for name, folder in folders.items()}
         self.created: list[Path] = []
 
     def create(self, name: str) -> str:
@@ -59,7 +59,7 @@ class FolderMarkers:
 
 
 @dataclass(frozen=True)
-class Marker:
+class FolderMarker:
     """Where hosts mark a folder: in it, or in the nearest folder above that exists.
 
     The name is a digest of a secret, of the host's name, and of the path below the existing folder, so that hosts that share
@@ -71,7 +71,7 @@ class Marker:
     secret: str
 
     @classmethod
-    def of(cls, folder: Path, secret: str) -> Marker:
+    def of(cls, folder: Path, secret: str) -> FolderMarker:
         """Return the marker of a folder, which need not exist; links are followed, also to a folder that does not exist yet."""
         real = Path(os.path.realpath(folder))
         existing = next(path for path in (real, *real.parents) if path.is_dir())

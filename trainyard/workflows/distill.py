@@ -13,7 +13,7 @@ from trainer.config import TINY, RunSpec
 from trainer.config.fields import split_words
 from trainer.config.run_spec import DROPPED
 from trainyard.extra_vars import read_run_spec
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.ollama.answers import AnswerFile, answers_path
 from trainyard.ollama.collect import Collect, Questions, make_dataset
 from trainyard.ollama.distill_options import OPTIONS, DistillOptions, make_distill_options
@@ -61,7 +61,7 @@ def student_specs(
 
 def distill(
     values: Mapping[str, Any],
-    cluster: Cluster,
+    cluster: ClusterHosts,
     top: Path,
     report: Report,
     check: bool,
@@ -109,7 +109,7 @@ def distill(
     return made | trained
 
 
-def _checked_model(spec: RunSpec, cluster: Cluster, launch: LaunchOptions, top: Path, report: Report) -> str:
+def _checked_model(spec: RunSpec, cluster: ClusterHosts, launch: LaunchOptions, top: Path, report: Report) -> str:
     """Check the model of a student before the teachers work for hours; return its folder if it is on the controller."""
     alone = spec.model_copy(update={"fake_data": True})
     session = RunSession(cluster.hosts, cluster.connect, launch, spec=alone, home=top, report=report)
@@ -136,7 +136,7 @@ def _questions(options: DistillOptions, specs: Sequence[RunSpec], models: Mappin
 
 def _teachers(
     options: DistillOptions,
-    cluster: Cluster,
+    cluster: ClusterHosts,
     launch: LaunchOptions,
     top: Path,
     report: Report,
@@ -154,7 +154,7 @@ def _teachers(
     return _ollama_teachers(options, cluster, report, check), None
 
 
-def _ollama_teachers(options: DistillOptions, cluster: Cluster, report: Report, check: bool) -> list[OllamaNode]:
+def _ollama_teachers(options: DistillOptions, cluster: ClusterHosts, report: Report, check: bool) -> list[OllamaNode]:
     """Return the Ollama servers that teach. Raises UserError."""
     return find_teachers(
         candidates(cluster.groups["cluster"], cluster.groups.get("discovered", []), cluster.variables),

@@ -22,7 +22,7 @@ from trainer.generation.ollama_client import Answer
 from trainer.model_files.model_shape import read_shape
 from trainer.spec import make_spec
 from trainyard.evaluate.side_by_side import MAX_ANSWERED
-from trainyard.inventory import Cluster
+from trainyard.inventory import ClusterHosts
 from trainyard.ollama.answers import AnswerFile, answer_key
 from trainyard.ollama.collect import Questions
 from trainyard.ollama.filters import prompt_text
@@ -57,7 +57,7 @@ class HostTeachers:
     """The hosts that write the answers of one model."""
 
     def __init__(
-        self, cluster: Cluster, launch: LaunchOptions, model: str, top: Path, report: Report, check: bool = False
+        self, cluster: ClusterHosts, launch: LaunchOptions, model: str, top: Path, report: Report, check: bool = False
     ) -> None:
         """Find the model and the hosts with room for it. Raises UserError. `check`: change nothing."""
         self._connect, self._launch, self._report = cluster.connect, launch, report

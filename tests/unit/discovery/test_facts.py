@@ -26,8 +26,8 @@ from trainyard.discovery.facts import (
     scan_facts,
 )
 from trainyard.discovery.ollama_replies import MAX_MODELS, Model, Server, models
-from trainyard.discovery.scan import Answer
-from trainyard.discovery.scan_result import Machine, Report, machines
+from trainyard.discovery.scan import LanServer
+from trainyard.discovery.scan_result import LanMachine, ScanReport, machines
 from trainyard.discovery.trust import Trust
 from trainyard.run.launch_options import LaunchOptions
 
@@ -38,18 +38,18 @@ def model(name: str, family: str = "f") -> Model:
     return Model(name=name, size=1, family=family)
 
 
-def machine_of(address: str, *models: tuple[Model, ...], key: str = "", local: bool = False) -> Machine:
+def machine_of(address: str, *models: tuple[Model, ...], key: str = "", local: bool = False) -> LanMachine:
     """Return a machine with one server for each tuple of models."""
     servers = tuple(
         Server(address=address, port=11434 + i, version="0.12.3", models=each) for i, each in enumerate(models)
     )
-    return Machine(local=local, host_keys=(key,) if key else (), servers=servers)
+    return LanMachine(local=local, host_keys=(key,) if key else (), servers=servers)
 
 
-def report(*found: Machine) -> Report:
+def report(*found: LanMachine) -> ScanReport:
     empty: dict[str, Any] = dict.fromkeys(("networks", "skipped", "unresolved", "rejected", "own_addresses"), ())
     numbers = dict.fromkeys(("addresses", "passes", "seconds", "scanned_at", "silent", "refused", "left_out"), 0)
-    return Report(**empty, **numbers, ports=(11434,), machines=found)
+    return ScanReport(**empty, **numbers, ports=(11434,), machines=found)
 
 
 def facts(*models: Model) -> dict[str, Any]:
@@ -149,9 +149,8 @@ def count_calls(work: Callable[[], Any]) -> int:
 
 def test_grouping_is_linear_in_addresses() -> None:
     def group(count: int) -> int:
-        answers = [
-            Answer(Server(address=f"10.0.{i // 250}.{i % 250}", port=1, version="1"), 0, (KEY,)) for i in range(count)
-        ]
+        servers = [Server(address=f"10.0.{i // 250}.{i % 250}", port=1, version="1") for i in range(count)]
+        answers = [LanServer(server, 0, (KEY,)) for server in servers]
         return count_calls(lambda: machines(answers, set(), {}, 22))
 
     assert group(2000) < 15 * group(200)
@@ -171,7 +170,7 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Inve
     inventory_loader.add_directory(str(TOP / "plugins/inventory"))
     plugin = inventory_loader.get("ollama")
 
-    def parsed(found: Report, **options: Any) -> InventoryData:
+    def parsed(found: ScanReport, **options: Any) -> InventoryData:
         (tmp_path / "ollama.yml").write_text(yaml.safe_dump({"plugin": "ollama", **options}))
         monkeypatch.setattr(sys.modules[type(plugin).__module__], "discover", lambda *_: found)
         inventory = InventoryData()
@@ -182,7 +181,7 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Inve
     return parsed
 
 
-def neighbours(count: int, models: int, local: bool = False) -> Report:
+def neighbours(count: int, models: int, local: bool = False) -> ScanReport:
     """Return a report of machines with different models and families."""
     return report(
         *(

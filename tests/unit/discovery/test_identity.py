@@ -7,15 +7,15 @@ from test_ssh import sshd
 from trainyard.discovery.duplicates import find_duplicates
 from trainyard.discovery.engine import discover
 from trainyard.discovery.ollama_replies import Server as Seen
-from trainyard.discovery.scan import Answer
+from trainyard.discovery.scan import LanServer
 from trainyard.discovery.scan_result import machines
 from trainyard.discovery.settings import Settings
 
 ONE, TWO = "10.0.0.5", "10.0.0.6"
 
 
-def answer(address: str, port: int, *keys: str) -> Answer:
-    return Answer(Seen(address=address, port=port, version="0.12.3"), host_keys=keys)
+def answer(address: str, port: int, *keys: str) -> LanServer:
+    return LanServer(Seen(address=address, port=port, version="0.12.3"), host_keys=keys)
 
 
 def test_addresses_of_this_machine_are_one_machine():

@@ -10,20 +10,20 @@ from trainyard.discovery import scan as scanning
 from trainyard.discovery.engine import discover
 from trainyard.discovery.networks import Target
 from trainyard.discovery.scan import scan
-from trainyard.discovery.scan_result import Report
+from trainyard.discovery.scan_result import ScanReport
 from trainyard.discovery.settings import Settings
 
 
-def calls(lab, settings: Settings, limit: float) -> list[Report]:
+def calls(lab, settings: Settings, limit: float) -> list[ScanReport]:
     """Repeat the call until one takes at most `limit` seconds, because the machine may be busy."""
-    reports: list[Report] = []
+    reports: list[ScanReport] = []
     while not any(r.seconds <= limit for r in reports):
         assert len(reports) < 20, f"{[r.seconds for r in reports]} s, not one within {limit} s"
         reports.append(lab.run(lambda: discover(settings)))
     return reports
 
 
-def found(report: Report) -> list[str]:
+def found(report: ScanReport) -> list[str]:
     return [m.addresses[0] for m in report.machines]
 
 

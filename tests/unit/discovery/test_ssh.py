@@ -13,7 +13,7 @@ from netlab import daemon
 from tables import table
 
 from trainyard.discovery.ollama_replies import Server as Seen
-from trainyard.discovery.scan_result import Machine
+from trainyard.discovery.scan_result import LanMachine
 from trainyard.discovery.ssh import fetch_host_keys, fingerprint, known_hosts_name, read_known_hosts
 from trainyard.discovery.trust import check_trust
 
@@ -65,9 +65,9 @@ def test_fingerprints_equal_those_of_ssh(tmp_path, keys):
         assert done.split()[1] == fingerprint(key)
 
 
-def machine(*host_keys: str, port: int = 22) -> Machine:
+def machine(*host_keys: str, port: int = 22) -> LanMachine:
     seen = Seen(address="10.0.0.5", port=11434, version="0.12.3")
-    return Machine(local=False, ssh_port=port, host_keys=host_keys, servers=(seen,))
+    return LanMachine(local=False, ssh_port=port, host_keys=host_keys, servers=(seen,))
 
 
 @pytest.mark.parametrize(("line", "port", "ready", "reason"), table("known_hosts_trust"))

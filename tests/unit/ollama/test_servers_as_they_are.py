@@ -18,7 +18,7 @@ from trainer.generation import pool
 from trainer.generation.ollama_client import OllamaClient, OllamaError
 from trainyard.evaluate import subjects
 from trainyard.evaluate.questions import Question
-from trainyard.evaluate.scores import Report, summarise
+from trainyard.evaluate.scores import Outputs, summarise
 from trainyard.evaluate.subjects import Subject, ask_servers, parse_subjects
 from trainyard.ollama.answers import AnswerFile
 from trainyard.ollama.collect import Questions, make_dataset
@@ -103,7 +103,7 @@ def taught(nodes: Sequence[Any], folder: Path, *texts: str, **options: Any) -> t
         return make_dataset(*how, allow_dropped=True)[1], lines
 
 
-def scored(server: Server, *questions: Question) -> tuple[Report, str]:
+def scored(server: Server, *questions: Question) -> tuple[Outputs, str]:
     """Return the answers of the model to questions, and the text of their scores."""
     lines: list[str] = []
     found = ask_servers(Subject("m", "ollama", "m"), server.teachers(), questions, {"num_predict": 64}, lines.append)

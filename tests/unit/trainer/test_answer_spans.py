@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tables import table
 
-from trainer.data.answer_spans import AnswerFinder, Answers
+from trainer.data.answer_spans import AnswerFinder, AnswerSpans
 from trainer.data.hf_template import ChatTemplate, TemplateError
 from trainer.data.shapes import to_sample
 
@@ -32,7 +32,7 @@ def calls(how: str) -> str:
     )
 
 
-def answers(template: str, rows: list[tuple[str, Any]] | dict[str, Any], **more: Any) -> Answers:
+def answers(template: str, rows: list[tuple[str, Any]] | dict[str, Any], **more: Any) -> AnswerSpans:
     record = rows if isinstance(rows, dict) else {"messages": [_message(role, what) for role, what in rows]}
     sample = to_sample(record | more)
     finder = AnswerFinder(ChatTemplate(template, {}, datetime.datetime(2026, 1, 2)), SPECIAL)

@@ -28,7 +28,7 @@ from trainer.method.grpo import GRPO, Rated, Shared, completed
 from trainer.method.method_base import RunContext, Work
 from trainer.method.module_with_loss import ModelWithLoss
 from trainer.models.policy_loss import group_advantages
-from trainer.models.sampling import Sampler
+from trainer.models.sampling import TokenSampler
 from trainer.rewards.reward_process import total
 from trainer.spec import check_given, make_spec
 
@@ -430,7 +430,7 @@ def test_written_tokens_have_the_probabilities_of_the_student(tokenizer: Any) ->
     count = 4000
     uniform = torch.from_numpy(np.random.default_rng(1).random((count, 1)))
     for temperature in (1.0, 2.0):
-        sampler = LogitsProcessorList([Sampler(uniform, 5, len(tokenizer), temperature)])
+        sampler = LogitsProcessorList([TokenSampler(uniform, 5, len(tokenizer), temperature)])
         drawn = sampler(torch.zeros(count, 5), logits.expand(count, -1)).argmax(-1)
         wanted = (logits[0, : len(tokenizer)] / temperature).softmax(-1)
         found = torch.bincount(drawn, minlength=len(tokenizer)) / count

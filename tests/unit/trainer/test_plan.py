@@ -27,7 +27,7 @@ from trainer.distributed.world import World
 from trainer.method import method_of
 from trainer.method.method_base import loss_positions
 from trainer.method.module_with_loss import ModelWithLoss
-from trainer.method.orpo import Answers
+from trainer.method.orpo import AnswerMask
 from trainer.model_files.model_shape import Shape, read_shape, shape_of
 from trainer.models.model import add_lora, lora_config
 from trainer.planner import plan_report as report
@@ -87,7 +87,7 @@ def live_peak(spec: RunSpec, config: Any, teacher: Any = None) -> tuple[int, Sha
     count = method_of(spec).as_rows(spec).batch_size
     ids = torch.randint(0, config.vocab_size, (count, spec.seq_length))
     positions = (torch.arange(spec.seq_length) % (spec.seq_length // 4)).repeat(count, 1)
-    extra = Answers(torch.ones_like(ids, dtype=torch.bool), 0.1) if spec.method == "orpo" else None
+    extra = AnswerMask(torch.ones_like(ids, dtype=torch.bool), 0.1) if spec.method == "orpo" else None
 
     def step() -> None:
         batch = Batch(ids, positions, ids, extra)

@@ -21,7 +21,7 @@ from trainer.config.reward_source import Rewards, RewardSource, check_columns, r
 from trainer.rewards import reward_process
 from trainer.rewards.built_in import answer_of, built_in, text_of
 from trainer.rewards.reward_file import check_reward_file
-from trainer.rewards.reward_process import RewardProcess, Rollouts, total
+from trainer.rewards.reward_process import RewardBatch, RewardProcess, total
 from trainer.spec import changed_fields, make_spec
 from trainer.supervise.processes import is_running
 
@@ -141,7 +141,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., RewardProcess]]:
         process.close()
 
 
-ROLLOUTS = Rollouts(["2+2=", "3+3="], ["4", "seven"], [[5], [6, 7]], {"answer": ["4", "6"]}, 3, 10)
+ROLLOUTS = RewardBatch(["2+2=", "3+3="], ["4", "seven"], [[5], [6, 7]], {"answer": ["4", "6"]}, 3, 10)
 
 GOOD = table("rewards")["good"]
 
@@ -213,9 +213,9 @@ RANK = """
 import os, sys
 os.environ["RANK_PID"] = str(os.getpid())
 from test_rewards import sources
-from trainer.rewards.reward_process import RewardProcess, Rollouts
+from trainer.rewards.reward_process import RewardProcess, RewardBatch
 try:
-    RewardProcess(sources(sys.argv[1]), (), 3)(Rollouts(["2+2="], [sys.argv[2]], [[5]], {}))
+    RewardProcess(sources(sys.argv[1]), (), 3)(RewardBatch(["2+2="], [sys.argv[2]], [[5]], {}))
 except Exception as error:
     sys.exit(str(error))
 os.kill(os.getpid(), 9)

@@ -14,7 +14,7 @@ from run_hosts import free_port
 from threaded_server import QuietHandler
 
 from trainer.generation.ollama_client import Answer, Cancel, OllamaClient, OllamaError
-from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, Request, Sampling, VLLMServer
+from trainer.generation.rollout_servers import Adapter, Base, OllamaServer, RolloutRequest, Sampling, VLLMServer
 
 SAMPLING = Sampling("run-v", 0.7, 5, 64, 30.0)
 
@@ -81,7 +81,7 @@ def adapter(folder: Path, version: int) -> Adapter:
 def test_a_vllm_server_loads_each_adapter_from_the_shared_folder(vllm: FakeVLLM, tmp_path: Path) -> None:
     newest = [adapter(tmp_path, 0)]
     server = VLLMServer("s", vllm.url, SAMPLING, lambda: newest[0], str(tmp_path))
-    prompt = Request(3, 1, [5, 6], "a b", 9)
+    prompt = RolloutRequest(3, 1, [5, 6], "a b", 9)
     server.prepare(Base("", []), prompt)
     assert vllm.asked[1] == ("/v1/load_lora_adapter", {"lora_name": "run-v0", "lora_path": f"{tmp_path}/run-v0"})
     newest[0] = adapter(tmp_path, 1)
@@ -109,21 +109,21 @@ def test_a_reply_without_a_completion_is_an_error(vllm: FakeVLLM, tmp_path: Path
     server = VLLMServer("s", vllm.url, SAMPLING, lambda: first, str(tmp_path))
     first = adapter(tmp_path, 0)
     with pytest.raises(OllamaError, match="the reply of /completions has no text"):
-        server.ask(Request(0, 0, [5], "a", 1), Cancel())
+        server.ask(RolloutRequest(0, 0, [5], "a", 1), Cancel())
 
 
 def test_a_run_that_was_killed_replaces_its_adapters(vllm: FakeVLLM, tmp_path: Path) -> None:
     first = adapter(tmp_path, 0)
     for _ in range(2):
         server = VLLMServer("s", vllm.url, SAMPLING, lambda: first, str(tmp_path))
-        server.prepare(Base("", []), Request(0, 0, [5], "a", 1))
+        server.prepare(Base("", []), RolloutRequest(0, 0, [5], "a", 1))
     loads = [path for path, _ in vllm.asked if path == "/v1/load_lora_adapter"]
     assert len(loads) == 2 and vllm.loaded == ["run-v0"]
 
 
 def test_a_server_that_has_started_anew_gets_the_adapter_again(vllm: FakeVLLM, tmp_path: Path) -> None:
     """An error 404 would leave it out for the rest of the run."""
-    newest, prompt = [adapter(tmp_path, 0)], Request(0, 0, [5], "a", 1)
+    newest, prompt = [adapter(tmp_path, 0)], RolloutRequest(0, 0, [5], "a", 1)
     server = VLLMServer("s", vllm.url, SAMPLING, lambda: newest[0], str(tmp_path))
     server.ask(prompt, Cancel())
     vllm.loaded.clear()
@@ -140,7 +140,7 @@ def test_a_server_that_has_started_anew_gets_the_adapter_again(vllm: FakeVLLM, t
 def test_a_folder_that_the_server_does_not_see_is_named(vllm: FakeVLLM, tmp_path: Path) -> None:
     server = VLLMServer("s", vllm.url, SAMPLING, lambda: adapter(tmp_path, 0), "/elsewhere")
     with pytest.raises(OllamaError, match="No adapter found for /elsewhere/run-v0"):
-        server.prepare(Base("", []), Request(0, 0, [5], "a", 1))
+        server.prepare(Base("", []), RolloutRequest(0, 0, [5], "a", 1))
 
 
 def test_vllm_without_a_port_is_at_that_of_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_an_ollama_that_cannot_write_completions_says_why(tmp_path: Path) -> Non
         ):
             server = OllamaServer("s", teacher.url, SAMPLING, lambda: pytest.fail("no adapter"))
             with pytest.raises(OllamaError, match=message):
-                server.prepare(Base("absent", ["a"]), Request(0, 0, [5], "a", 1))
+                server.prepare(Base("absent", ["a"]), RolloutRequest(0, 0, [5], "a", 1))
 
 
 @pytest.mark.parametrize("name", ["Teacher", "library/TEACHER:latest", "registry.ollama.ai/library/teacher"])
@@ -171,7 +171,7 @@ def test_each_spelling_of_a_base_is_found(name: str) -> None:
     with serve(teacher := Teacher("127.0.0.1", free_port(), version="0.31.0")):
         server = OllamaServer("s", teacher.url, SAMPLING, lambda: pytest.fail("no adapter"))
         with pytest.raises(OllamaError, match="the vocabulary of"):  # what is checked once the base is found
-            server.prepare(Base(name, ["a"]), Request(0, 0, [5], "a", 1))
+            server.prepare(Base(name, ["a"]), RolloutRequest(0, 0, [5], "a", 1))
 
 
 @pytest.mark.parametrize("space", ["a", "\n"])
@@ -195,6 +195,6 @@ def test_an_answer_that_ollama_ends_as_it_repeats_a_token_goes_on(monkeypatch: p
     monkeypatch.setattr(OllamaServer, "current", lambda server: (4, "run-v4"))
     for limit, text, finished in ((200, model, "stop"), (60, model[:60], "length"), (35, model[:35], "length")):
         server = OllamaServer("s", "http://127.0.0.1:1", replace(SAMPLING, limit=limit), lambda: pytest.fail("none"))
-        answer = server.ask(Request(0, 0, [1], "prompt", 5), Cancel())
+        answer = server.ask(RolloutRequest(0, 0, [1], "prompt", 5), Cancel())
         assert (answer.text, answer.finished) == (text, finished)
     assert all(left == 200 - len(prompt) + 6 for prompt, left, _ in asked[:3]) and len({seed for *_, seed in asked}) > 2

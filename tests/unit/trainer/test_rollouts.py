@@ -27,7 +27,7 @@ from trainer.data.samples import read_source, source_of
 from trainer.generation import rollouts
 from trainer.generation.journal import Completion, Journal
 from trainer.generation.ollama_client import Answer, Cancel, OllamaError
-from trainer.generation.rollout_servers import Adapter, Base, Request, RolloutServer, Sampling
+from trainer.generation.rollout_servers import Adapter, Base, RolloutRequest, RolloutServer, Sampling
 from trainer.generation.rollouts import Rollouts
 from trainer.method import rollout_work, server_scores
 from trainer.method.grpo import GRPO
@@ -85,14 +85,14 @@ class Simulated(RolloutServer):
         self.seconds, self.down, self.loaded, self.unloaded = seconds, "", list[int](), list[int]()
         self.asked: list[tuple[int, int, int]] = []
 
-    def prepare(self, base: Base, prompt: Request) -> None:
+    def prepare(self, base: Base, prompt: RolloutRequest) -> None:
         pass
 
     def probe(self) -> None:
         if self.down:
             raise OllamaError(self.down)
 
-    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+    def ask(self, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         prompt.version, _ = self.current()
         self.asked.append((prompt.step, prompt.place, prompt.version))
         end = time.monotonic() + self.seconds
@@ -221,7 +221,7 @@ def test_a_text_without_tokens_is_written_again(tmp_path: Path) -> None:
         assert sorted(owed) == [0, 1, 2] and hub.undecodable == 3 and hub.written(0) == []
     seeds = list[int]()
 
-    def second(request: Request, answer: Answer) -> list[int] | None:
+    def second(request: RolloutRequest, answer: Answer) -> list[int] | None:
         seeds.append(request.seed)
         return [1] if request.seed % 100 else None
 
@@ -325,7 +325,7 @@ class Generating(Simulated):
         self.models[adapter.version] = PeftModel.from_pretrained(base, str(adapter.folder)).eval()
         super().load(adapter)
 
-    def ask(self, prompt: Request, cancel: Cancel) -> Answer:
+    def ask(self, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         answer = super().ask(prompt, cancel)
         generator = torch.Generator().manual_seed(prompt.seed)
         ids = list(prompt.tokens)
@@ -356,7 +356,7 @@ class Started:
         self.rank, self.corpus, self.server = OneRank(self.method, model), corpus, None
         self.checkpoints = list[int]()
 
-        def prepared(work: Any, sampling: Sampling, base: Base, prompt: Request, rank: Any) -> list[RolloutServer]:
+        def prepared(work: Any, sampling: Any, base: Base, prompt: RolloutRequest, rank: Any) -> list[RolloutServer]:
             self.server = Generating(model_folder, work._adapter)
             return [self.server]
 
@@ -590,7 +590,7 @@ def test_a_server_with_another_model_is_left_out(
     monkeypatch.setattr(server_scores, "_DRIFT_TOKENS", 20)
     run = start(rollout_ranks=False, max_staleness=0)
 
-    def improbable(server: Generating, prompt: Request, cancel: Cancel) -> Answer:
+    def improbable(server: Generating, prompt: RolloutRequest, cancel: Cancel) -> Answer:
         answer = Simulated.ask(server, prompt, cancel)
         with torch.no_grad():
             worst = server.models[prompt.version](torch.tensor([list(prompt.tokens)])).logits[0, -1].argmin()

@@ -7,14 +7,14 @@ from tokenizer_kinds import byte_level, normalizing, sentence_piece
 
 from trainer.data.text_tokenizer import TextTokenizer
 from trainer.generation.ollama_client import Answer
-from trainer.generation.rollout_servers import Request
+from trainer.generation.rollout_servers import RolloutRequest
 from trainer.method.server_tokens import ServerTokens
 
 
 def tokens_of(tokenizer: Any, ends: set[int], prompt: str, text: str, finished: str = "stop", **more: Any) -> Any:
     """Return the tokens of an answer to the prompt `prompt`."""
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    request = Request(0, 0, ids, prompt, 1, ids=more.pop("ids", None))
+    request = RolloutRequest(0, 0, ids, prompt, 1, ids=more.pop("ids", None))
     answer = Answer(text, more.pop("thinking", ""), finished, more.pop("drawn", 1), 0.0, 0.0)
     return ServerTokens(TextTokenizer.of(tokenizer), len(tokenizer), ends, more.pop("limit", 40)).of(request, answer)
 

@@ -14,7 +14,7 @@ from trainer.spec import changed_fields
 from trainer.strategy import AUTO, plan_of
 from trainer.strategy.pipeline_split import check_ranks, given_layers
 from trainyard import front_end
-from trainyard.preflight.findings import Report
+from trainyard.preflight.findings import PreflightReport
 from trainyard.preflight.host_state import HostState
 from trainyard.preflight.measurements import high_ports, measure_mesh
 from trainyard.preflight.runner import check_plan, skipped_checks
@@ -253,7 +253,7 @@ def check_plan_mesh(
     """
     states = [HostState(hosts[entry.host], facts={"interface": entry.interface}) for entry in entries]
     findings = check_plan(states, lambda host: connect(host.name), port, write=write)
-    report = Report(findings, [finding.line for finding in findings])
+    report = PreflightReport(findings, [finding.line for finding in findings])
     if report.error:
         raise RunError(report.error, **report.as_dict() | {"lines": report.other_lines})
     return [*report.lines, *skipped_checks(states, write)]
