@@ -256,17 +256,6 @@ def test_pictures_are_current() -> None:
         assert digest in source.with_suffix(".svg").read_text(encoding="utf-8"), f"{source}: run `make pictures`"
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    def files(entry: Any) -> list[str]:
-        if isinstance(entry, str):
-            return [] if entry.startswith("https://") else [entry]
-        return [name for value in (entry if isinstance(entry, list) else entry.values()) for name in files(value)]
-
-    nav = files(yaml.safe_load((TOP / "mkdocs.yml").read_text())["nav"])
-    pages = [str(page.relative_to(TOP / "docs")) for page in (TOP / "docs").glob("**/*.md")]
-    assert sorted(nav) == sorted(pages)
-
-
 def test_targets_of_the_makefile_run_tools_that_exist() -> None:
     text = "\n".join(file.read_text() for file in (TOP / "Makefile", TOP / ".ci" / "run"))
     named = re.findall(r"(?<!/)\btools/[\w.-]+", text)
