@@ -24,6 +24,9 @@ def inventory_problems(hostvars: Any, addresses: Mapping[str, str]) -> list[tupl
         if host in loopback and len(loopback) < len(addresses):
             text = f"has the address {address}, which its peers cannot reach"
             problems.append((host, "address", text, "set cluster_address to that of its network"))
+        if hostvars[host].get("queue_state") == "present" and ":" in address:
+            text = f"has the address {address}, at which Slurm fetches no configuration"
+            problems.append((host, "queue", text, "set cluster_address to its IPv4 address, or queue_state to absent"))
         if hostvars[host].get("queue_state") == "present" and not SLURM_NAME.fullmatch(host):
             text = "has a name that Slurm refuses, which takes letters, digits, dots and dashes"
             problems.append((host, "queue", text, "rename it in the inventory"))

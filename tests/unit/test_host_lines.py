@@ -110,6 +110,7 @@ def hosts_at(**addresses: str) -> dict[str, dict[str, str]]:
         (hosts_at(a="127.0.0.1", b="127.0.0.2"), []),  # peers on one machine
         (hosts_at(a="10.0.0.1", b="127.0.0.1"), ["b: has the address 127.0.0.1"]),
         (hosts_at(a="10.0.0.1", b="10.0.0.1"), ["b: a and b both have the address 10.0.0.1"]),
+        ({"a": {"queue_state": "present", "ansible_host": "fd00::1"}}, ["a: has the address fd00::1, at which Slurm"]),
         ({"GPU_Box": {"queue_state": "present"}}, ["GPU_Box: has a name that Slurm refuses"]),
         ({"a": {}, "b": {"ansible_connection": "local", "ansible_host": "::1"}}, ["b: has the address ::1"]),
         ({"a": {"ansible_connection": "local"}, "b": {"ansible_connection": "local", "ansible_host": "a"}}, []),
