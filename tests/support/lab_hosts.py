@@ -24,7 +24,8 @@ import ansible_runner
 import pytest
 import yaml
 from testbed import machine
-from testbed.lab import Host, Lab
+from testbed.lab import Lab
+from testbed.lab import LabHost as Host
 
 from tools.lock import read_lines
 from trainyard.python_env.resolve import requirements
