@@ -58,6 +58,7 @@ def date_of(run_dir: Path) -> str:
     return str(json.loads(newest.read_text())["template_date"])
 
 
+@pytest.mark.slow
 def test_a_resume_on_another_day_has_the_samples_of_the_first_start(
     here: Here, dated_model: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -504,6 +504,7 @@ def test_a_resumed_run_may_have_other_servers(start: Callable[..., Started]) -> 
     again.method.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [True, False])
 def test_completions_of_other_adapters_are_written_again(start: Callable[..., Started], other: bool) -> None:
     """A resumed run may get other rewards than the stopped one, and so another adapter of the same version."""
@@ -541,6 +542,7 @@ def test_a_restart_by_torchrun_does_not_count_claims(start: Callable[..., Starte
     again.method.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:99])])
 def test_a_run_resumes_without_a_damaged_adapter(start: Callable[..., Started], tmp_path: Path, damage: Any) -> None:
     """It does not train on the completions that the adapter had written: their probabilities are unknown."""
