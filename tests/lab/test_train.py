@@ -54,8 +54,7 @@ def test_stock_hosts_train(bare: Lab, variables: dict[str, Any], tmp_path: Path)
         preloaded = ask(lab, host, f"sed -n s/^LD_PRELOAD=//p {run}/env").strip()
         assert "tcmalloc" in ask(lab, host, f"LD_PRELOAD={preloaded} cat /proc/self/maps"), "site.yml installs it"
     assert len(digests) == 1
-    logs = ask(lab, hosts[0], f"ls {run}/logs").split()
-    assert {"rank0.log", "rank1.log"} <= set(logs)
+    assert {"rank0.log", "rank1.log"} <= set(ask(lab, hosts[0], f"ls {run}/logs").split())
 
     again = run_playbook("train.yml", inventory, variables | {"run": "stock"})
     assert again.rc == 0 and again.count("changed") == 0, again.stdout

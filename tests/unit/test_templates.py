@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield place
 
 
-def replaced(values: dict[str, Any], place: tuple[Any, ...], text: str) -> dict[str, Any]:
+def replaced(values: dict[str, Any], place: tuple[Any, ...], text: Any) -> dict[str, Any]:
     """Return a copy of the variables with another text at one place."""
     result = copy.deepcopy(values)
     inner: Any = result
@@ -184,11 +185,12 @@ def check(path: Path, host: str, strings: list[str]) -> None:
     values = variables(path, host)
     expected = parse(render(path, values))
     assert expected
-    for place in used(path, values):
-        for text in strings:
-            rendered = outcome(path, replaced(values, place, text))
-            if rendered is not None:
-                assert parse(rendered) == expected, f"{place} is {text!r}:\n{rendered}"
+    for place, text in product(used(path, values), strings):
+        # The queue leaves out a host whose facts it refuses.
+        without = replaced(values, place[:3], {}) if "__queue_info" in place else values
+        rendered = outcome(path, replaced(values, place, text))
+        right = rendered is None or parse(rendered) == expected or parse(rendered) == parse(render(path, without))
+        assert right, f"{place} is {text!r}:\n{rendered}"
 
 
 @pytest.mark.slow

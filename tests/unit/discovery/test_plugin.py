@@ -115,7 +115,7 @@ def test_known_and_unknown_machines(net):
     # Without a prefix, the name of a model is the name of a group: an untrusted machine could join any group.
     keyed = [{"key": "discovered_models | map(attribute='name') | list", "prefix": "", "separator": ""}]
     options = {"compose": {"first": "discovered_models[0].name"}, "groups": {"every": "true"}, "keyed_groups": keyed}
-    net.source("ollama.yml", {"plugin": "ollama", **options})
+    net.source("ollama.yml", {"plugin": "ollama", "answer_timeout": 20.0, **options})
     qwen = model("qwen2.5:0.5b")
     servers = [
         net.server(2, models=[model("cluster"), qwen]),
