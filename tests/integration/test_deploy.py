@@ -204,7 +204,7 @@ def test_a_server_quantizes_the_merged_model(site: Site) -> None:
         assert servers[1].models == kept and not any("blobs" in line for line in servers[1].log)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bases_are_searched_for_on_every_node(site: Site) -> None:
     """Each node has a base of its own name; deploy_as=adapter tries every base that is found, and nothing else."""
     site.keep_answers()

@@ -249,7 +249,7 @@ def stand_in(here: Here, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 HUB = {"dataset": "org/qa", "model": "org/small"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_host_fetches_from_the_hub_and_passes_it_on(here: Here, stand_in: FakeHub) -> None:
     """Every file leaves the hub once, and nothing but the trainer leaves the controller."""
     cluster = Here(here.folder, remote=True)

@@ -226,7 +226,7 @@ def mean_of_updates(
     return mean, found[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_averaging_stops_resumes_and_averages(cluster: Cluster) -> None:
     fields = LONG | {"strategy": "averaging"}
     cluster.run(2, run="straight", **fields)
