@@ -180,13 +180,12 @@ IDS = [f"{path.parents[1].name}-{path.name}-{host}" for path, host in CASES]
 
 
 def check(path: Path, host: str, strings: list[str]) -> None:
-    """Render a template with each string in each place, and compare the directives."""
+    """Render a template with each string in each place, and compare the directives. The queue leaves out a host that it refuses."""
     parse = parser(path)
     values = variables(path, host)
     expected = parse(render(path, values))
     assert expected
     for place, text in product(used(path, values), strings):
-        # The queue leaves out a host whose facts it refuses.
         without = replaced(values, place[:3], {}) if "__queue_info" in place else values
         rendered = outcome(path, replaced(values, place, text))
         right = rendered is None or parse(rendered) == expected or parse(rendered) == parse(render(path, without))

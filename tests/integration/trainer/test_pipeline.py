@@ -84,7 +84,7 @@ def test_adapters_train_as_with_ddp_and_resume_on_more_hosts(deep_cluster: Clust
     compare(deep_cluster, 3, deep, "adapter/adapter_model.safetensors")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_full_weights_train_as_with_ddp_and_resume_on_other_hosts(deep_cluster: Cluster, deep: Here) -> None:
     """The head is tied to the embedding, on another host. After the first stop, the same hosts hold other layers."""
     assert deep("ddp", **STEPS, **FULL) == 0, deep.err
