@@ -60,9 +60,14 @@ def queue_nodes(hostvars: Any, facts: dict[str, Any], addresses: dict[str, str])
     return [asdict(node) | {"gres": node.gres, "core_memory_mib": node.core_memory_mib} for node in nodes]
 
 
+def queue_oldest(facts: dict[str, Any]) -> str:
+    """Return the oldest release of Slurm among these hosts."""
+    return slurm.oldest([each["version"] for each in facts.values()])
+
+
 class FilterModule:
     """Filters for the queue, by their names in templates."""
 
     def filters(self) -> dict[str, Any]:
-        oldest = lambda facts: slurm.oldest([each["version"] for each in facts.values()])  # noqa: E731
-        return {each.__name__: each for each in (queue_facts, queue_problems, queue_nodes)} | {"queue_oldest": oldest}
+        filters = (queue_facts, queue_problems, queue_nodes, queue_oldest)
+        return {each.__name__: each for each in filters}
